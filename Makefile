@@ -1,0 +1,47 @@
+# make demo   set up, then the quick start: forward, backward, the derived program, the error, the kernel
+# make test   set up, then every check that needs no GPU
+# make lint   the style and type checks alone
+# make clean  remove what these targets made
+#
+# The first call makes .venv and installs the versions of constraints.txt in it. To use another interpreter:
+#   make test PYTHON=python3.12
+# To use the environment that is active, as it is, with nothing installed by this file:
+#   make test VENV=
+# torch's CPU build is a smaller download than the one PyPI gives on Linux:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+READY :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/ready
+endif
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(RUN) attn_script/mha.py --show
+
+test: lint
+	$(RUN) -m pytest -n $(WORKERS) -q
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+# torch first and alone: the constraint then takes whichever 2.13.0 build the index prefers, and nothing replaces it.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +

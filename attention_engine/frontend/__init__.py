@@ -1,0 +1,1 @@
+"""What users write with, and how their Python becomes a program."""

@@ -1,0 +1,122 @@
+"""Extra tensors that a user's maths reads: their declaration, and what a mod sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Union
+
+from attention_engine.errors import BadCustomInput, UnknownCustomInput
+from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, convert, lift, where_from
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+
+AxisSpec = Union[int, str]
+INDEX = {"batch": B, "heads": H, "seq_len": Q_IDX, "seq_len_kv": KV_IDX}
+
+
+@dataclass(frozen=True)
+class CustomSpec:
+    """One custom input: its name and, for each dimension, a length, 1, "batch", "heads", "seq_len" or "seq_len_kv"."""
+
+    name: str
+    axes: tuple[AxisSpec, ...]
+
+
+class CustomIO:
+    """Declares custom inputs: CustomIO({"slopes": ("heads",), "bias": (1, "heads", "seq_len", "seq_len_kv")}).
+
+    The order is the order of the tensors in a call. One CustomIO may serve many engines: nothing writes on it.
+    """
+
+    def __init__(self, input_tensors: Mapping[str, Sequence[AxisSpec]] | None = None) -> None:
+        specs = {}
+        for name, axes in (input_tensors or {}).items():
+            if isinstance(axes, (str, int)):
+                raise BadCustomInput(
+                    f"{where_from()}custom input '{name}': axes are {axes!r}. Write a tuple: '{name}': ({axes!r},)."
+                )
+            for axis in axes:
+                if isinstance(axis, bool) or not (axis in INDEX if isinstance(axis, str) else isinstance(axis, int) and axis > 0):
+                    raise BadCustomInput(
+                        f"{where_from()}custom input '{name}': {axis!r} is no axis.\n"
+                        f"  Use a positive int, or one of {', '.join(map(repr, INDEX))}."
+                    )
+            specs[name] = CustomSpec(name, tuple(axes))
+        self.specs: Mapping[str, CustomSpec] = MappingProxyType(specs)
+
+    def __repr__(self) -> str:
+        return f"CustomIO({ {s.name: s.axes for s in self.specs.values()} })"
+
+
+class CustomInput:
+    """What a mod sees of one custom input: a value (at this b, h, q, kv), which can also be read at other indices."""
+
+    def __init__(self, spec: CustomSpec, dtype: Type) -> None:
+        self.spec, self.dtype = spec, dtype
+
+    def read(self, indices: Sequence[object]) -> Expr:
+        """The read at these indices, one a dimension."""
+        if len(indices) != len(self.spec.axes):
+            raise BadCustomInput(
+                f"{where_from()}custom input '{self.spec.name}' has {len(self.spec.axes)} dimensions {self.spec.axes}, "
+                f"and is read with {len(indices)} indices."
+            )
+        exprs = tuple(convert(lift(i), Type.INT) for i in indices)
+        return make(Op.LOAD, *exprs, arg=self.spec.name, dtype=self.dtype)
+
+    def value(self) -> Expr:
+        """The read at the place that the axes name."""
+        indices = []
+        for axis in self.spec.axes:
+            if isinstance(axis, str):
+                indices.append(INDEX[axis])
+            elif axis == 1:
+                indices.append(const(0))
+            else:
+                raise BadCustomInput(
+                    f"{where_from()}custom input '{self.spec.name}' has an axis of length {axis}, which no loop runs over.\n"
+                    f"  Read it at an index: custom['{self.spec.name}'][{', '.join('...' for _ in self.spec.axes)}]."
+                )
+        return make(Op.LOAD, *indices, arg=self.spec.name, dtype=self.dtype)
+
+
+class CustomRead(SymbolicTensor):
+    """A custom input as a symbol: its value in arithmetic, other entries by index."""
+
+    __slots__ = ("_input",)
+
+    def __init__(self, source: CustomInput) -> None:
+        self._input = source
+
+    @property
+    def expr(self) -> Expr:  # type: ignore[override]
+        return self._input.value()
+
+    def __getitem__(self, indices: object) -> SymbolicTensor | SymbolicArray:
+        from attention_engine.frontend.symbols import wrap
+
+        listed = indices if isinstance(indices, tuple) else (indices,)
+        return wrap(self._input.read(listed))  # type: ignore[return-value]
+
+
+class CustomInputs:
+    """The custom inputs inside a mod: custom["name"], or custom.input_tensors["name"]."""
+
+    def __init__(self, io: CustomIO, dtypes: Mapping[str, Type]) -> None:
+        self._io, self._dtypes = io, dtypes
+
+    @property
+    def input_tensors(self) -> CustomInputs:
+        """This mapping itself, for code that was written so."""
+        return self
+
+    def __getitem__(self, name: str) -> CustomRead:
+        spec = self._io.specs.get(name)
+        if spec is None:
+            known = ", ".join(map(repr, self._io.specs)) or "none"
+            raise UnknownCustomInput(
+                f"{where_from()}no custom input is called {name!r}. Declared: {known}.\n  Add it to CustomIO({{...}})."
+            )
+        return CustomRead(CustomInput(spec, self._dtypes.get(name, Type.FLOAT)))

@@ -1,0 +1,46 @@
+"""The base class of online row normalisers: what users write to say how a row of scores becomes weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attention_engine.frontend.symbols import SymbolScalar
+
+
+class OnlineFunc:
+    """How a row of scores becomes weights, tile by tile.
+
+    Subclasses declare row states and returned rows in `__init__` and write static methods on symbols:
+
+    - `online_fwd(scores, online_rowscales, b, h, q_idx) -> (weights, new_rowscales, rescale)`: one tile of scores and
+      the states so far; `rescale` is the factor for the output so far (1 for none).
+    - `online_fwd_epilogue(o, online_rowscales, b, h, q_idx) -> (o, final_rowscales)`: the end of the row.
+    - optional `forward(scores, final_rowscales, b, h, q_idx, kv_idx) -> weights`: final weights from scores.
+    - optional `backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx) -> dscores`: the gradient of
+      the scores; `scores` are the final weights, `dp` = dO . v, `doosum_rowscales` = the row sum of O * dO.
+
+    Each may take the custom inputs as one more, last argument. What isn't written is derived. States are fp32 numbers,
+    one for each (batch, head, query).
+    """
+
+    forward: Any = None
+    backward: Any = None
+
+    def __init__(
+        self,
+        online_rowscales: Mapping[str, SymbolScalar] | None = None,
+        final_rowscales: Mapping[str, SymbolScalar] | None = None,
+    ) -> None:
+        self.online_rowscales = dict(online_rowscales or {})
+        self.final_rowscales = dict(final_rowscales or {})
+
+    @staticmethod
+    def online_fwd(scores: Any, online_rowscales: Mapping[str, Any], b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+        """Weights are the scores, unless a subclass says otherwise."""
+        return scores, dict(online_rowscales), 1.0
+
+    @staticmethod
+    def online_fwd_epilogue(o: Any, online_rowscales: Mapping[str, Any], b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+        """The output is the sum of weights times v, unless a subclass says otherwise."""
+        return o, {}

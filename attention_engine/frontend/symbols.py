@@ -1,0 +1,372 @@
+"""The symbolic values that mods are handed: arithmetic on them builds expressions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from attention_engine.errors import BadInitialValue, BranchOnSymbol, UnsupportedOperation
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+RANKS = {Type.BOOL: 0, Type.INT: 1, Type.FLOAT: 2}
+
+
+def where_from() -> str:
+    """The file and line of the user's code that is running, as `file.py:12: `."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and "/torch/" not in name and not name.startswith("<frozen"):
+            return f"{Path(name).name}:{frame.f_lineno}: "
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def lift(value: object) -> Expr:
+    """A symbol's expression, or a Python number as a constant."""
+    if isinstance(value, Symbol):
+        return value.expr
+    if isinstance(value, (bool, int, float)):
+        return const(value)
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "numel", lambda: 1)() == 1:
+        return const(item())
+    raise UnsupportedOperation(
+        f"{where_from()}a {type(value).__name__} can't be mixed with symbolic values.\n"
+        "  Use Python numbers, or pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."
+    )
+
+
+def convert(expr: Expr, to: Type) -> Expr:
+    """The expression as a value of this type."""
+    if expr.dtype is to:
+        return expr
+    return const(expr.value, to) if expr.op is Op.CONST else make(Op.CAST, expr, arg=to)
+
+
+def unify(*operands: object, least: Type = Type.BOOL) -> list[Expr]:
+    """The operands as expressions of one type: the widest of theirs, and at least this one."""
+    exprs = [lift(o) for o in operands]
+    to = max([least, *(e.dtype for e in exprs)], key=RANKS.__getitem__)
+    return [convert(e, to) for e in exprs]
+
+
+class Symbol:
+    """A symbolic value. Operators, methods and torch functions on it build expressions; its truth can't be asked."""
+
+    __slots__ = ("expr",)
+    __array_ufunc__ = None
+    __hash__ = object.__hash__
+    FUNCTIONS: ClassVar[dict[str, Callable[..., Symbol]]] = {}
+
+    def __init__(self, expr: Expr) -> None:
+        self.expr = expr
+
+    def __repr__(self) -> str:
+        return repr(self.expr)
+
+    # arithmetic
+    def __add__(self, other: object) -> Symbol:
+        return wrap(make(Op.ADD, *unify(self, other, least=Type.INT)))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: object) -> Symbol:
+        a, b = unify(self, other, least=Type.INT)
+        return wrap(a - b)
+
+    def __rsub__(self, other: object) -> Symbol:
+        a, b = unify(other, self, least=Type.INT)
+        return wrap(a - b)
+
+    def __mul__(self, other: object) -> Symbol:
+        return wrap(make(Op.MUL, *unify(self, other, least=Type.INT)))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: object) -> Symbol:
+        a, b = unify(self, other, least=Type.FLOAT)
+        return wrap(a / b)
+
+    def __rtruediv__(self, other: object) -> Symbol:
+        a, b = unify(other, self, least=Type.FLOAT)
+        return wrap(a / b)
+
+    def __floordiv__(self, other: object) -> Symbol:
+        return _floor_divide(self, other)
+
+    def __rfloordiv__(self, other: object) -> Symbol:
+        return _floor_divide(other, self)
+
+    def __mod__(self, other: object) -> Symbol:
+        return _remainder(self, other)
+
+    def __rmod__(self, other: object) -> Symbol:
+        return _remainder(other, self)
+
+    def __pow__(self, other: object) -> Symbol:
+        if self.expr.dtype is Type.INT and type(other) is int and 1 <= other <= 8:
+            result = self
+            for _ in range(other - 1):
+                result = result * self
+            return result
+        return wrap(make(Op.POW, *unify(self, other, least=Type.FLOAT)))
+
+    def __rpow__(self, other: object) -> Symbol:
+        return wrap(make(Op.POW, *unify(other, self, least=Type.FLOAT)))
+
+    def __neg__(self) -> Symbol:
+        (a,) = unify(self, least=Type.INT)
+        return wrap(-a)
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return wrap(make(Op.ABS, *unify(self, least=Type.INT)))
+
+    # comparisons and logic
+    def __lt__(self, other: object) -> Symbol:
+        return wrap(make(Op.LESS, *unify(self, other)))
+
+    def __gt__(self, other: object) -> Symbol:
+        return wrap(make(Op.LESS, *unify(other, self)))
+
+    def __le__(self, other: object) -> Symbol:
+        return wrap(make(Op.LESS_EQUAL, *unify(self, other)))
+
+    def __ge__(self, other: object) -> Symbol:
+        return wrap(make(Op.LESS_EQUAL, *unify(other, self)))
+
+    def __eq__(self, other: object) -> Symbol:  # type: ignore[override]
+        return wrap(make(Op.EQUAL, *unify(self, other)))
+
+    def __ne__(self, other: object) -> Symbol:  # type: ignore[override]
+        return wrap(make(Op.NOT, make(Op.EQUAL, *unify(self, other))))
+
+    def __and__(self, other: object) -> Symbol:
+        return _logical(Op.AND, self, other)
+
+    __rand__ = __and__
+
+    def __or__(self, other: object) -> Symbol:
+        return _logical(Op.OR, self, other)
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Symbol:
+        return wrap(make(Op.NOT, _truth(self)))
+
+    # what can't be
+    def __bool__(self) -> NoReturn:
+        raise BranchOnSymbol(
+            f"{where_from()}Python asked for the truth of a symbolic value, {self.expr}.\n"
+            "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around comparisons);\n"
+            "  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
+        )
+
+    def _no_number(self) -> NoReturn:
+        raise UnsupportedOperation(
+            f"{where_from()}a symbolic value, {self.expr}, has no number yet.\n"
+            "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), not math's or Python's."
+        )
+
+    __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = _no_number  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        function = Symbol.FUNCTIONS.get(name)
+        if function is None:
+            raise UnsupportedOperation(f"{where_from()}symbolic values have no `{name}`.\n  {known_functions()}")
+        return lambda *args, **named: function(self, *args, **named)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Symbol:
+        """torch.exp(x), torch.where(c, a, b) and so on, by the function's name."""
+        name = getattr(function, "__name__", str(function))
+        known = Symbol.FUNCTIONS.get(name)
+        if known is None:
+            raise UnsupportedOperation(f"{where_from()}torch.{name} has no meaning in a mod.\n  {known_functions()}")
+        return known(*args, **(kwargs or {}))
+
+
+class SymbolicTensor(Symbol):
+    """A symbolic value of every pair (a tile of scores): it can be reduced over the keys of a row."""
+
+    __slots__ = ()
+
+    def get_reduce(self, kind: str) -> Symbol:
+        """The reduction over the keys of this row in the tile: "sum", "max", "min", "abssum" or "absmax"."""
+        (a,) = unify(self, least=Type.FLOAT)
+        match kind:
+            case "sum" | "max" | "min":
+                return wrap(make(Op.REDUCE, a, arg=kind))
+            case "abssum" | "absmax":
+                return wrap(make(Op.REDUCE, make(Op.ABS, a), arg=kind.removeprefix("abs")))
+            case _:
+                raise UnsupportedOperation(
+                    f'{where_from()}get_reduce("{kind}") is unknown. Choose "sum", "max", "min", "abssum" or "absmax".'
+                )
+
+
+class SymbolicArray(Symbol):
+    """A symbolic value of a row, a head or nothing at all: the same for every key."""
+
+    __slots__ = ()
+
+    def get_reduce(self, kind: str) -> NoReturn:
+        """Always an error: there is nothing to reduce."""
+        raise UnsupportedOperation(
+            f'{where_from()}get_reduce("{kind}") on {self.expr}, which is the same for every key.\n'
+            "  Reduce the scores, or what you computed from them."
+        )
+
+
+class Var:
+    """The first value of a row state: a number, or its text ("-inf", "0.0")."""
+
+    def __init__(self, value: str | float) -> None:
+        try:
+            self.value = float(value)
+        except (TypeError, ValueError):
+            raise BadInitialValue(
+                f"{where_from()}Var({value!r}) is no number. Write Var('-inf'), Var('0.0') or Var(1.0)."
+            ) from None
+
+    def __repr__(self) -> str:
+        return f'Var("{self.value}")'
+
+
+class SymbolScalar:
+    """Declares a row state or a returned row: SymbolScalar("m", Var("-inf")). The key it stands under is its name."""
+
+    def __init__(self, name: str, value: Var | float) -> None:
+        self.name = name
+        self.value = value if isinstance(value, Var) else Var(value)
+
+    def __repr__(self) -> str:
+        return f'SymbolScalar("{self.name}", {self.value})'
+
+
+def wrap(expr: Expr) -> Symbol:
+    """The expression as a symbol of the class that its axes ask for."""
+    return SymbolicTensor(expr) if Axis.KEY in expr.axes else SymbolicArray(expr)
+
+
+def _truth(value: object) -> Expr:
+    expr = lift(value)
+    if expr.dtype is not Type.BOOL:
+        raise UnsupportedOperation(
+            f"{where_from()}&, | and ~ join conditions, and {expr} is a number.\n"
+            "  Put brackets around comparisons: (a < b) & (c < d)."
+        )
+    return expr
+
+
+def _logical(op: Op, a: object, b: object) -> Symbol:
+    return wrap(make(op, _truth(a), _truth(b)))
+
+
+def _floor_divide(a: object, b: object) -> Symbol:
+    left, right = unify(a, b, least=Type.INT)
+    return wrap(make(Op.FLOORDIV, left, right) if left.dtype is Type.INT else make(Op.FLOOR, left / right))
+
+
+def _remainder(a: object, b: object) -> Symbol:
+    left, right = unify(a, b, least=Type.INT)
+    return wrap(make(Op.MOD, left, right) if left.dtype is Type.INT else left - make(Op.FLOOR, left / right) * right)
+
+
+def _elementwise(op: Op) -> Callable[[object], Symbol]:
+    return lambda a: wrap(make(op, *unify(a, least=Type.FLOAT)))
+
+
+def _extremum(op: Op, name: str) -> Callable[..., Symbol]:
+    def build(a: object, *others: object) -> Symbol:
+        if len(others) != 1:
+            raise UnsupportedOperation(
+                f"{where_from()}{name} takes two values: a.{name}(b). For the {name} over a row, scores.get_reduce('{name}')."
+            )
+        return wrap(make(op, *unify(a, others[0], least=Type.INT)))
+
+    return build
+
+
+def where(condition: object, a: object, b: object) -> Symbol:
+    """a where the condition holds, else b: what `if` would say."""
+    return wrap(make(Op.WHERE, _truth(condition), *unify(a, b)))
+
+
+def _clamp(a: object, min: object = None, max: object = None) -> Symbol:
+    result = wrap(lift(a))
+    if min is not None:
+        result = MAXIMUM(result, min)
+    return result if max is None else MINIMUM(result, max)
+
+
+def _to(a: object, dtype: object) -> Symbol:
+    name = str(dtype)
+    kind = Type.BOOL if "bool" in name else Type.INT if "int" in name or dtype is int else Type.FLOAT
+    return wrap(convert(lift(a), kind))
+
+
+def _call_sum(a: object, *args: object, **named: object) -> NoReturn:
+    raise UnsupportedOperation(
+        f"{where_from()}`sum` over a row is scores.get_reduce('sum'); a sum of two values is a + b."
+    )
+
+
+MAXIMUM, MINIMUM = _extremum(Op.MAXIMUM, "max"), _extremum(Op.MINIMUM, "min")
+_UNARY = [Op.EXP, Op.EXP2, Op.LOG, Op.LOG2, Op.LOG1P, Op.SQRT, Op.RSQRT, Op.TANH, Op.SIGMOID, Op.ERF, Op.SIN, Op.COS,
+          Op.FLOOR]  # fmt: skip
+Symbol.FUNCTIONS.update(
+    {
+        **{op.value: _elementwise(op) for op in _UNARY},
+        "abs": abs,
+        "absolute": abs,
+        "relu": lambda a: MAXIMUM(a, 0.0),
+        "square": lambda a: a * a,  # type: ignore[operator]
+        "reciprocal": lambda a: 1.0 / a,  # type: ignore[operator]
+        "neg": lambda a: -a,  # type: ignore[operator]
+        "max": MAXIMUM,
+        "maximum": MAXIMUM,
+        "min": MINIMUM,
+        "minimum": MINIMUM,
+        "clamp": _clamp,
+        "clip": _clamp,
+        "where": where,
+        "pow": lambda a, b: a**b,
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+        "true_divide": lambda a, b: a / b,
+        "remainder": _remainder,
+        "floor_divide": _floor_divide,
+        "logical_and": lambda a, b: _logical(Op.AND, a, b),
+        "logical_or": lambda a, b: _logical(Op.OR, a, b),
+        "logical_not": lambda a: wrap(make(Op.NOT, _truth(a))),
+        "eq": lambda a, b: wrap(make(Op.EQUAL, *unify(a, b))),
+        "ne": lambda a, b: wrap(make(Op.NOT, make(Op.EQUAL, *unify(a, b)))),
+        "lt": lambda a, b: wrap(make(Op.LESS, *unify(a, b))),
+        "gt": lambda a, b: wrap(make(Op.LESS, *unify(b, a))),
+        "le": lambda a, b: wrap(make(Op.LESS_EQUAL, *unify(a, b))),
+        "ge": lambda a, b: wrap(make(Op.LESS_EQUAL, *unify(b, a))),
+        "to": _to,
+        "float": lambda a: wrap(convert(lift(a), Type.FLOAT)),
+        "int": lambda a: wrap(convert(lift(a), Type.INT)),
+        "long": lambda a: wrap(convert(lift(a), Type.INT)),
+        "bool": lambda a: wrap(convert(lift(a), Type.BOOL)),
+        "detach": lambda a: wrap(make(Op.DETACH, lift(a))),
+        "sum": _call_sum,
+    }
+)
+
+
+def known_functions() -> str:
+    """The sentence that lists what symbols can do."""
+    return "Known: + - * / ** // % < <= == & | ~, " + ", ".join(sorted(Symbol.FUNCTIONS)) + ", get_reduce."

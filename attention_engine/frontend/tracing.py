@@ -1,0 +1,218 @@
+"""Runs a user's functions once, on symbols, and notes what they do as a Program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attention_engine.errors import BadInitialValue, UnknownState, WrongArity, WrongResult
+from attention_engine.frontend.custom_io import CustomInputs, CustomIO
+from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.symbols import Symbol, SymbolScalar, convert, lift, wrap
+from attention_engine.ir.expr import Axis, Expr, Type, const
+from attention_engine.ir.program import (
+    DELTA,
+    KV_IDX,
+    OUTPUT,
+    PRODUCT,
+    Q_IDX,
+    ROW,
+    SCORE,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+    B,
+    H,
+    Program,
+    State,
+    final_variable,
+    state_variable,
+)
+from attention_engine.passes.simplify import simplify
+
+ALL_AXES = frozenset(Axis)
+PAIR_AXES = ALL_AXES - {Axis.CHANNEL}
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where the function stands, as `file.py:12: name`."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", repr(function))
+    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}: {name}" if code else name
+
+
+def call(function: Callable[..., Any], arguments: str, values: list[Any], custom: CustomInputs | None) -> Any:
+    """Calls with the arguments it asks for: the listed ones and, if it takes one more, the custom inputs."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return function(*values)
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function(*values)
+    count = len([p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])
+    needed = len([p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD])
+    if count >= len(values) + 1 and custom is not None:
+        return function(*values, custom)
+    if count >= len(values) >= needed:
+        return function(*values)
+    more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
+    raise WrongArity(f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){more}.")
+
+
+def _number(function: Callable[..., Any], what: str, value: object, allowed: frozenset[Axis] = PAIR_AXES) -> Expr:
+    """A result as a float expression over the allowed axes."""
+    if not isinstance(value, (Symbol, bool, int, float)):
+        raise WrongResult(
+            f"{place_of(function)} returned {type(value).__name__} as {what}. Return a symbolic value, or a number"
+            f"{' (is a `return` missing?)' if value is None else ''}."
+        )
+    expr = lift(value)
+    if extra := expr.axes - allowed:
+        held = "a value of each key" if Axis.KEY in extra else "the output"
+        raise WrongResult(
+            f"{place_of(function)} returned {what} that still holds {held}: {expr}. Reduce it: x.get_reduce('sum')."
+        )
+    return convert(expr, Type.FLOAT)
+
+
+def _mask(mask_mod: Callable[..., Any], custom: CustomInputs) -> Expr:
+    result = call(mask_mod, "b, h, q_idx, kv_idx", _indices(), custom)
+    expr = lift(result) if isinstance(result, (Symbol, bool)) else None
+    if expr is None or expr.dtype is not Type.BOOL:
+        shown = type(result).__name__ if expr is None else f"the number {expr}"
+        raise WrongResult(
+            f"{place_of(mask_mod)} returned {shown}. Return a condition, True where the pair is kept: q_idx >= kv_idx."
+        )
+    return expr
+
+
+def _indices() -> list[Symbol]:
+    return [wrap(B), wrap(H), wrap(Q_IDX), wrap(KV_IDX)]
+
+
+class _Rowscales(dict[str, Symbol]):
+    """Row states by name; an unknown one is an error that lists the known."""
+
+    def __init__(self, values: Mapping[str, Symbol], what: str, owner: str) -> None:
+        super().__init__(values)
+        self.what, self.owner = what, owner
+
+    def __missing__(self, name: str) -> Symbol:
+        known = ", ".join(map(repr, self)) or "none"
+        raise UnknownState(f"{self.owner} reads the {self.what} {name!r}, which isn't declared. Declared: {known}.")
+
+
+def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
+    if isinstance(scalar, SymbolScalar):
+        return scalar.value.value
+    if isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+        return float(scalar)
+    raise BadInitialValue(
+        f"{type(owner).__name__}: the row state {name!r} starts at {scalar!r}. "
+        f'Write SymbolScalar("{name}", Var("0.0")), or a number.'
+    )
+
+
+def _check_keys(function: Callable[..., Any], what: str, given: object, declared: Mapping[str, object]) -> None:
+    if not isinstance(given, Mapping):
+        raise WrongResult(f"{place_of(function)} returned {type(given).__name__} where a dict of {what}s belongs.")
+    if missing := [n for n in declared if n not in given]:
+        raise UnknownState(f"{place_of(function)} returned no {what} {missing[0]!r}. Declared: {', '.join(map(repr, declared))}.")
+    if extra := [n for n in given if n not in declared]:
+        known = ", ".join(map(repr, declared)) or "none"
+        raise UnknownState(f"{place_of(function)} returned a {what} {extra[0]!r} that isn't declared. Declared: {known}.")
+
+
+def _unpack(function: Callable[..., Any], result: object, names: str, count: int) -> tuple[Any, ...]:
+    if not isinstance(result, tuple) or len(result) != count:
+        shown = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise WrongResult(f"{place_of(function)} returned {shown}. Return ({names}).")
+    return result
+
+
+class _OnlineTrace:
+    """What tracing an OnlineFunc found."""
+
+    def __init__(self, func: OnlineFunc, custom: CustomInputs) -> None:
+        self.func, self.custom = func, custom
+        self.name = type(func).__name__
+        self.initial = {n: _initial(func, n, s) for n, s in func.online_rowscales.items()}
+        self.states = self._scales("row state", {n: wrap(state_variable(n)) for n in self.initial})
+        self.final_names = list(func.final_rowscales)
+        self.finals = self._scales("returned row", {n: wrap(final_variable(n)) for n in self.final_names})
+        self._online()
+        self._epilogue()
+        self.forward = self._optional("forward", "scores, final_rowscales, b, h, q_idx, kv_idx", [wrap(SCORE), self.finals])
+        self.backward = self._optional(
+            "backward",
+            "dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx",
+            [wrap(WEIGHT_GRADIENT), wrap(WEIGHT), self.finals, wrap(DELTA)],
+        )
+
+    def _scales(self, what: str, values: Mapping[str, Symbol]) -> _Rowscales:
+        return _Rowscales(values, what, self.name)
+
+    def _online(self) -> None:
+        function = self.func.online_fwd
+        result = call(function, "scores, online_rowscales, b, h, q_idx", [wrap(SCORE), self._copy(), *_indices()[:3]], self.custom)
+        weights, states, rescale = _unpack(function, result, "weights, new_rowscales, rescale", 3)
+        _check_keys(function, "row state", states, self.initial)
+        self.weights = _number(function, "weights", weights)
+        self.updates = {n: _number(function, f"the row state {n!r}", states[n], frozenset(ROW)) for n in self.initial}
+        if isinstance(rescale, SymbolScalar):  # SymbolScalar("o_scale", Var("1")) says "no rescale"
+            rescale = rescale.value.value
+        self.rescale = _number(function, "rescale", rescale, frozenset(ROW))
+
+    def _copy(self) -> _Rowscales:
+        return self._scales("row state", dict(self.states))
+
+    def _epilogue(self) -> None:
+        function = self.func.online_fwd_epilogue
+        result = call(function, "o, online_rowscales, b, h, q_idx", [wrap(OUTPUT), self._copy(), *_indices()[:3]], self.custom)
+        output, finals = _unpack(function, result, "o, final_rowscales", 2)
+        _check_keys(function, "returned row", finals, dict.fromkeys(self.final_names))
+        self.output = _number(function, "the output", output, frozenset(ROW) | {Axis.CHANNEL})
+        self.final_exprs = [(n, _number(function, f"the returned row {n!r}", finals[n], frozenset(ROW))) for n in self.final_names]
+
+    def _optional(self, method: str, arguments: str, values: list[Any]) -> Expr | None:
+        function = getattr(self.func, method, None)
+        if function is None:
+            return None
+        return _number(function, "its result", call(function, arguments, [*values, *_indices()], self.custom))
+
+
+def trace(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    online_func: OnlineFunc | None,
+    custom_io: CustomIO,
+    custom_types: Mapping[str, Type] | None = None,
+) -> Program:
+    """The program that the user's functions write; every expression in normal form.
+
+    custom_types says of each custom input whether it holds floats, ints or bools (floats where it says nothing).
+    """
+    custom = CustomInputs(custom_io, custom_types or {})
+    score = PRODUCT
+    if score_mod is not None:
+        result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(PRODUCT), custom, *_indices()], None)
+        score = _number(score_mod, "the score", result)
+    mask = None if mask_mod is None else _mask(mask_mod, custom)
+    online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)
+    states = list(online.initial)
+    roots = simplify(score, *online.updates.values(), online.weights, online.rescale, online.output,
+                     *(e for _, e in online.final_exprs))  # fmt: skip
+    score, updates, (weights, rescale, output, *finals) = roots[0], roots[1 : 1 + len(states)], roots[1 + len(states) :]
+    optional = [simplify(e)[0] if e is not None else None for e in (mask, online.forward, online.backward)]
+    return Program(
+        score=score,
+        mask=None if optional[0] is not None and optional[0] is const(True) else optional[0],
+        states=tuple(State(n, online.initial[n], u) for n, u in zip(states, updates, strict=True)),
+        weights=weights,
+        rescale=rescale,
+        output=output,
+        finals=tuple(zip(online.final_names, finals, strict=True)),
+        forward=optional[1],
+        backward=optional[2],
+        custom=tuple(custom_io.specs),
+    )

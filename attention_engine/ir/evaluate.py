@@ -1,0 +1,129 @@
+"""The meaning of an expression on plain Python numbers: constant folding, and numeric proofs on small rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attention_engine.ir.expr import LEAVES, Expr, Number, Op, Type, topological
+
+LOWEST = -1e30  # stands for -inf where a row starts: below every score, yet finite, so that x - LOWEST is never NaN
+Row = list[Any]
+Value = Any  # a number, or a row of numbers
+
+
+def _guard(function: Callable[..., float], overflow: float = math.inf) -> Callable[..., float]:
+    """IEEE answers where Python raises."""
+
+    def guarded(*args: float) -> float:
+        try:
+            return function(*args)
+        except OverflowError:
+            return overflow
+        except (ValueError, ZeroDivisionError):
+            return math.nan
+
+    return guarded
+
+
+def _log(x: float) -> float:
+    return -math.inf if x == 0 else math.log(x)
+
+
+def _recip(x: float) -> float:
+    return math.copysign(math.inf, x) if x == 0 else 1.0 / x
+
+
+def _floor(x: float) -> float:
+    return float(math.floor(x)) if math.isfinite(x) else x
+
+
+def _maximum(a: Number, b: Number) -> Number:
+    return a if a != a or a >= b else b
+
+
+def _minimum(a: Number, b: Number) -> Number:
+    return a if a != a or a <= b else b
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
+
+
+PYTHON: dict[Op, Callable[..., Number]] = {
+    Op.ADD: lambda a, b: a + b,
+    Op.MUL: lambda a, b: a * b,
+    Op.RECIP: _recip,
+    Op.FLOORDIV: lambda a, b: a // b if b else 0,
+    Op.MOD: lambda a, b: a % b if b else 0,
+    Op.POW: _guard(lambda a, b: math.pow(a, b)),
+    Op.MAXIMUM: _maximum,
+    Op.MINIMUM: _minimum,
+    Op.EXP: _guard(math.exp),
+    Op.EXP2: _guard(lambda x: math.pow(2.0, x)),
+    Op.LOG: _guard(_log),
+    Op.LOG2: _guard(lambda x: -math.inf if x == 0 else math.log2(x)),
+    Op.LOG1P: _guard(lambda x: -math.inf if x == -1 else math.log1p(x)),
+    Op.SQRT: _guard(math.sqrt),
+    Op.RSQRT: _guard(lambda x: math.inf if x == 0 else 1.0 / math.sqrt(x)),
+    Op.TANH: math.tanh,
+    Op.SIGMOID: _sigmoid,
+    Op.ERF: math.erf,
+    Op.SIN: _guard(math.sin),
+    Op.COS: _guard(math.cos),
+    Op.ABS: abs,
+    Op.FLOOR: _floor,
+    Op.LESS: lambda a, b: a < b,
+    Op.LESS_EQUAL: lambda a, b: a <= b,
+    Op.EQUAL: lambda a, b: a == b,
+    Op.AND: lambda a, b: a and b,
+    Op.OR: lambda a, b: a or b,
+    Op.NOT: lambda a: not a,
+    Op.WHERE: lambda c, a, b: a if c else b,
+    Op.DETACH: lambda a: a,
+}
+CASTS: dict[Type, Callable[[Number], Number]] = {Type.BOOL: bool, Type.INT: int, Type.FLOAT: float}
+FOLDS: dict[str, Callable[[Sequence[float]], float]] = {
+    "sum": math.fsum,
+    "max": lambda row: max([LOWEST, *row]),
+    "min": lambda row: min([-LOWEST, *row]),
+}
+
+
+def function_of(expr: Expr) -> Callable[..., Number]:
+    """What the node does to its operands' values."""
+    if expr.op is Op.CAST:
+        assert isinstance(expr.arg, Type)
+        return CASTS[expr.arg]
+    return PYTHON[expr.op]
+
+
+def evaluate(expr: Expr, values: Mapping[Expr, Value], length: int = 1) -> Value:
+    """The expression's value, given those of its variables: numbers, or rows (lists of `length` numbers, one a key).
+
+    `values` may also hold inner nodes (a row reduction, say): what it gives is then taken in their place.
+    """
+    done: dict[Expr, Value] = {}
+    for node in topological(expr):
+        if node in values:
+            done[node] = values[node]
+        elif node.op is Op.CONST:
+            done[node] = node.value
+        elif node.op is Op.REDUCE:
+            row = done[node.args[0]]
+            done[node] = FOLDS[str(node.arg)](row if isinstance(row, list) else [row] * length)
+        elif node.op not in LEAVES and all(a in done for a in node.args) and node.op is not Op.LOAD:
+            done[node] = _apply(function_of(node), [done[a] for a in node.args])
+        elif node is expr:
+            raise KeyError(f"no value for {node}")
+    return done[expr]
+
+
+def _apply(function: Callable[..., Number], operands: list[Value]) -> Value:
+    lengths = {len(o) for o in operands if isinstance(o, list)}
+    if not lengths:
+        return function(*operands)
+    (n,) = lengths
+    columns = [o if isinstance(o, list) else [o] * n for o in operands]
+    return [function(*entry) for entry in zip(*columns, strict=True)]

@@ -1,0 +1,262 @@
+"""One interned, immutable node for every expression, and the closed set of operations it may hold."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Union
+from weakref import WeakValueDictionary
+
+
+class Type(Enum):
+    """What kind of number an expression is; widths are chosen by the kernels (float is fp32 there)."""
+
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+
+
+class Axis(Enum):
+    """The loops of attention that a value can depend on, in the order of a full tensor."""
+
+    BATCH = "b"
+    HEAD = "h"
+    QUERY = "q"
+    KEY = "kv"
+    CHANNEL = "d"
+
+
+class Op(Enum):
+    """Every operation. An operation is one row in each table of meaning (tests count the rows)."""
+
+    CONST = "const"
+    VAR = "var"
+    LOAD = "load"  # arg: the custom input's name; args: one integer index for each of its axes
+    REDUCE = "reduce"  # arg: "sum" | "max" | "min", over the kept keys of a row
+    ADD = "add"
+    MUL = "mul"
+    RECIP = "recip"
+    FLOORDIV = "floordiv"
+    MOD = "mod"
+    POW = "pow"
+    MAXIMUM = "maximum"
+    MINIMUM = "minimum"
+    EXP = "exp"
+    EXP2 = "exp2"
+    LOG = "log"
+    LOG2 = "log2"
+    LOG1P = "log1p"
+    SQRT = "sqrt"
+    RSQRT = "rsqrt"
+    TANH = "tanh"
+    SIGMOID = "sigmoid"
+    ERF = "erf"
+    SIN = "sin"
+    COS = "cos"
+    ABS = "abs"
+    FLOOR = "floor"
+    LESS = "less"
+    LESS_EQUAL = "less_equal"
+    EQUAL = "equal"
+    AND = "and"
+    OR = "or"
+    NOT = "not"
+    WHERE = "where"
+    CAST = "cast"  # arg: the Type to become
+    DETACH = "detach"  # the value itself, a constant to the gradient
+
+
+LEAVES = frozenset({Op.CONST, Op.VAR})
+Number = Union[bool, int, float]
+Argument = Union[Number, str, Type, tuple[str, frozenset[Axis]], None]
+
+
+class Expr:
+    """A value, built by `make`: two equal expressions are the same object, so `is` compares and dicts may hold them.
+
+    Attributes: op, args (operands), arg (the operation's own datum), dtype (Type), axes (the loops it depends on),
+    digest (a name of its structure that is the same in every process).
+    """
+
+    __slots__ = ("__weakref__", "arg", "args", "axes", "digest", "dtype", "op")
+    op: Op
+    args: tuple[Expr, ...]
+    arg: Argument
+    dtype: Type
+    axes: frozenset[Axis]
+    digest: str
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"an expression is never written on: {name}")
+
+    def __add__(self, other: Expr | Number) -> Expr:
+        return make(Op.ADD, self, as_expr(other, self.dtype))
+
+    def __mul__(self, other: Expr | Number) -> Expr:
+        return make(Op.MUL, self, as_expr(other, self.dtype))
+
+    def __neg__(self) -> Expr:
+        return self * (-1 if self.dtype is Type.INT else -1.0)
+
+    def __sub__(self, other: Expr | Number) -> Expr:
+        return self + -as_expr(other, self.dtype)
+
+    def __truediv__(self, other: Expr | Number) -> Expr:
+        return self * make(Op.RECIP, as_expr(other, Type.FLOAT))
+
+    def __repr__(self) -> str:
+        from attention_engine.ir.pretty import formula
+
+        return formula(self)
+
+    @property
+    def value(self) -> Number:
+        """The number of a constant."""
+        assert self.op is Op.CONST and isinstance(self.arg, (bool, int, float))
+        return self.arg
+
+    @property
+    def name(self) -> str:
+        """The name of a variable or of a custom input."""
+        if self.op is Op.VAR:
+            assert isinstance(self.arg, tuple)
+            return self.arg[0]
+        assert isinstance(self.arg, str)
+        return self.arg
+
+
+_nodes: WeakValueDictionary[str, Expr] = WeakValueDictionary()
+_lock = threading.Lock()
+
+_SAME = frozenset({Op.ADD, Op.MUL, Op.MAXIMUM, Op.MINIMUM, Op.MOD, Op.FLOORDIV, Op.POW})
+_TRUTHS = frozenset({Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.AND, Op.OR, Op.NOT})
+
+
+def _dtype(op: Op, args: tuple[Expr, ...], arg: Argument, dtype: Type | None) -> Type:
+    if dtype is not None:
+        return dtype
+    if op is Op.CAST:
+        assert isinstance(arg, Type)
+        return arg
+    if op in _TRUTHS:
+        return Type.BOOL
+    if op is Op.WHERE:
+        return args[1].dtype
+    return args[0].dtype
+
+
+def _axes(op: Op, args: tuple[Expr, ...], arg: Argument) -> frozenset[Axis]:
+    if op is Op.VAR:
+        assert isinstance(arg, tuple)
+        return arg[1]
+    axes = frozenset[Axis]().union(*(a.axes for a in args))
+    return axes - {Axis.KEY} | {Axis.BATCH, Axis.HEAD, Axis.QUERY} if op is Op.REDUCE else axes
+
+
+def _spell(arg: Argument) -> str:
+    if isinstance(arg, tuple):
+        return arg[0] + ":" + "".join(a.value for a in Axis if a in arg[1])
+    return arg.value if isinstance(arg, Type) else repr(arg)
+
+
+def make(op: Op, *args: Expr, arg: Argument = None, dtype: Type | None = None) -> Expr:
+    """The one node for this operation on these operands."""
+    kind = _dtype(op, args, arg, dtype)
+    text = f"{op.value} {_spell(arg)} {kind.value} {' '.join(a.digest for a in args)}"
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    with _lock:
+        node = _nodes.get(digest)
+        if node is None:
+            node = Expr()
+            fields = {"op": op, "args": args, "arg": arg, "dtype": kind, "axes": _axes(op, args, arg), "digest": digest}
+            for field, value in fields.items():
+                object.__setattr__(node, field, value)
+            _nodes[digest] = node
+        return node
+
+
+def const(value: Number, dtype: Type | None = None) -> Expr:
+    """A number. Without a dtype the Python type says which."""
+    kind = dtype or (Type.BOOL if isinstance(value, bool) else Type.INT if isinstance(value, int) else Type.FLOAT)
+    value = {Type.BOOL: bool, Type.INT: int, Type.FLOAT: float}[kind](value)
+    return make(Op.CONST, arg=value, dtype=kind)
+
+
+def var(name: str, axes: Iterable[Axis], dtype: Type = Type.FLOAT) -> Expr:
+    """A named value that the surroundings supply."""
+    return make(Op.VAR, arg=(name, frozenset(axes)), dtype=dtype)
+
+
+def as_expr(value: Expr | Number, dtype: Type) -> Expr:
+    """A Python number as a constant of this type; an expression as it is."""
+    return value if isinstance(value, Expr) else const(value, dtype)
+
+
+def is_const(expr: Expr, value: Number | None = None) -> bool:
+    """Is it a constant (this one, where a value is given)?"""
+    return expr.op is Op.CONST and (value is None or expr.arg == value)
+
+
+def is_finite_const(expr: Expr) -> bool:
+    """Is it a constant that is neither infinite nor NaN?"""
+    return expr.op is Op.CONST and math.isfinite(expr.value)
+
+
+def topological(*roots: Expr, closed: frozenset[Op] = frozenset()) -> list[Expr]:
+    """Every node below the roots once, operands before users; the insides of `closed` operations are left out."""
+    order: dict[Expr, None] = {}
+    stack: list[tuple[Expr, Iterator[Expr]]] = []
+    entered: set[Expr] = set()
+    for root in roots:
+        if root in entered:
+            continue
+        entered.add(root)
+        stack.append((root, iter(() if root.op in closed else root.args)))
+        while stack:
+            node, rest = stack[-1]
+            child = next(rest, None)
+            if child is None:
+                order[node] = None
+                stack.pop()
+            elif child not in entered:
+                entered.add(child)
+                stack.append((child, iter(() if child.op in closed else child.args)))
+    return list(order)
+
+
+def rebuild(expr: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation on other operands."""
+    if args == expr.args:
+        return expr
+    return make(expr.op, *args, arg=expr.arg, dtype=expr.dtype if expr.op in (Op.LOAD, Op.CAST) else None)
+
+
+def transform(roots: Iterable[Expr], change: Callable[[Expr], Expr]) -> list[Expr]:
+    """Rebuilds the roots from the leaves up; `change` sees each node, its operands already changed, once."""
+    roots = list(roots)
+    done: dict[Expr, Expr] = {}
+    for node in topological(*roots):
+        done[node] = change(rebuild(node, tuple(done[a] for a in node.args)))
+    return [done[r] for r in roots]
+
+
+def substitute(expr: Expr, table: dict[Expr, Expr]) -> Expr:
+    """The expression with every node that the table holds replaced; replacements are not searched again."""
+    done: dict[Expr, Expr] = {}
+    for node in topological(expr):
+        done[node] = table[node] if node in table else rebuild(node, tuple(done[a] for a in node.args))
+    return done[expr]
+
+
+def count_uses(*roots: Expr) -> dict[Expr, int]:
+    """How many operands (and roots) name each node."""
+    uses: dict[Expr, int] = {}
+    for node in topological(*roots):
+        for child in node.args:
+            uses[child] = uses.get(child, 0) + 1
+    for root in roots:
+        uses[root] = uses.get(root, 0) + 1
+    return uses

@@ -1,0 +1,45 @@
+"""What a kernel is compiled for: sizes that are fixed at compile time, and the tile it works in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem, without its batch and lengths, which are run-time values.
+
+    heads, kv_heads: query and key heads (query head h reads key head h // (heads / kv_heads)); dim, dim_v: of q and k,
+    and of v; dtype: "float16", "bfloat16" or "float32" of q, k, v and o; layout: "bshd" or "bhsd"; tf32: may fp32
+    products run as one tf32 product; custom: for each custom input its name, dtype and shape, in which a string names
+    a run-time length.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dim_v: int
+    dtype: str
+    layout: str = "bshd"
+    tf32: bool = False
+    custom: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def splits(self) -> bool:
+        """Is each fp32 product made of three tf32 ones?"""
+        return self.dtype == "float32" and not self.tf32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline."""
+
+    q: int
+    kv: int
+    threads: int
+    stages: int

@@ -1,0 +1,149 @@
+"""What a user's attention is, once traced: expressions of a score, a mask, row states, weights and an output."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from attention_engine.ir.expr import Axis, Expr, Op, Type, topological, var
+from attention_engine.ir.pretty import lines
+
+PAIR = (Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.KEY)
+ROW = (Axis.BATCH, Axis.HEAD, Axis.QUERY)
+
+B = var("b", [Axis.BATCH], Type.INT)
+H = var("h", [Axis.HEAD], Type.INT)
+Q_IDX = var("q_idx", [Axis.QUERY], Type.INT)
+KV_IDX = var("kv_idx", [Axis.KEY], Type.INT)
+
+PRODUCT = var("qk", PAIR)  # q . k, fp32, unscaled
+SCORE = var("score", PAIR)  # what score_mod made of it
+OUTPUT = var("o", [*ROW, Axis.CHANNEL])  # sum of weights times v, so far
+WEIGHT = var("weight", PAIR)  # the final weight of a pair: o = sum of weight * v
+WEIGHT_GRADIENT = var("dweight", PAIR)  # dO . v
+DELTA = var("delta", ROW)  # dO . o, one number a row
+
+
+def state_variable(name: str) -> Expr:
+    """A row state as the tile finds it (in an epilogue: as the last tile left it)."""
+    return var(f"state.{name}", ROW)
+
+
+def final_variable(name: str) -> Expr:
+    """A row that the epilogue returned."""
+    return var(f"final.{name}", ROW)
+
+
+def final_gradient(name: str) -> Expr:
+    """The gradient that arrives at a returned row."""
+    return var(f"dfinal.{name}", ROW)
+
+
+@dataclass(frozen=True)
+class State:
+    """A number carried along a row: its name, its first value, and its next one (of SCORE and the states)."""
+
+    name: str
+    initial: float
+    update: Expr
+
+    @property
+    def variable(self) -> Expr:
+        return state_variable(self.name)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One attention.
+
+    score (of PRODUCT), mask (bool, of the indices; None keeps all), states, weights (of SCORE and the states), rescale
+    (of the states: the factor for the output so far), output (of OUTPUT and the states), finals (name -> row, of the
+    states), and what the user wrote of the backward pass: `forward`, the final weight of SCORE and the finals, and
+    `backward`, the gradient of SCORE, of WEIGHT_GRADIENT, WEIGHT, the finals and DELTA.
+    """
+
+    score: Expr
+    mask: Expr | None
+    states: tuple[State, ...]
+    weights: Expr
+    rescale: Expr
+    output: Expr
+    finals: tuple[tuple[str, Expr], ...]
+    forward: Expr | None = None
+    backward: Expr | None = None
+    custom: tuple[str, ...] = ()
+    places: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    def named(self) -> Iterator[tuple[str, Expr]]:
+        """Every expression of the program with what it is."""
+        yield "score", self.score
+        if self.mask is not None:
+            yield "keep", self.mask
+        for state in self.states:
+            yield f"next.{state.name}", state.update
+        yield "weights", self.weights
+        yield "rescale", self.rescale
+        yield "output", self.output
+        for name, row in self.finals:
+            yield f"final.{name}", row
+        if self.forward is not None:
+            yield "user.forward", self.forward
+        if self.backward is not None:
+            yield "user.backward", self.backward
+
+    @property
+    def fingerprint(self) -> str:
+        """A name of the program that is the same in every process: equal programs, equal fingerprints."""
+        parts = [f"{name} {expr.digest}" for name, expr in self.named()]
+        parts += [f"initial {s.name} {s.initial!r}" for s in self.states] + [f"custom {c}" for c in self.custom]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=10).hexdigest()
+
+    def loads(self) -> list[Expr]:
+        """The reads of custom inputs, each once."""
+        return [n for n in topological(*(e for _, e in self.named())) if n.op is Op.LOAD]
+
+    def __str__(self) -> str:
+        start = [f"state.{s.name} = {s.initial}" for s in self.states]
+        names = list(self.named())
+        return "\n".join(["# before the first tile", *start, "# each tile, then the end of the row", *lines(names)])
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward pass of a program, as the kernels need it.
+
+    saved: rows that the forward pass keeps, of the final states. rows: what the main kernel reads for each row, of the
+    saved rows (by final_variable of their names), DELTA and final_gradient. weights: the final weight, of PRODUCT and
+    row variables (row_variable of their names). product_gradient: the gradient of PRODUCT, of WEIGHT, WEIGHT_GRADIENT
+    and the same. pair_gradients: for a read of a custom input in score_mod, what a pair adds to its gradient.
+    row_gradients: for a read of one by online_fwd or the epilogue, what a row adds to it (of saved rows, DELTA ...).
+    undifferentiated: returned rows whose gradient is not derived, with the reason.
+    """
+
+    saved: tuple[tuple[str, Expr], ...]
+    rows: tuple[tuple[str, Expr], ...]
+    weights: Expr
+    product_gradient: Expr
+    pair_gradients: tuple[tuple[Expr, Expr], ...]
+    row_gradients: tuple[tuple[Expr, Expr], ...]
+    undifferentiated: tuple[tuple[str, str], ...] = ()
+
+    def named(self) -> Iterator[tuple[str, Expr]]:
+        """Every expression with what it is."""
+        for name, row in self.saved:
+            yield f"saved.{name}", row
+        for name, row in self.rows:
+            yield name, row
+        yield "weight", self.weights
+        yield "d_qk", self.product_gradient
+        for load, gradient in (*self.pair_gradients, *self.row_gradients):
+            yield f"d_{load}", gradient
+
+    def __str__(self) -> str:
+        return "\n".join(["# backward: dweight = dO . v, delta = dO . o", *lines(self.named(), prefix="g")])
+
+
+def row_variable(name: str) -> Expr:
+    """A row that the backward's main kernel reads."""
+    return var(name, ROW)

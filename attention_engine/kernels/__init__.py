@@ -1,0 +1,1 @@
+"""TileLang kernels, one algorithm a file, into which a program's expressions are spliced."""

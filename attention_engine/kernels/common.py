@@ -1,0 +1,243 @@
+"""What every attention kernel shares: its parameters, windows on tensors, loops that splice, and products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+from tilelang.language.eager.builder import Builder, _patch_prim_func_attrs
+from tvm.script.ir_builder import tirx as tir_builder
+
+from attention_engine.ir.expr import Expr, Type
+from attention_engine.ir.problem import Problem
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+from attention_engine.kernels.splice import DTYPES, Reader, Splice
+from attention_engine.passes.analyse_mask import MaskPlan
+
+FLOAT = "float32"
+ROW_PAD = 128  # rows that the backward pass keeps for itself are padded to this, so that a tile never ends outside
+Buffers = Mapping[str, Any]
+
+
+def build(name: str, parameters: Mapping[str, Any], body: Callable[[Buffers], None]) -> Any:
+    """The PrimFunc with these parameters (in order) and this body, a T.macro of the buffers by name."""
+    builder = Builder()
+    with builder.prim_func(name):
+        buffers = {n: builder.prim_func_arg(n, t) for n, t in parameters.items()}
+        body(buffers)
+    return _patch_prim_func_attrs(builder.get(), builder)
+
+
+def padded(dim: int) -> int:
+    """A head dim as tiles hold it: a multiple of 16, the rest zeros."""
+    return (dim + 15) // 16 * 16
+
+
+def padded_length(length: Any) -> Any:
+    """A run-time length rounded up for rows that are the backward pass's own."""
+    return T.ceildiv(length, ROW_PAD) * ROW_PAD
+
+
+class Sizes:
+    """The run-time sizes of one kernel."""
+
+    def __init__(self) -> None:
+        self.batch, self.q, self.kv = T.dynamic("batch"), T.dynamic("q_length"), T.dynamic("kv_length")
+
+    def tensor(self, problem: Problem, length: Any, heads: int, dim: int) -> Any:
+        """A parameter like q, in the problem's layout."""
+        shape = [self.batch, length, heads, dim] if problem.layout == "bshd" else [self.batch, heads, length, dim]
+        return T.Tensor(shape, problem.dtype)
+
+    def inputs(self, problem: Problem) -> dict[str, Any]:
+        """The parameters q, k, v and the custom inputs."""
+        named = {
+            "q": self.tensor(problem, self.q, problem.heads, problem.dim),
+            "k": self.tensor(problem, self.kv, problem.kv_heads, problem.dim),
+            "v": self.tensor(problem, self.kv, problem.kv_heads, problem.dim_v),
+        }
+        lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
+        for name, dtype, axes in problem.custom:
+            shape = [a if isinstance(a, int) else lengths.get(a) or T.dynamic(f"{name}_{a}") for a in axes]
+            named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
+        return named
+
+    def row(self, problem: Problem, pad: bool = False) -> Any:
+        """A parameter with one fp32 number for each (batch, head, query)."""
+        return T.Tensor([self.batch, problem.heads, padded_length(self.q) if pad else self.q], FLOAT)
+
+
+def window(problem: Problem, buffer: Any, batch: Any, head: Any, start: Any, length: int, dim: int) -> Any:
+    """Rows [start, start + length) of one head, `dim` entries each; what lies outside the tensor reads as 0."""
+    if problem.layout == "bshd":
+        return buffer[batch, start : start + length, head, 0:dim]
+    return buffer[batch, head, start : start + length, 0:dim]
+
+
+def reader(buffers: Buffers) -> Reader:
+    """Reads custom inputs; an index out of range reads 0 and touches nothing."""
+
+    def read(name: str, indices: list[Any], dtype: Type) -> Any:
+        buffer = buffers[f"custom_{name}"]
+        if not indices:
+            return T.cast(buffer[0], DTYPES[dtype])
+        inside: Any = None
+        for index, length in zip(indices, buffer.shape, strict=True):
+            if isinstance(index, int) or _is_zero(index):
+                continue
+            within = T.And(index >= 0, index < length)
+            inside = within if inside is None else T.And(inside, within)
+        safe = [i if isinstance(i, int) or _is_zero(i) else T.max(T.min(i, n - 1), 0) for i, n in zip(indices, buffer.shape, strict=True)]
+        value = T.cast(buffer[tuple(safe)], DTYPES[dtype])
+        return value if inside is None else T.if_then_else(inside, value, T.cast(0, DTYPES[dtype]))
+
+    return read
+
+
+def _is_zero(index: Any) -> bool:
+    return getattr(index, "value", None) == 0
+
+
+def store(buffer: Any, value: Any, *indices: Any) -> None:
+    """buffer[indices] = value, from plain Python."""
+    tir_builder.buffer_store(buffer, value, list(indices))
+
+
+@T.macro
+def fill(buffer: Any, value: Any) -> None:
+    """Fills a buffer; for plain Python, where a bare T.fill would not be noted."""
+    T.fill(buffer, value)
+
+
+@T.macro
+def over_rows(rows: int, body: Callable[[Any], None]) -> None:
+    """Runs `body` for each row of a tile, in parallel."""
+    for i in T.Parallel(rows):
+        body(i)
+
+
+@T.macro
+def over_pairs(rows: int, columns: int, body: Callable[[Any, Any], None]) -> None:
+    """Runs `body` for each entry of a tile, in parallel."""
+    for i, j in T.Parallel(rows, columns):
+        body(i, j)
+
+
+def assign(targets: Iterable[tuple[Any, Expr]], splice: Splice, *indices: Any) -> None:
+    """buffer[indices] = expression for each target; all are computed before any is written."""
+    targets = list(targets)
+    values = splice(*(e for _, e in targets))
+    if len(values) > 1:
+        values = [Builder.current().bind("next", v) for v in values]
+    for (buffer, _), value in zip(targets, values, strict=True):
+        store(buffer, value, *indices)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a kernel is: the batch and head of its block, and the block's values."""
+
+    batch: Any
+    head: Any
+    block: Mapping[Expr, Any]
+    read: Reader
+
+    def splice(self, q_idx: Any, kv_idx: Any, values: Mapping[Expr, Any]) -> Splice:
+        """Splices at one pair (or row: kv_idx None)."""
+        at = {B: self.batch, H: self.head, Q_IDX: q_idx, **self.block, **values}
+        if kv_idx is not None:
+            at[KV_IDX] = kv_idx
+        return Splice(at, self.read)
+
+
+def block_values(assignments: Iterable[tuple[Expr, Expr]], batch: Any, head: Any, read: Reader) -> dict[Expr, Any]:
+    """The values that a block computes once, named."""
+    splice = Splice({B: batch, H: head}, read)
+    assignments = list(assignments)
+    values = splice(*(e for _, e in assignments))
+    return {v: Builder.current().bind("block", value) for (v, _), value in zip(assignments, values, strict=True)}
+
+
+def kv_range(plan: MaskPlan, q0: Any, q1: Any, kv_tile: int, tiles: Any) -> tuple[Any, Any]:
+    """First and one past the last kv tile that may hold a kept pair of queries q0..q1 (inclusive)."""
+    return _range([(b.q, b.kv, b.offset) for b in plan.bounds], q0, q1, kv_tile, tiles)
+
+
+def q_range(plan: MaskPlan, kv0: Any, kv1: Any, q_tile: int, tiles: Any) -> tuple[Any, Any]:
+    """First and one past the last q tile that may hold a kept pair of keys kv0..kv1 (inclusive)."""
+    return _range([(b.kv, b.q, b.offset) for b in plan.bounds], kv0, kv1, q_tile, tiles)
+
+
+def _range(bounds: list[tuple[int, int, int]], low: Any, high: Any, tile: int, tiles: Any) -> tuple[Any, Any]:
+    """fixed * x + moving * y + offset >= 0 for some x in [low, high]: which tiles of y."""
+    first: Any = T.int32(0)
+    stop: Any = tiles
+    for fixed, moving, offset in bounds:
+        most = fixed * (high if fixed > 0 else low) + offset
+        if moving < 0:
+            stop = T.min(stop, T.floordiv(T.floordiv(most, -moving), tile) + 1)
+        elif moving > 0:
+            first = T.max(first, T.floordiv(T.floordiv(-most + moving - 1, moving), tile))
+        else:
+            stop = T.if_then_else(most >= 0, stop, 0)
+    return first, T.max(stop, first)
+
+
+def is_partial(plan: MaskPlan, q0: Any, q1: Any, kv0: Any, kv1: Any) -> Any:
+    """May the tile of queries q0..q1 and keys kv0..kv1 hold a masked pair? True (Python's) where it can't be told."""
+    if not plan.exact:
+        return True
+    partial: Any = None
+    for bound in plan.bounds:
+        least = bound.q * (q0 if bound.q > 0 else q1) + bound.kv * (kv0 if bound.kv > 0 else kv1) + bound.offset
+        partial = least < 0 if partial is None else T.Or(partial, least < 0)
+    return False if partial is None else partial
+
+
+def either(a: Any, b: Any) -> Any:
+    """a or b, of Python or TileLang truths."""
+    if a is True or b is True:
+        return True
+    return b if a is False else a if b is False else T.Or(a, b)
+
+
+class Operand:
+    """A matrix as a product reads it: 16-bit (or tf32) whole, or fp32 as a high and a low tf32 part.
+
+    Source of the split: Ootomo and Yokota, 2022 (arXiv 2203.03341); the product of the two low parts is left out.
+    """
+
+    def __init__(self, problem: Problem, shape: tuple[int, int], fragment: bool = False) -> None:
+        in_registers = fragment and problem.dtype != "float32"  # fp32 sums and tf32 operands lie differently in registers
+        self.shape = shape
+        self.whole = T.alloc_fragment(shape, problem.dtype) if in_registers else T.alloc_shared(shape, problem.dtype)
+        self.low = T.alloc_shared(shape, problem.dtype) if problem.splits else None
+
+
+@T.macro
+def load(operand: Operand, source: Any) -> None:
+    """Copies a window of a tensor (or a fragment, cast) into an operand."""
+    T.copy(source, operand.whole)
+    if operand.low is not None:
+        for i, j in T.Parallel(operand.shape[0], operand.shape[1]):
+            operand.low[i, j] = operand.whole[i, j] - _high(operand.whole[i, j])
+        for i, j in T.Parallel(operand.shape[0], operand.shape[1]):
+            operand.whole[i, j] = _high(operand.whole[i, j])
+
+
+def _high(value: Any) -> Any:
+    """A float rounded to the 10 mantissa bits that tf32 keeps."""
+    bits = T.reinterpret(value, "int32")
+    return T.reinterpret(T.bitwise_and(bits + 0x1000, T.int32(-0x2000)), "float32")
+
+
+@T.macro
+def multiply(a: Operand, b: Operand, c: Any, transpose_A: bool = False, transpose_B: bool = False, rows: bool = True) -> None:
+    """c += a @ b; `rows`: each warp has whole rows of c (so that row reductions stay inside it)."""
+    policy = T.GemmWarpPolicy.FullRow if rows else T.GemmWarpPolicy.Square
+    if a.low is not None:
+        T.gemm(a.low, b.whole, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)
+        T.gemm(a.whole, b.low, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)
+    T.gemm(a.whole, b.whole, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)

@@ -1,0 +1,204 @@
+"""The forward pass: a block holds a tile of queries and walks over the tiles of keys that its mask leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.evaluate import LOWEST
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import OUTPUT, PRODUCT
+from attention_engine.kernels.common import (
+    FLOAT,
+    Operand,
+    Place,
+    Sizes,
+    assign,
+    block_values,
+    build,
+    either,
+    fill,
+    is_partial,
+    kv_range,
+    load,
+    multiply,
+    over_pairs,
+    over_rows,
+    padded,
+    reader,
+    store,
+    window,
+)
+from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
+
+REDUCE = {("sum", False): T.reduce_sum, ("sum", True): T.reduce_abssum, ("max", False): T.reduce_max,
+          ("max", True): T.reduce_absmax, ("min", False): T.reduce_min}  # fmt: skip
+START = {"max": LOWEST, "min": -LOWEST}
+
+
+def row_variables(schedule: ForwardSchedule) -> list[Expr]:
+    """Every row value that the kernel keeps in registers."""
+    found = dict.fromkeys(v for v, _ in schedule.initial)
+    for step in (*schedule.steps, schedule.output_rows):
+        match step:
+            case ReduceStep():
+                found[step.variable] = None
+            case RowStep():
+                found.update(dict.fromkeys(v for v, _ in step.assignments))
+            case TileStep():
+                pass
+    return list(found)
+
+
+def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
+    """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries) in the schedule's order."""
+    sizes = Sizes()
+    parameters = sizes.inputs(problem)
+    parameters["o"] = sizes.tensor(problem, sizes.q, problem.heads, problem.dim_v)
+    parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
+    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    plan = analyse_mask(schedule.mask)
+    temporaries = any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (block, head, batch):
+            q = Operand(problem, (tile.q, dim))
+            k = Operand(problem, (tile.kv, dim))
+            v = Operand(problem, (tile.kv, dim_v))
+            weights = Operand(problem, (tile.q, tile.kv), fragment=True)
+            scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
+            other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if temporaries else None
+            output = T.alloc_fragment([tile.q, dim_v], FLOAT)
+            rows = {variable: T.alloc_fragment([tile.q], FLOAT) for variable in row_variables(schedule)}
+            written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
+            q0 = block * tile.q
+            kv_head = head // problem.group
+            place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
+            maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes)
+            load(q, window(problem, buffers["q"], batch, head, q0, tile.q, dim))
+            T.fill(output, 0)
+            for variable, value in schedule.initial:
+                T.fill(rows[variable], value)
+            first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
+            for step in T.Pipelined(stop - first, num_stages=tile.stages):
+                kv0 = (first + step) * tile.kv
+                load(k, window(problem, buffers["k"], batch, kv_head, kv0, tile.kv, dim))
+                T.clear(scores)
+                multiply(q, k, scores, transpose_B=True)
+                maths.score(kv0)
+                if schedule.fill is not None:
+                    partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), kv0 + tile.kv > sizes.kv)
+                    if partial is True:
+                        maths.mask(kv0)
+                    else:
+                        if partial:
+                            maths.mask(kv0)
+                maths.weigh(kv0)
+                load(weights, scores)
+                if schedule.rescale is not None:
+                    for i, d in T.Parallel(tile.q, dim_v):
+                        output[i, d] *= rows[schedule.rescale][i]
+                load(v, window(problem, buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
+                multiply(weights, v, output)
+            maths.finish(output, dim_v)
+            T.copy(output, window(problem, buffers["o"], batch, head, q0, tile.q, dim_v))
+            for name, expr in schedule.rows:
+                maths.write_row(written, expr)
+                T.copy(written, buffers[f"row_{name}"][batch, head, q0 : q0 + tile.q])
+
+    return build("forward", parameters, body)
+
+
+class _Maths:
+    """The schedule's steps on the kernel's buffers."""
+
+    def __init__(self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], scores: Any, other: Any, q0: Any, sizes: Sizes) -> None:  # fmt: skip
+        self.schedule, self.tile, self.place, self.rows = schedule, tile, place, rows
+        self.scores, self.other, self.q0, self.sizes = scores, other, q0, sizes
+
+    def _row(self, i: Any) -> dict[Expr, Any]:
+        return {variable: fragment[i] for variable, fragment in self.rows.items()}
+
+    def _keep(self, i: Any, j: Any, kv0: Any) -> Any:
+        inside = kv0 + j < self.sizes.kv
+        if self.schedule.mask is None:
+            return inside
+        (keep,) = self.place.splice(self.q0 + i, kv0 + j, {})(self.schedule.mask)
+        return T.And(inside, keep)
+
+    def _map(self, target: Any, expr: Expr, kv0: Any, held: Expr) -> None:
+        """target = expr for each pair, with the tile's entry as `held`."""
+
+        def entry(i: Any, j: Any) -> None:
+            values = {**self._row(i), held: self.scores[i, j]}
+            if self.schedule.fill is None:
+                values[KEEP] = self._keep(i, j, kv0)
+            assign([(target, expr)], self.place.splice(self.q0 + i, kv0 + j, values), i, j)
+
+        over_pairs(self.tile.q, self.tile.kv, entry)
+
+    def score(self, kv0: Any) -> None:
+        """The tile of products becomes the tile of scores."""
+        if self.schedule.score is not PRODUCT:
+            self._map(self.scores, self.schedule.score, kv0, PRODUCT)
+
+    def mask(self, kv0: Any) -> None:
+        """Masked pairs hold the fill."""
+        fill = -T.infinity(FLOAT) if self.schedule.fill != 0 else T.float32(0)
+
+        def entry(i: Any, j: Any) -> None:
+            store(self.scores, T.if_then_else(self._keep(i, j, kv0), self.scores[i, j], fill), i, j)
+
+        over_pairs(self.tile.q, self.tile.kv, entry)
+
+    def weigh(self, kv0: Any) -> None:
+        """The tile of scores becomes weights, and the row states move on."""
+        for step in self.schedule.steps:
+            match step:
+                case ReduceStep():
+                    source = self.scores
+                    if step.source is not None:
+                        self._map(self.other, step.source, kv0, TILE)
+                        source = self.other
+                    target = self.rows[step.variable]
+                    if step.kind == "sum":
+                        REDUCE[step.kind, step.absolute](source, target, dim=1)
+                    else:
+                        fill(target, START[step.kind])
+                        REDUCE[step.kind, step.absolute](source, target, dim=1, clear=False)
+                case RowStep():
+                    self._rows(step)
+                case TileStep():
+                    self._map(self.scores, step.value, kv0, TILE)
+
+    def _rows(self, step: RowStep) -> None:
+        def entry(i: Any) -> None:
+            splice = self.place.splice(self.q0 + i, None, self._row(i))
+            assign([(self.rows[v], e) for v, e in step.assignments], splice, i)
+
+        over_rows(self.tile.q, entry)
+
+    def finish(self, output: Any, dim_v: int) -> None:
+        """The epilogue, on the output so far."""
+        if self.schedule.output_rows.assignments:
+            self._rows(self.schedule.output_rows)
+        if self.schedule.output is OUTPUT:
+            return
+
+        def entry(i: Any, d: Any) -> None:
+            splice = self.place.splice(self.q0 + i, None, {**self._row(i), OUTPUT: output[i, d]})
+            assign([(output, self.schedule.output)], splice, i, d)
+
+        over_pairs(self.tile.q, dim_v, entry)
+
+    def write_row(self, target: Any, expr: Expr) -> None:
+        """A row that the caller keeps."""
+
+        def entry(i: Any) -> None:
+            assign([(target, expr)], self.place.splice(self.q0 + i, None, self._row(i)), i)
+
+        over_rows(self.tile.q, entry)

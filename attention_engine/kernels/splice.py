@@ -1,0 +1,101 @@
+"""Puts a program's expressions in place inside a kernel: each becomes TileLang arithmetic, shared values named once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tilelang.language as T
+from tilelang.language.eager.builder import Builder
+from tvm import tirx
+
+from attention_engine.ir.evaluate import LOWEST
+from attention_engine.ir.expr import Expr, Op, Type, count_uses, topological
+
+DTYPES = {Type.BOOL: "bool", Type.INT: "int32", Type.FLOAT: "float32"}
+CHEAP = frozenset({Op.CONST, Op.VAR, Op.CAST, Op.DETACH})
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1.0 / (1.0 + T.exp2(x * -1.4426950408889634))
+
+
+def _floor_mod(a: Any, b: Any) -> Any:
+    return T.floormod(a, b)
+
+
+TILELANG: dict[Op, Callable[..., Any]] = {
+    Op.ADD: lambda a, b: a + b,
+    Op.MUL: lambda a, b: a * b,
+    Op.RECIP: lambda a: 1.0 / a,
+    Op.FLOORDIV: lambda a, b: T.floordiv(a, b),
+    Op.MOD: _floor_mod,
+    Op.POW: lambda a, b: T.pow(a, b),
+    Op.MAXIMUM: lambda a, b: T.max(a, b),
+    Op.MINIMUM: lambda a, b: T.min(a, b),
+    Op.EXP: lambda a: T.exp2(a * 1.4426950408889634),
+    Op.EXP2: lambda a: T.exp2(a),
+    Op.LOG: lambda a: T.log(a),
+    Op.LOG2: lambda a: T.log2(a),
+    Op.LOG1P: lambda a: T.log1p(a),
+    Op.SQRT: lambda a: T.sqrt(a),
+    Op.RSQRT: lambda a: T.rsqrt(a),
+    Op.TANH: lambda a: T.tanh(a),
+    Op.SIGMOID: _sigmoid,
+    Op.ERF: lambda a: T.erf(a),
+    Op.SIN: lambda a: T.sin(a),
+    Op.COS: lambda a: T.cos(a),
+    Op.ABS: lambda a: T.max(a, -a),
+    Op.FLOOR: lambda a: T.floor(a),
+    Op.LESS: lambda a, b: a < b,
+    Op.LESS_EQUAL: lambda a, b: a <= b,
+    Op.EQUAL: lambda a, b: tirx.EQ(a, b),
+    Op.AND: lambda a, b: T.And(a, b),
+    Op.OR: lambda a, b: T.Or(a, b),
+    Op.NOT: lambda a: T.Not(a),
+    Op.WHERE: lambda c, a, b: T.if_then_else(c, a, b),
+    Op.DETACH: lambda a: a,
+}
+
+Reader = Callable[[str, list[Any], Type], Any]
+
+
+def constant(expr: Expr) -> Any:
+    """A number; infinities as the finite numbers that stand for them."""
+    if expr.dtype is Type.FLOAT:
+        value = float(expr.value)
+        return T.float32(value if value != value else max(min(value, -LOWEST * 1e8), LOWEST * 1e8))
+    return T.int32(int(expr.value)) if expr.dtype is Type.INT else T.bool(bool(expr.value))
+
+
+class Splice:
+    """Emits expressions at one place of a kernel.
+
+    values: what the variables are there; read: how a custom input is read (name, indices, type). Operands that several
+    expressions of one splice share are computed once.
+    """
+
+    def __init__(self, values: Mapping[Expr, Any], read: Reader) -> None:
+        self.done: dict[Expr, Any] = dict(values)
+        self.read = read
+
+    def __call__(self, *exprs: Expr) -> list[Any]:
+        """The expressions as TileLang values; call it once with all that a place needs."""
+        uses = count_uses(*exprs)
+        for node in topological(*exprs):
+            if node in self.done:
+                continue
+            value = self._emit(node)
+            shared = uses[node] > 1 and node.op not in CHEAP
+            self.done[node] = Builder.current().bind("shared", value) if shared else value
+        return [self.done[e] for e in exprs]
+
+    def _emit(self, node: Expr) -> Any:
+        if node.op is Op.CONST:
+            return constant(node)
+        operands = [self.done[a] for a in node.args]
+        if node.op is Op.LOAD:
+            return self.read(node.name, operands, node.dtype)
+        if node.op is Op.CAST:
+            return T.cast(operands[0], DTYPES[node.dtype])
+        return TILELANG[node.op](*operands)

@@ -1,0 +1,150 @@
+"""Shipped attentions, each written once as a user would write it: row normalisers, masks and score functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.symbols import SymbolScalar, Var
+
+Mask = Callable[..., Any]
+Rows = Mapping[str, Any]
+
+
+class OnlineSoftmax(OnlineFunc):
+    """w_j = exp(x_j) / sum exp(x); returns lse = log sum exp(x). Milakov and Gimelshein, 2018 (arXiv 1805.02867)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            online_rowscales={"m": SymbolScalar("m", Var("-inf")), "r": SymbolScalar("r", Var("0.0"))},
+            final_rowscales={"lse": SymbolScalar("lse", Var("0.0"))},
+        )
+
+    @staticmethod
+    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+        m, r = online_rowscales["m"], online_rowscales["r"]
+        m_new = m.max(scores.get_reduce("max"))
+        rescale = (m - m_new).exp()
+        scores = (scores - m_new).exp()
+        r = r * rescale + scores.get_reduce("sum")
+        return scores, {"m": m_new, "r": r}, rescale
+
+    @staticmethod
+    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+        m, r = online_rowscales["m"], online_rowscales["r"]
+        return o / r, {"lse": r.log() + m}
+
+
+class OnlineSoftmaxOne(OnlineSoftmax):
+    """w_j = exp(x_j) / (1 + sum exp(x)), "off by one"; returns lse = log(1 + sum exp(x))."""
+
+    @staticmethod
+    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+        m, r = online_rowscales["m"], online_rowscales["r"]
+        m_one = m.max(0.0)  # the 1 is exp(0): a score of 0 that every row has
+        total = r * (m - m_one).exp() + (-m_one).exp()
+        return o * (m - m_one).exp() / total, {"lse": total.log() + m_one}
+
+
+class OnlineSigmoid(OnlineFunc):
+    """w_j = 1 / (1 + exp(-x_j)); a bias, often -log(keys), belongs in score_mod. Ramapuram et al., 2024 (arXiv 2409.04431)."""
+
+    @staticmethod
+    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+        return scores.sigmoid(), {}, 1.0
+
+
+class OnlineRelu(OnlineFunc):
+    """w_j = max(x_j, 0)."""
+
+    @staticmethod
+    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+        return scores.relu(), {}, 1.0
+
+
+class OnlineRetention(OnlineFunc):
+    """w_j = x_j / max(sum |x|, 1), the normaliser a constant to the gradient, as RetNet trains (arXiv 2307.08621)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            online_rowscales={"w": SymbolScalar("w", Var("0.0")), "r": SymbolScalar("r", Var("1.0"))},
+            final_rowscales={"r": SymbolScalar("r", Var("0.0"))},
+        )
+
+    @staticmethod
+    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+        w = online_rowscales["w"] + scores.get_reduce("abssum")
+        r = w.max(1.0).detach()
+        return scores / r, {"w": w, "r": r}, online_rowscales["r"] / r
+
+    @staticmethod
+    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+        return o, {"r": online_rowscales["r"]}
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Keys up to the query."""
+    return q_idx >= kv_idx
+
+
+def sliding_window(left: int, right: int = 0) -> Mask:
+    """Keys from `left` before the query to `right` after it."""
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+
+    return mask
+
+
+def prefix_lm(prefix: int) -> Mask:
+    """The first `prefix` keys, and keys up to the query."""
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx < prefix) | (q_idx >= kv_idx)
+
+    return mask
+
+
+def dilated(step: int) -> Mask:
+    """Keys up to the query whose distance is a multiple of `step`."""
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & ((q_idx - kv_idx) % step == 0)
+
+    return mask
+
+
+def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any]) -> Mask:
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = masks[0](b, h, q_idx, kv_idx)
+        for other in masks[1:]:
+            result = join(result, other(b, h, q_idx, kv_idx))
+        return result
+
+    return mask
+
+
+def and_masks(*masks: Mask) -> Mask:
+    """Pairs that every mask keeps."""
+    return _joined(masks, lambda a, b: a & b)
+
+
+def or_masks(*masks: Mask) -> Mask:
+    """Pairs that some mask keeps."""
+    return _joined(masks, lambda a, b: a | b)
+
+
+def scale(factor: float) -> Callable[..., Any]:
+    """score * factor."""
+    return lambda score, custom, b, h, q_idx, kv_idx: score * factor
+
+
+def softcap(cap: float, factor: float = 1.0) -> Callable[..., Any]:
+    """cap * tanh(score * factor / cap), as Gemma 2 does (arXiv 2408.00118)."""
+    return lambda score, custom, b, h, q_idx, kv_idx: cap * (score * (factor / cap)).tanh()
+
+
+def alibi(factor: float, slopes: str = "slopes") -> Callable[..., Any]:
+    """score * factor - slope of the head * distance; slopes come as a custom input ("heads",) (arXiv 2108.12409)."""
+    return lambda score, custom, b, h, q_idx, kv_idx: score * factor - custom[slopes] * (q_idx - kv_idx)

@@ -1,0 +1,282 @@
+"""Puts a program's maths in the order a kernel runs it: what is computed once a block, once a row, and for each pair.
+
+A tile of scores is held in one buffer, TILE. Where score_mod is a positive number times something, the tile holds the
+something and the number joins the later formulas (for softmax: one multiply-add and one exp2 a pair).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Union
+
+from attention_engine.ir.evaluate import LOWEST, evaluate
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, substitute, topological, var
+from attention_engine.ir.program import OUTPUT, PAIR, ROW, SCORE, Backward, Program, State
+from attention_engine.passes.derive_backward import largest
+from attention_engine.passes.differentiate import differentiate
+from attention_engine.passes.simplify import add, mul, reduce, simplify, split_coefficient, where
+from attention_engine.passes.strength import lighten, use_exp2
+
+TILE = var("tile", PAIR)
+KEEP = var("keep", PAIR, Type.BOOL)
+NEUTRAL = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}
+
+
+@dataclass(frozen=True)
+class ReduceStep:
+    """variable = the reduction of `source` over the keys (of its absolute value); without a source, of the tile."""
+
+    variable: Expr
+    kind: str
+    absolute: bool
+    source: Expr | None
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """Each row variable = its expression, all computed before any is written."""
+
+    assignments: tuple[tuple[Expr, Expr], ...]
+
+
+@dataclass(frozen=True)
+class TileStep:
+    """TILE = expression."""
+
+    value: Expr
+
+
+Step = Union[ReduceStep, RowStep, TileStep]
+
+
+@dataclass(frozen=True)
+class ForwardSchedule:
+    """A forward kernel's maths.
+
+    block: values of a (batch, head), computed before the loop; score: what the tile first holds, of PRODUCT; fill: what
+    masked pairs hold then (None: the steps ask KEEP themselves); steps: from the tile to the weights, which it holds
+    last, and the row states; rescale: the row variable that the output so far is multiplied with (None: with 1);
+    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name.
+    """
+
+    block: tuple[tuple[Expr, Expr], ...]
+    score: Expr
+    fill: float | None
+    initial: tuple[tuple[Expr, float], ...]
+    steps: tuple[Step, ...]
+    rescale: Expr | None
+    output_rows: RowStep
+    output: Expr
+    rows: tuple[tuple[str, Expr], ...]
+    mask: Expr | None
+
+
+@dataclass(frozen=True)
+class BackwardSchedule:
+    """A backward kernel's maths: block values; weights, of PRODUCT and row variables; the gradient of PRODUCT without its
+    factor `scale`, and the gradients of reads in pairs, of PRODUCT, WEIGHT, WEIGHT_GRADIENT and row variables."""
+
+    block: tuple[tuple[Expr, Expr], ...]
+    weights: Expr
+    product_gradient: Expr
+    scale: float
+    pair_gradients: tuple[tuple[Expr, Expr], ...]
+    mask: Expr | None
+
+
+def guard_empty_rows(program: Program) -> Program:
+    """The program with an output of 0 for rows that keep no pair, which show by every state being as it began."""
+    start = {s.variable: float(_finite(s.initial)) for s in program.states}
+    zero = {n: 0.3 for n in topological(program.output) if n.op in (Op.VAR, Op.LOAD) and n.dtype is Type.FLOAT}
+    zero |= {n: 1 for n in topological(program.output) if n.op in (Op.VAR, Op.LOAD) and n.dtype is not Type.FLOAT}
+    at_start = evaluate(program.output, {**zero, **start, OUTPUT: 0.0})
+    if at_start == 0:
+        return program
+    states = program.states
+    if not states:  # nothing in the program tells: count the kept pairs' presence
+        kept = State("_kept", 0.0, simplify(make(Op.MAXIMUM, var("state._kept", ROW), make(Op.REDUCE, const(1.0), arg="max")))[0])
+        states = (kept,)
+    empty = const(True)
+    for state in states:
+        same = make(Op.EQUAL, state.variable, const(float(_finite(state.initial))))
+        empty = make(Op.AND, empty, same)
+    (empty,) = simplify(empty)
+    (factor,) = differentiate(program.output, [OUTPUT])
+    (rest,) = simplify(substitute(program.output, {OUTPUT: const(0.0)}))
+    if OUTPUT not in topological(factor) and is_const(rest, 0):
+        output = mul(OUTPUT, where(empty, const(0.0), factor))
+    else:
+        output = where(empty, const(0.0), program.output)
+    return Program(program.score, program.mask, states, program.weights, program.rescale, output, program.finals,
+                   program.forward, program.backward, program.custom)  # fmt: skip
+
+
+def _finite(value: float) -> float:
+    return max(min(value, -LOWEST), LOWEST)
+
+
+def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ()) -> ForwardSchedule:
+    """The forward pass in order; `saved` are rows to write beside the program's own."""
+    program = guard_empty_rows(program)
+    number, rest = split_coefficient(program.score)
+    scaled = rest is not None and 0 < number < math.inf
+    score, scale = (rest, float(number)) if scaled and rest is not None else (program.score, 1.0)
+    held = {SCORE: mul(const(scale), TILE)}
+    raw = [*(s.update for s in program.states), program.weights, program.rescale]
+    roots = list(simplify(*(substitute(e, held) for e in raw)))
+    fill = _find_fill(roots[:-2], roots[-2])
+    if fill is None:
+        roots = _ask_keep(roots, len(roots) - 2)
+    rows = (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))
+    block, (score, *roots) = _hoist([score, *use_exp2(*roots)])
+    builder = _Steps(list(lighten(*roots)))
+    steps, rescale = builder.build([s.variable for s in program.states])
+    output_rows, (output,) = _row_values([program.output], "end")
+    return ForwardSchedule(
+        block=tuple(block),
+        score=lighten(*use_exp2(score))[0],
+        fill=fill,
+        initial=tuple((s.variable, _finite(s.initial)) for s in program.states),
+        steps=tuple(steps),
+        rescale=rescale,
+        output_rows=RowStep(tuple(output_rows)),
+        output=output,
+        rows=rows,
+        mask=program.mask,
+    )
+
+
+def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
+    """The backward's pairs in order."""
+    gradients = [e for _, e in backward.pair_gradients]
+    block, roots = _hoist([backward.weights, backward.product_gradient, *gradients])
+    number, rest = split_coefficient(roots[1])
+    scale, product = (float(number), rest) if rest is not None else (1.0, roots[1])
+    weights, product, *gradients = lighten(roots[0], product, *roots[2:])
+    loads = (load for load, _ in backward.pair_gradients)
+    return BackwardSchedule(tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask)
+
+
+def _hoist(roots: list[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
+    """Takes out what depends on the batch and the head alone (and is more than a variable or a number)."""
+
+    def is_block(node: Expr) -> bool:
+        return node.dtype is Type.FLOAT and node.op not in (Op.CONST, Op.VAR) and node.axes <= {Axis.BATCH, Axis.HEAD}
+
+    found = {node: var(f"block{i}", node.axes) for i, node in enumerate(largest(roots, is_block))}
+    return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
+
+
+def _row_values(roots: list[Expr], prefix: str) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
+    """Takes out what depends on the row alone (and is more than a variable, a number or an index)."""
+
+    def is_row(node: Expr) -> bool:
+        plain = node.op in (Op.CONST, Op.VAR)
+        return node.dtype is Type.FLOAT and not plain and not node.axes & {Axis.KEY, Axis.CHANNEL} and Axis.QUERY in node.axes
+
+    found = {node: var(f"{prefix}{i}", node.axes) for i, node in enumerate(largest(roots, is_row))}
+    return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
+
+
+class _Steps:
+    """Orders reductions, row values and tile updates."""
+
+    def __init__(self, roots: list[Expr]) -> None:
+        *self.updates, self.weights, self.rescale = roots
+        self.steps: list[Step] = []
+        self.results: dict[Expr, Expr] = {}
+        self.rows = 0
+
+    def build(self, states: list[Expr]) -> tuple[list[Step], Expr | None]:
+        roots = [self.weights, *self.updates, self.rescale]
+        pending = [n for n in topological(*roots) if n.op is Op.REDUCE]
+        current: Expr = TILE
+        for position, node in enumerate(pending):
+            source = node.args[0]
+            later = [p.args[0] for p in pending[position + 1 :] if p.args[0] is not self.weights]
+            if source is self.weights and current is TILE and not any(_reads_tile(e) for e in later):
+                self._tile(self.weights)
+                current = self.weights
+            self._reduce(node, None if source is current else source, current)
+        if current is not self.weights:
+            self._tile(self.weights)
+        rescale = None
+        assignments = [(s, self._resolve(u)) for s, u in zip(states, self.updates, strict=True) if u is not s]
+        if not is_const(self.rescale, 1):
+            rescale = var("rescale", ROW)
+            assignments.append((rescale, self._resolve(self.rescale)))
+        if assignments:
+            self.steps.append(RowStep(tuple(assignments)))
+        return self.steps, rescale
+
+    def _resolve(self, expr: Expr) -> Expr:
+        """The expression with reductions as the row variables that hold them."""
+        return substitute(expr, self.results)
+
+    def _values(self, expr: Expr) -> Expr:
+        """The expression with its row values computed before, once a row."""
+        found, (result,) = _row_values([self._resolve(expr)], f"row{self.rows}_")
+        self.rows += 1
+        if found:
+            self.steps.append(RowStep(tuple(found)))
+        return result
+
+    def _tile(self, value: Expr) -> None:
+        self.steps.append(TileStep(self._values(value)))
+
+    def _reduce(self, node: Expr, source: Expr | None, current: Expr) -> None:
+        variable = var(f"reduced{len(self.results)}", ROW)
+        absolute = source is not None and source.op is Op.ABS and source.args[0] is current
+        value = None if source is None or absolute else self._values(source)
+        self.steps.append(ReduceStep(variable, str(node.arg), absolute, value))
+        self.results[node] = variable
+
+
+def _reads_tile(expr: Expr) -> bool:
+    return TILE in topological(expr, closed=frozenset({Op.REDUCE}))
+
+
+def _find_fill(updates: list[Expr], weights: Expr) -> float | None:
+    """What a masked pair's tile entry can hold so that it has weight 0 and changes no reduction; tried on numbers."""
+    reductions = [n for n in topological(*updates, weights) if n.op is Op.REDUCE]
+    wanted = [(n.args[0], NEUTRAL[str(n.arg)]) for n in reductions] + [(weights, 0.0)]
+    for fill in (-math.inf, 0.0):
+        if all(_gives(expr, fill, neutral) for expr, neutral in wanted):
+            return fill
+    return None
+
+
+def _gives(expr: Expr, fill: float, neutral: float) -> bool:
+    for seed in range(8):
+        draw = random.Random(seed)
+        values = {}
+        for node in topological(expr, closed=frozenset({Op.REDUCE})):
+            if node.op in (Op.VAR, Op.LOAD, Op.REDUCE):
+                values[node] = draw.randrange(9) if node.dtype is Type.INT else draw.gauss(0, 3) * 10 ** draw.randrange(-1, 2)
+        at = evaluate(expr, {**values, TILE: fill})
+        left_out = at <= neutral if neutral == LOWEST else at >= neutral if neutral == -LOWEST else at == neutral
+        if not left_out:
+            return False
+    return True
+
+
+def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:
+    """The roots with KEEP asked in every reduction and in the weights."""
+    done: dict[Expr, Expr] = {}
+    for node in topological(*roots):
+        args = tuple(done[a] for a in node.args)
+        if node.op is Op.REDUCE:
+            kind = str(node.arg)
+            done[node] = reduce(kind, where(KEEP, args[0], const(NEUTRAL[kind])))
+        else:
+            done[node] = node if not args else simplify(make(node.op, *args, arg=node.arg,
+                                                             dtype=node.dtype if node.op is Op.LOAD else None))[0]  # fmt: skip
+    out = [done[r] for r in roots]
+    out[weights] = where(KEEP, out[weights], const(0.0))
+    return out
+
+
+__all__ = ["KEEP", "TILE", "BackwardSchedule", "ForwardSchedule", "ReduceStep", "RowStep", "Step", "TileStep", "add",
+           "schedule_backward", "schedule_forward"]  # fmt: skip

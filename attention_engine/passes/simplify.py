@@ -1,0 +1,343 @@
+"""Brings expressions to a normal form, in which equal sums and products are the same node.
+
+Every constructor here takes operands in normal form and returns a normal form, so one walk from the leaves up suffices
+and nothing can loop. Sums and products are grouped by the axes they depend on, so that what belongs to a row stands
+together and can be computed once a row. Values are taken as finite: 0 * x is 0, and -inf + x is -inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from attention_engine.ir.evaluate import CASTS, PYTHON
+from attention_engine.ir.expr import (
+    LEAVES,
+    Axis,
+    Expr,
+    Number,
+    Op,
+    Type,
+    const,
+    is_const,
+    make,
+    rebuild,
+    topological,
+)
+
+_ORDER = {op: i for i, op in enumerate(Op)}
+
+
+def group_of(expr: Expr) -> int:
+    """Where a term or factor stands: with the pair, the key, the row, or the block."""
+    key, query = Axis.KEY in expr.axes or Axis.CHANNEL in expr.axes, Axis.QUERY in expr.axes
+    return 0 if key and query else 1 if key else 2 if query else 3
+
+
+def _rank(expr: Expr) -> tuple[int, str, str]:
+    return _ORDER[expr.op], expr.name if expr.op in (Op.VAR, Op.LOAD) else "", expr.digest
+
+
+def _grouped(op: Op, parts: Iterable[Expr]) -> Expr | None:
+    """The parts as one tree: (pair parts) op ((key parts) op ((row parts) op (block parts)))."""
+    groups: list[list[Expr]] = [[], [], [], []]
+    for part in parts:
+        groups[group_of(part)].append(part)
+    tree: Expr | None = None
+    for group in reversed(groups):
+        side: Expr | None = None
+        for part in group:
+            side = part if side is None else make(op, side, part)
+        if side is not None:
+            tree = side if tree is None else make(op, side, tree)
+    return tree
+
+
+def split_coefficient(expr: Expr) -> tuple[Number, Expr | None]:
+    """e as (number, rest): e = number * rest; a constant has no rest."""
+    if expr.op is Op.CONST:
+        return expr.value, None
+    if expr.op is Op.MUL and expr.args[0].op is Op.CONST:
+        return expr.args[0].value, expr.args[1]
+    return 1, expr
+
+
+def _operands(op: Op, expr: Expr) -> list[Expr]:
+    """The leaves of a tree of one operation."""
+    out: list[Expr] = []
+    stack = [expr]
+    while stack:
+        node = stack.pop()
+        if node.op is op:
+            stack.extend(reversed(node.args))
+        else:
+            out.append(node)
+    return out
+
+
+def terms(expr: Expr) -> list[Expr]:
+    """The terms of a sum."""
+    return _operands(Op.ADD, expr)
+
+
+def factors(expr: Expr) -> list[Expr]:
+    """The factors of a product."""
+    return _operands(Op.MUL, expr)
+
+
+def add(*operands: Expr) -> Expr:
+    """The sum: like terms together, the constant last."""
+    dtype = operands[0].dtype
+    weights: dict[Expr, Number] = {}
+    constant: Number = 0
+    for operand in operands:
+        for term in terms(operand):
+            number, rest = split_coefficient(term)
+            if rest is None:
+                constant += number
+            else:
+                weights[rest] = weights.get(rest, 0) + number
+    if isinstance(constant, float) and not math.isfinite(constant):
+        return const(constant, dtype)
+    parts = _join_branches([_scaled(weights[rest], rest) for rest in sorted(weights, key=_rank) if weights[rest] != 0])
+    if constant != 0 or not parts:
+        parts.append(const(constant, dtype))
+    tree = _grouped(Op.ADD, parts)
+    assert tree is not None
+    return tree
+
+
+def _join_branches(parts: list[Expr]) -> list[Expr]:
+    """where(c, a, 0) + where(c, b, 0) as where(c, a + b, 0)."""
+    branches: dict[Expr, list[Expr]] = {}
+    for part in parts:
+        if part.op is Op.WHERE and is_const(part.args[2], 0):
+            branches.setdefault(part.args[0], []).append(part.args[1])
+    doubled = {c: values for c, values in branches.items() if len(values) > 1}
+    if not doubled:
+        return parts
+    rest = [p for p in parts if not (p.op is Op.WHERE and is_const(p.args[2], 0) and p.args[0] in doubled)]
+    return rest + [where(c, add(*values), const(0, values[0].dtype)) for c, values in doubled.items()]
+
+
+def _scaled(number: Number, rest: Expr) -> Expr:
+    return rest if number == 1 else make(Op.MUL, const(number, rest.dtype), rest)
+
+
+def mul(*operands: Expr) -> Expr:
+    """The product: the constant first; a sum is opened for -1 (and for integers), so that what cancels meets."""
+    dtype = operands[0].dtype
+    number: Number = 1
+    rest: list[Expr] = []
+    for operand in operands:
+        for factor in factors(operand):
+            if factor.op is Op.CONST:
+                number *= factor.value
+            else:
+                rest.append(factor)
+    if number == 0 or not rest:
+        return const(number, dtype)
+    tree = _grouped(Op.MUL, sorted(rest, key=_rank))
+    assert tree is not None
+    if tree.op is Op.ADD and number != 1 and (number == -1 or dtype is Type.INT):
+        return add(*[mul(const(number, dtype), t) for t in terms(tree)])
+    return _scaled(number, tree)
+
+
+def recip(a: Expr) -> Expr:
+    """1 / a, opened over products and exponentials."""
+    if a.op is Op.CONST:
+        return const(PYTHON[Op.RECIP](float(a.value)))
+    if a.op is Op.RECIP:
+        return a.args[0]
+    if a.op is Op.EXP:
+        return make(Op.EXP, mul(const(-1.0), a.args[0]))
+    number, rest = split_coefficient(a)
+    if rest is not None and number != 1:
+        return mul(const(1.0 / number), recip(rest))
+    return make(Op.RECIP, a)
+
+
+def power(a: Expr, b: Expr) -> Expr:
+    """a ** b; small whole powers as products."""
+    if b.op is Op.CONST:
+        exponent = b.value
+        if exponent in (1, 2, 3, 4):
+            return mul(*[a] * int(exponent))
+        if exponent in (-1, -2, -3, -4):
+            return recip(mul(*[a] * int(-exponent)))
+        named = {0: lambda: const(1.0), 0.5: lambda: make(Op.SQRT, a), -0.5: lambda: make(Op.RSQRT, a)}
+        if exponent in named:
+            return named[exponent]()
+    return _plain(Op.POW)(a, b)
+
+
+def _extremum(op: Op, neutral: float, absorbing: float) -> Callable[[Expr, Expr], Expr]:
+    def build(a: Expr, b: Expr) -> Expr:
+        if a is b or is_const(b, neutral):
+            return a
+        if is_const(a, neutral):
+            return b
+        if is_const(a, absorbing) or is_const(b, absorbing):
+            return const(absorbing)
+        a, b = sorted((a, b), key=lambda e: (e.op is Op.CONST, *_rank(e)))
+        return _plain(op)(a, b)
+
+    return build
+
+
+def _logic(op: Op, neutral: bool) -> Callable[[Expr, Expr], Expr]:
+    def build(a: Expr, b: Expr) -> Expr:
+        if a is b or is_const(b, neutral):
+            return a
+        if is_const(a, neutral):
+            return b
+        if is_const(a, not neutral) or is_const(b, not neutral):
+            return const(not neutral)
+        a, b = sorted((a, b), key=_rank)
+        return make(op, a, b)
+
+    return build
+
+
+def negate(a: Expr) -> Expr:
+    """Logical not."""
+    if a.op is Op.NOT:
+        return a.args[0]
+    return const(not a.value) if a.op is Op.CONST else make(Op.NOT, a)
+
+
+def where(condition: Expr, a: Expr, b: Expr) -> Expr:
+    """a where the condition holds, else b."""
+    if condition.op is Op.CONST:
+        return a if condition.value else b
+    if a is b:
+        return a
+    if condition.op is Op.NOT:
+        return where(condition.args[0], b, a)
+    return make(Op.WHERE, condition, a, b)
+
+
+def cast(a: Expr, to: Type) -> Expr:
+    """a as another type."""
+    if a.dtype is to:
+        return a
+    return const(CASTS[to](a.value), to) if a.op is Op.CONST else make(Op.CAST, a, arg=to)
+
+
+def reduce(kind: str, a: Expr) -> Expr:
+    """A row reduction; what doesn't depend on the key is taken out of a sum, a positive number out of a max."""
+    if kind == "sum":
+        inside = [f for f in factors(a) if Axis.KEY in f.axes]
+        outside = [f for f in factors(a) if Axis.KEY not in f.axes]
+        if inside and outside:
+            return mul(*outside, make(Op.REDUCE, mul(*inside), arg=kind))
+    else:
+        number, rest = split_coefficient(a)
+        if rest is not None and number != 1 and number != 0:
+            turned = kind if number > 0 else {"max": "min", "min": "max"}[kind]
+            return mul(const(number), make(Op.REDUCE, rest, arg=turned))
+    return make(Op.REDUCE, a, arg=kind)
+
+
+def _inverse(op: Op, of: Op) -> Callable[[Expr], Expr]:
+    def build(a: Expr) -> Expr:
+        return a.args[0] if a.op is of else _plain(op)(a)
+
+    return build
+
+
+def _plain(op: Op) -> Callable[..., Expr]:
+    """The operation as it is, folded where all operands are constants."""
+
+    def build(*args: Expr) -> Expr:
+        if args and all(a.op is Op.CONST for a in args):
+            return const(PYTHON[op](*(a.value for a in args)))
+        return make(op, *args)
+
+    return build
+
+
+def _same(op: Op, truth: bool) -> Callable[[Expr, Expr], Expr]:
+    def build(a: Expr, b: Expr) -> Expr:
+        return const(truth) if a is b and a.dtype is not Type.FLOAT else _plain(op)(a, b)
+
+    return build
+
+
+def absolute(a: Expr) -> Expr:
+    """|a|; a number comes out, and squares and exponentials are positive already."""
+    number, rest = split_coefficient(a)
+    if rest is not None and number != 1:
+        return mul(const(abs(number), a.dtype), absolute(rest))
+    return a if a.op in (Op.EXP, Op.EXP2, Op.SIGMOID, Op.ABS) else _plain(Op.ABS)(a)
+
+
+CONSTRUCTORS: dict[Op, Callable[..., Expr]] = {
+    **{op: _plain(op) for op in Op if op not in LEAVES},
+    Op.ADD: add,
+    Op.MUL: mul,
+    Op.RECIP: recip,
+    Op.POW: power,
+    Op.MAXIMUM: _extremum(Op.MAXIMUM, -math.inf, math.inf),
+    Op.MINIMUM: _extremum(Op.MINIMUM, math.inf, -math.inf),
+    Op.AND: _logic(Op.AND, True),
+    Op.OR: _logic(Op.OR, False),
+    Op.NOT: negate,
+    Op.WHERE: where,
+    Op.ABS: absolute,
+    Op.LOG: _inverse(Op.LOG, Op.EXP),
+    Op.LOG2: _inverse(Op.LOG2, Op.EXP2),
+    Op.EQUAL: _same(Op.EQUAL, True),
+    Op.LESS: _same(Op.LESS, False),
+    Op.LESS_EQUAL: _same(Op.LESS_EQUAL, True),
+}
+
+
+def construct(node: Expr) -> Expr:
+    """The node in normal form, its operands being so."""
+    match node.op:
+        case Op.CONST | Op.VAR:
+            return node
+        case Op.LOAD:
+            return node
+        case Op.CAST:
+            assert isinstance(node.arg, Type)
+            return cast(node.args[0], node.arg)
+        case Op.REDUCE:
+            return reduce(str(node.arg), node.args[0])
+        case _:
+            return CONSTRUCTORS[node.op](*node.args)
+
+
+def simplify(*roots: Expr) -> tuple[Expr, ...]:
+    """The roots in normal form (they share what they shared)."""
+    done: dict[Expr, Expr] = {}
+    for node in topological(*roots):
+        done[node] = construct(rebuild(node, tuple(done[a] for a in node.args)))
+    return tuple(done[r] for r in roots)
+
+
+def factor_out(expr: Expr) -> Expr:
+    """a*f + b*f as f * (a + b): a sum whose terms all share factors becomes a product, and so inside factors."""
+    if expr.op is Op.WHERE and is_const(expr.args[2], 0):
+        return where(expr.args[0], factor_out(expr.args[1]), expr.args[2])
+    if expr.op is Op.MUL:
+        return mul(*[factor_out(f) if f.op in (Op.ADD, Op.WHERE) else f for f in factors(expr)])
+    parts = terms(expr)
+    if len(parts) < 2:
+        return expr
+    shared = list(dict.fromkeys(factors(parts[0])))
+    for part in parts[1:]:
+        theirs = factors(part)
+        shared = [f for f in shared if f in theirs and f.op is not Op.CONST]
+    if not shared:
+        return expr
+    return mul(*shared, add(*[_without(part, shared) for part in parts]))
+
+
+def _without(term: Expr, shared: list[Expr]) -> Expr:
+    left = factors(term)
+    for factor in shared:
+        left.remove(factor)
+    return mul(const(1.0), *left)

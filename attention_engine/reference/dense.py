@@ -1,0 +1,194 @@
+"""A program on whole rows: every score at once, on torch tensors, in at least fp32; autograd differentiates it, twice.
+
+Tensors are (batch, heads, length, dim) here; rows are (batch, heads, queries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_engine.ir.expr import Expr, Op
+from attention_engine.ir.program import (
+    DELTA,
+    KV_IDX,
+    OUTPUT,
+    PRODUCT,
+    Q_IDX,
+    SCORE,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+    B,
+    Backward,
+    H,
+    Program,
+    final_gradient,
+    final_variable,
+    row_variable,
+)
+from attention_engine.reference.evaluate import DTYPES, Evaluator
+
+Custom = Mapping[str, Tensor]
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 where any tensor is; else float32."""
+    return torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+
+
+@dataclass
+class _Problem:
+    """q, k, v in the compute dtype with keys repeated for their query heads, and the index tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    indices: dict[Expr, Tensor]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, custom: Custom) -> _Problem:
+        dtype = compute_dtype(q, *[c for c in custom.values() if c.is_floating_point()])
+        group = q.shape[1] // k.shape[1]
+        k, v = (t.to(dtype).repeat_interleave(group, 1) for t in (k, v))
+        batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+        sizes = {B: (batch, 0), H: (heads, 1), Q_IDX: (queries, 2), KV_IDX: (keys, 3)}
+        indices = {}
+        for variable, (length, axis) in sizes.items():
+            shape = [1, 1, 1, 1]
+            shape[axis] = length
+            indices[variable] = torch.arange(length, device=q.device, dtype=DTYPES[variable.dtype]).view(shape)
+        return _Problem(q.to(dtype), k, v, indices, dtype)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2]
+
+    def keep(self, program: Program, custom: Custom, blocks: Tensor | None) -> Tensor:
+        """Which pairs are kept, full size."""
+        keep = torch.ones((), dtype=torch.bool, device=self.q.device)
+        if program.mask is not None:
+            keep = Evaluator(self.indices, custom, self.dtype, self.q.device)(program.mask)
+        if blocks is not None:
+            keep = keep & blocks
+        return keep.expand(self.shape)
+
+
+def _empty_finals(program: Program, problem: _Problem, custom: Custom) -> list[Tensor]:
+    """What the epilogue returns for a row that keeps nothing: its rows at the initial states."""
+    start = {s.variable: _full(s.initial, problem) for s in program.states}
+    evaluate = Evaluator({**problem.indices, **start}, custom, problem.dtype, problem.q.device)
+    rows = problem.shape[:3]
+    return [evaluate(e).detach().expand(*rows, 1)[..., 0] for _, e in program.finals]
+
+
+def _full(value: float, problem: _Problem) -> Tensor:
+    from attention_engine.ir.evaluate import LOWEST
+
+    return torch.full((1, 1, 1, 1), max(min(value, -LOWEST), LOWEST), dtype=problem.dtype, device=problem.q.device)
+
+
+def attend(
+    program: Program, q: Tensor, k: Tensor, v: Tensor, custom: Custom | None = None, blocks: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The output (batch, heads, queries, DV) in q's dtype and the returned rows (batch, heads, queries) in compute dtype.
+
+    q: (batch, query heads, queries, D); k: (batch, key heads, keys, D); v: (batch, key heads, keys, DV); blocks: bool,
+    broadcasts over pairs, what an outside block mask keeps.
+    """
+    custom = custom or {}
+    p = _Problem.of(q, k, v, custom)
+    empty_finals = _empty_finals(program, p, custom)
+    if 0 in p.shape:
+        zero = (p.q.sum() + p.k.sum() + p.v.sum()) * 0.0
+        return (zero + q.new_zeros(*p.shape[:3], v.shape[-1], dtype=p.dtype)).to(q.dtype), empty_finals
+    keep = p.keep(program, custom, blocks)
+    kept_row = keep.any(-1, keepdim=True)
+    seen = keep | ~kept_row  # an empty row computes on everything and is then discarded, so that no NaN arises
+    indices = {**p.indices, PRODUCT: p.q @ p.k.transpose(-1, -2)}
+    score = Evaluator(indices, custom, p.dtype, q.device)(program.score).expand(p.shape)
+    steady = torch.where(seen, score, -torch.inf).amax(-1, keepdim=True).detach()
+    score = torch.where(seen, score, steady)  # a masked pair's own score could overflow: any score of the row will do
+    start = {s.variable: _full(s.initial, p) for s in program.states}
+    online = Evaluator({**p.indices, **start, SCORE: score}, custom, p.dtype, q.device, seen)
+    weights = torch.where(seen, online(program.weights), torch.zeros((), dtype=p.dtype, device=q.device))
+    end = {s.variable: online(s.update) for s in program.states}
+    output = weights.expand(p.shape) @ p.v
+    epilogue = Evaluator({**p.indices, **end, OUTPUT: output}, custom, p.dtype, q.device)
+    output = torch.where(kept_row, epilogue(program.output), torch.zeros((), dtype=p.dtype, device=q.device))
+    finals = [
+        torch.where(kept_row[..., 0], epilogue(e).expand(*p.shape[:3], 1)[..., 0], empty)
+        for (_, e), empty in zip(program.finals, empty_finals, strict=True)
+    ]
+    return output.to(q.dtype), finals
+
+
+@dataclass
+class Gradients:
+    """Gradients of q, k, v and of each custom input (None where it has none)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    custom: dict[str, Tensor]
+
+
+def saved_rows(program: Program, backward: Backward, q: Tensor, k: Tensor, custom: Custom, blocks: Tensor | None = None) -> list[Tensor]:
+    """The rows (batch, heads, queries) that the forward pass keeps for this backward pass."""
+    asked = Program(program.score, program.mask, program.states, program.weights, program.rescale, program.output,
+                    backward.saved, custom=program.custom)  # fmt: skip
+    return attend(asked, q, k, k, custom, blocks)[1]
+
+
+def attend_backward(
+    program: Program, backward: Backward, q: Tensor, k: Tensor, v: Tensor, custom: Custom, saved: list[Tensor],
+    delta: Tensor, d_output: Tensor, d_finals: Mapping[str, Tensor], blocks: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """The derived (or hand-written) backward pass, dense: the formulas that the kernels run.
+
+    delta: (batch, heads, queries), the row sum of o * d_output; d_finals: gradients of returned rows, by name.
+    """
+    p = _Problem.of(q, k, v, custom)
+    keep = p.keep(program, custom, blocks)
+    zero = torch.zeros((), dtype=p.dtype, device=q.device)
+    rows = {final_variable(n): r[..., None].to(p.dtype) for (n, _), r in zip(backward.saved, saved, strict=True)}
+    rows[DELTA] = delta[..., None].to(p.dtype)
+    for name, _ in program.finals:
+        given = d_finals.get(name)
+        rows[final_gradient(name)] = torch.zeros_like(rows[DELTA]) if given is None else given[..., None].to(p.dtype)
+    of_row = Evaluator({**p.indices, **rows}, custom, p.dtype, q.device)
+    read = {row_variable(name): of_row(e) for name, e in backward.rows}
+    do = d_output.to(p.dtype)
+    values = {**p.indices, **read, PRODUCT: p.q @ p.k.transpose(-1, -2), WEIGHT_GRADIENT: do @ p.v.transpose(-1, -2)}
+    weights = torch.where(keep, Evaluator(values, custom, p.dtype, q.device)(backward.weights), zero).expand(p.shape)
+    pair = Evaluator({**values, WEIGHT: weights}, custom, p.dtype, q.device)
+    ds = torch.where(keep, pair(backward.product_gradient), zero).expand(p.shape)
+    found: dict[str, Tensor] = {}
+    for load, expr in backward.pair_gradients:
+        _scatter(found, load, torch.where(keep, pair(expr), zero).expand(p.shape), p, custom)
+    kept_row = keep.any(-1, keepdim=True)
+    for load, expr in backward.row_gradients:
+        _scatter(found, load, torch.where(kept_row, of_row(expr), zero).expand(*p.shape[:3], 1), p, custom)
+    group = q.shape[1] // k.shape[1]
+    dk = (ds.transpose(-1, -2) @ p.q).unflatten(1, (-1, group)).sum(2)
+    dv = (weights.transpose(-1, -2) @ do).unflatten(1, (-1, group)).sum(2)
+    return Gradients((ds @ p.k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), found)
+
+
+def _scatter(found: dict[str, Tensor], load: Expr, gradient: Tensor, p: _Problem, custom: Custom) -> None:
+    """Adds the gradient of a read to the entries that it read; a read out of range adds nothing."""
+    assert load.op is Op.LOAD
+    tensor = custom[load.name]
+    total = found.setdefault(load.name, torch.zeros_like(tensor, dtype=p.dtype))
+    evaluate = Evaluator(p.indices, custom, p.dtype, gradient.device)
+    if not load.args:
+        found[load.name] = total + gradient.sum()
+        return
+    indices = [evaluate(i).expand(gradient.shape) for i in load.args]
+    inside = torch.ones_like(gradient, dtype=torch.bool)
+    for index, length in zip(indices, tensor.shape, strict=True):
+        inside &= (index >= 0) & (index < length)
+    found[load.name] = total.index_put(tuple(i[inside] for i in indices), gradient[inside], accumulate=True)

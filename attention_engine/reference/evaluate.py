@@ -1,0 +1,119 @@
+"""The meaning of an expression on torch tensors. Kernels are right when they agree with this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from attention_engine.ir.evaluate import LOWEST
+from attention_engine.ir.expr import Expr, Op, Type, topological
+
+DTYPES = {Type.BOOL: torch.bool, Type.INT: torch.int64}
+
+TORCH: dict[Op, Callable[..., Tensor]] = {
+    Op.ADD: torch.add,
+    Op.MUL: torch.mul,
+    Op.RECIP: torch.reciprocal,
+    Op.FLOORDIV: lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    Op.MOD: torch.remainder,
+    Op.POW: torch.pow,
+    Op.MAXIMUM: torch.maximum,
+    Op.MINIMUM: torch.minimum,
+    Op.EXP: torch.exp,
+    Op.EXP2: torch.exp2,
+    Op.LOG: torch.log,
+    Op.LOG2: torch.log2,
+    Op.LOG1P: torch.log1p,
+    Op.SQRT: torch.sqrt,
+    Op.RSQRT: torch.rsqrt,
+    Op.TANH: torch.tanh,
+    Op.SIGMOID: torch.sigmoid,
+    Op.ERF: torch.erf,
+    Op.SIN: torch.sin,
+    Op.COS: torch.cos,
+    Op.ABS: torch.abs,
+    Op.FLOOR: torch.floor,
+    Op.LESS: torch.lt,
+    Op.LESS_EQUAL: torch.le,
+    Op.EQUAL: torch.eq,
+    Op.AND: torch.logical_and,
+    Op.OR: torch.logical_or,
+    Op.NOT: torch.logical_not,
+    Op.WHERE: torch.where,
+    Op.DETACH: torch.detach,
+}
+
+
+class Evaluator:
+    """Evaluates expressions on tensors that broadcast as (batch, heads, queries, keys).
+
+    values: what the variables are; custom: the custom inputs; dtype: what floats are computed in; keep: which pairs
+    take part in row reductions (None: all). An expression is computed once, however often it is asked for.
+    """
+
+    def __init__(
+        self, values: Mapping[Expr, Tensor], custom: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
+        keep: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.done: dict[Expr, Tensor] = dict(values)
+        self.custom, self.dtype, self.device, self.keep = custom, dtype, device, keep
+
+    def __call__(self, expr: Expr) -> Tensor:
+        """The value of the expression."""
+        for node in topological(expr):
+            if node not in self.done:
+                missing = [a for a in node.args if a not in self.done]
+                if not missing and not (node.op is Op.VAR):
+                    self.done[node] = self._compute(node)
+        if expr not in self.done:
+            raise KeyError(f"no value for a variable of {expr}")
+        return self.done[expr]
+
+    def _compute(self, node: Expr) -> Tensor:
+        operands = [self.done[a] for a in node.args]
+        match node.op:
+            case Op.CONST:
+                value = max(min(node.value, -LOWEST), LOWEST) if node.dtype is Type.FLOAT and node.value == node.value else node.value
+                return torch.full((), value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
+            case Op.CAST:
+                return operands[0].to(DTYPES.get(node.dtype, self.dtype))
+            case Op.LOAD:
+                return self._load(node, operands)
+            case Op.REDUCE:
+                return self._reduce(str(node.arg), operands[0])
+            case Op.MAXIMUM | Op.MINIMUM if node.args[1].op is Op.CONST:
+                # against a number the gradient of a tie goes to the number, as with relu
+                a, b = operands
+                return torch.where(torch.isnan(a) | (a > b if node.op is Op.MAXIMUM else a < b), a, b)
+            case _:
+                return TORCH[node.op](*operands)
+
+    def _load(self, node: Expr, indices: list[Tensor]) -> Tensor:
+        tensor = self.custom[node.name]
+        indices = list(torch.broadcast_tensors(*indices)) if indices else indices
+        inside = torch.ones((), dtype=torch.bool, device=self.device)
+        clamped = []
+        for index, length in zip(indices, tensor.shape, strict=True):
+            inside = inside & (index >= 0) & (index < length)
+            clamped.append(index.clamp(0, max(length - 1, 0)))
+        if tensor.numel() == 0:
+            return torch.zeros((), dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
+        value = tensor[tuple(clamped)].to(DTYPES.get(node.dtype, self.dtype))
+        return torch.where(inside, value, torch.zeros((), dtype=value.dtype, device=self.device))
+
+    def _reduce(self, kind: str, a: Tensor) -> Tensor:
+        full = a if self.keep is None else a.expand(torch.broadcast_shapes(a.shape, self.keep.shape))
+        neutral = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}[kind]
+        if self.keep is not None:
+            full = torch.where(self.keep, full, torch.full((), neutral, dtype=a.dtype, device=a.device))
+        if full.shape[-1] == 0:
+            return torch.full((*full.shape[:-1], 1), neutral, dtype=a.dtype, device=a.device)
+        match kind:
+            case "sum":
+                return full.sum(-1, keepdim=True)
+            case "max":
+                return full.amax(-1, keepdim=True).clamp(min=LOWEST)
+            case _:
+                return full.amin(-1, keepdim=True).clamp(max=-LOWEST)

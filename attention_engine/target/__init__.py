@@ -1,0 +1,1 @@
+"""Runs kernels: TileLang's compiler for a GPU, the interpreter on a CPU."""

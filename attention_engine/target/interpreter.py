@@ -1,0 +1,392 @@
+"""Runs a tile-level TileLang program on torch CPU tensors, one block after another; what a kernel means without a GPU.
+
+A program is compiled once to Python closures over a frame (a list of values, one slot for each variable and buffer).
+A nest of `T.Parallel` loops runs as a few torch operations: each loop variable is a lane axis of a broadcast tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from attention_engine.errors import NotInterpretable
+from attention_engine.target.program_arguments import Arguments
+from attention_engine.target.scalar_ops import poison
+from attention_engine.target.tile_buffers import MASK, Lanes, handle_of, kind_of
+from attention_engine.target.tile_expressions import ExpressionCompiler
+from attention_engine.target.tile_ops import SILENT_OPS, TILE_OPS
+from attention_engine.target.tile_windows import Frame, Run, Window, fresh_tensor, scatter
+
+PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane
+BODIES = {"For": "body", "While": "body", "AttrStmt": "body", "SBlock": "body", "SBlockRealize": "block"}
+
+
+class Interpreter:
+    """A compiled program: `Interpreter(prim_func)(*tensors_and_scalars)` writes its output tensors in place.
+
+    Tensors lie on the CPU, in the order of the function's parameters, with the dtypes and (static) shapes that it
+    declares; variable lengths and strides come from the tensors. Memory on chip starts as NaN, so a read of what
+    nobody wrote shows. Raises NotInterpretable for a construct without a meaning here, ValueError for wrong arguments.
+    """
+
+    def __init__(self, prim_func: Any) -> None:
+        compiler = _StatementCompiler()
+        self._arguments = Arguments(compiler, prim_func)
+        self._body = compiler.statement(prim_func.body)
+        self._slots = compiler.slots
+
+    def __call__(self, *arguments: torch.Tensor | float | int) -> None:
+        """Run all blocks of the grid."""
+        with torch.no_grad():
+            frame: Frame = [None] * self._slots
+            self._arguments.bind(frame, arguments)
+            self._body(frame)
+
+
+class _BreakLoop(Exception):
+    pass
+
+
+class _ContinueLoop(Exception):
+    pass
+
+
+class _EndBlock(Exception):
+    pass
+
+
+JUMPS: dict[str, type[Exception]] = {
+    "tl.loop_break": _BreakLoop,
+    "tirx.break_loop": _BreakLoop,
+    "tirx.continue_loop": _ContinueLoop,
+    "tirx.thread_return": _EndBlock,
+}
+
+
+def _nested_parallel_loops(statement: Any) -> int:
+    """How many lane axes a statement opens at most."""
+    kind = kind_of(statement)
+    if kind == "SeqStmt":
+        return max(_nested_parallel_loops(part) for part in statement.seq)
+    if kind == "IfThenElse":
+        cases = [statement.then_case, statement.else_case]
+        return max(_nested_parallel_loops(case) for case in cases if case is not None)
+    if kind in BODIES:
+        inner = _nested_parallel_loops(getattr(statement, BODIES[kind]))
+        return inner + (kind == "For" and int(statement.kind) in PARALLEL_KINDS)
+    return 0
+
+
+class _StatementCompiler(ExpressionCompiler):
+    """Statements to closures `run(frame) -> None`."""
+
+    def statement(self, node: Any) -> Run:
+        """The code of one statement."""
+        kind = kind_of(node)
+        if kind not in self._statements:
+            raise NotInterpretable(f"the statement {kind}")
+        return self._statements[kind](self, node)
+
+    def _sequence(self, node: Any) -> Run:
+        steps = tuple(self.statement(part) for part in node.seq)
+
+        def run(frame: Frame) -> None:
+            for step in steps:
+                step(frame)
+
+        return run
+
+    def _realized_block(self, node: Any) -> Run:
+        return self._block(node.block)
+
+    def _block(self, node: Any) -> Run:
+        self.note_safe_values(node.annotations)
+        allocate = [self._allocation(buffer) for buffer in node.alloc_buffers]
+        body = self.statement(node.body)
+
+        def run(frame: Frame) -> None:
+            for step in allocate:
+                step(frame)
+            try:
+                body(frame)
+            except _EndBlock:
+                return
+
+        return run
+
+    def _allocate(self, node: Any) -> Run:
+        return self._allocation(node.buffer)
+
+    def _alias(self, node: Any) -> Run:
+        self.buffer(node.buffer)
+        return _nothing
+
+    def _allocation(self, buffer: Any) -> Run:
+        """Code that fills a buffer with poison; the tensor itself is made once a run."""
+        info = self.declare(buffer)
+        slot, bad = info.slot, poison(info.dtype)
+        lengths = [self.value(length) for length in buffer.shape]
+        if info.private:
+            count = self.private_length(info)
+
+            def reset(frame: Frame) -> None:
+                frame[slot] = [bad] * count
+
+            return reset
+
+        def allocate(frame: Frame) -> None:
+            shape = [length(frame) for length in lengths] if info.shape is None else info.shape
+            tensor = frame[slot]
+            if tensor is None or tuple(tensor.shape) != tuple(shape):
+                frame[slot] = fresh_tensor(shape, info.dtype, bad)
+                self.make_views(frame, slot)
+            else:
+                tensor.fill_(bad)
+
+        return allocate
+
+    def _annotated(self, node: Any) -> Run:
+        return self.statement(node.body)
+
+    def _assertion(self, node: Any) -> Run:
+        condition = self.value(node.condition)
+
+        def run(frame: Frame) -> None:
+            if not condition(frame):
+                raise ValueError(f"the kernel's own check failed: {node.condition}")
+
+        return run
+
+    def _binding(self, node: Any) -> Run:
+        if self.is_thread_index(node.value):
+            self.threads.add(handle_of(node.var))
+            return _nothing
+
+        def build() -> Run:
+            value = self.expression(node.value)
+            place = self.place(node.value) if value.lanes else None
+            slot, compute, may_be_view = self.bind(node.var, value), value.run, value.may_be_view
+            offset_slot = None if place is None else self.bind_place(node.var, place)
+
+            def keep(frame: Frame) -> None:
+                result = compute(frame)
+                frame[slot] = result.clone() if may_be_view and isinstance(result, torch.Tensor) else result
+                if place is not None:
+                    frame[offset_slot] = place.start(frame)
+
+            return keep
+
+        return self.sharing([node.value], build)
+
+    def _evaluate(self, node: Any) -> Run:
+        call = node.value
+        if kind_of(call) != "Call":
+            return _nothing
+        name = str(call.op.name)
+        if name in SILENT_OPS:
+            return _nothing
+        if name in JUMPS:
+            return self._jump(name)
+        if name in TILE_OPS:
+            if self.axes:
+                raise NotInterpretable(f"the tile operation {name} within T.Parallel")
+            return self.sharing([call], lambda: TILE_OPS[name](self, call))
+        if name == "tl.atomic_add_elem_op":
+            return self.sharing(call.args[:2], lambda: self._store(call.args[0].args[0], call.args[1], add=True))
+        return self.sharing([call], lambda: self.expression(call).run)
+
+    def _jump(self, name: str) -> Run:
+        if self.axes:
+            raise NotInterpretable(f"{name} within T.Parallel")
+        jump = JUMPS[name]
+
+        def run(frame: Frame) -> None:
+            raise jump
+
+        return run
+
+    def _element_store(self, node: Any) -> Run:
+        return self.sharing([node.value, *node.indices], lambda: self._store(node, node.value, add=False))
+
+    def _store(self, place: Any, value_node: Any, *, add: bool) -> Run:
+        """A store of one element for each lane (or an addition to it), where the mask allows."""
+        info = self.buffer(place.buffer)
+        value = self.expression(value_node)
+        if info.private:
+            return self.private_store(info, place.indices, value, add=add)
+        spans = self.spans(place.indices)
+        open_axes = {lanes.axis for lanes in self.axes}
+        if not self.axes or spans is None or {s.axis for s in spans if s.axis is not None} != open_axes:
+            return self._store_anywhere(place, value.run, add=add)
+        window = self.window(info, spans, self.rank)
+        return self._store_window(window, value.run, add=add)
+
+    def _store_window(self, window: Window, value: Run, *, add: bool) -> Run:
+        if add:
+            held, plain = window.read, value
+
+            def value(frame: Frame) -> torch.Tensor:
+                return held(frame) + plain(frame)
+
+        if not self.masked:
+            return lambda frame: window.write(frame, value(frame))
+
+        def run(frame: Frame) -> None:
+            result = value(frame)
+            mask = frame[MASK]
+            if mask is None:
+                window.write(frame, result)
+            else:
+                window.write_where(frame, mask, result)
+
+        return run
+
+    def _store_anywhere(self, place: Any, value: Run, *, add: bool) -> Run:
+        info = self.buffer(place.buffer)
+        indices = [self.value(index) for index in place.indices]
+        axes, rank = tuple(self.axes), self.rank
+
+        def run(frame: Frame) -> None:
+            result = value(frame)
+            lanes = [1] * rank
+            for axis in axes:
+                lanes[axis.axis] = axis.length(frame)
+            where = [index(frame) for index in indices]
+            scatter(info, frame[info.slot], where, result, frame[MASK], lanes, accumulate=add)
+
+        return run
+
+    def _condition(self, node: Any) -> Run:
+        condition = self.shared_expression(node.condition)
+        if condition.lanes:
+            return self._masked_cases(condition.run, node)
+        test, then = condition.run, self.statement(node.then_case)
+        if node.else_case is None:
+            return lambda frame: then(frame) if test(frame) else None
+        otherwise = self.statement(node.else_case)
+        return lambda frame: then(frame) if test(frame) else otherwise(frame)
+
+    def _masked_cases(self, test: Run, node: Any) -> Run:
+        outer_masked, self.masked = self.masked, True
+        then = self.statement(node.then_case)
+        otherwise = _nothing if node.else_case is None else self.statement(node.else_case)
+        self.masked = outer_masked
+
+        def run(frame: Frame) -> None:
+            outer, chosen = frame[MASK], test(frame)
+            frame[MASK] = chosen if outer is None else outer & chosen
+            then(frame)
+            frame[MASK] = ~chosen if outer is None else outer & ~chosen
+            otherwise(frame)
+            frame[MASK] = outer
+
+        return run
+
+    def _while_loop(self, node: Any) -> Run:
+        condition = self.shared_expression(node.condition)
+        if condition.lanes:
+            raise NotInterpretable("a while loop whose condition differs between lanes")
+        test, body = condition.run, self.statement(node.body)
+
+        def run(frame: Frame) -> None:
+            try:
+                while test(frame):
+                    try:
+                        body(frame)
+                    except _ContinueLoop:
+                        continue
+            except _BreakLoop:
+                return
+
+        return run
+
+    def _loop(self, node: Any) -> Run:
+        if int(node.kind) in PARALLEL_KINDS:
+            return self._parallel(node)
+        start, extent = self.shared_expression(node.min), self.shared_expression(node.extent)
+        stride = 1 if node.step is None else int(node.step)
+        slot = self.variable(node.loop_var)
+        if start.lanes or extent.lanes:
+            return self._ragged_loop(node, slot, start.run, extent.run)
+        body = self.statement(node.body)
+        first, length = start.run, extent.run
+
+        def run(frame: Frame) -> None:
+            low = first(frame)
+            try:
+                for number in range(low, low + length(frame), stride):
+                    frame[slot] = number
+                    try:
+                        body(frame)
+                    except _ContinueLoop:
+                        continue
+            except _BreakLoop:
+                return
+
+        return run
+
+    def _ragged_loop(self, node: Any, slot: int, start: Run, extent: Run) -> Run:
+        """A serial loop within T.Parallel whose bounds differ between lanes: lanes out of their range are masked."""
+        outer_masked, self.masked = self.masked, True
+        body = self.statement(node.body)
+        self.masked = outer_masked
+
+        def run(frame: Frame) -> None:
+            low = torch.as_tensor(start(frame))
+            high = low + extent(frame)
+            outer = frame[MASK]
+            for step in range(int(low.min()), int(high.max())) if high.numel() else ():
+                active = (low <= step) & (high > step)
+                frame[MASK] = active if outer is None else outer & active
+                frame[slot] = step
+                body(frame)
+            frame[MASK] = outer
+
+        return run
+
+    def _parallel(self, node: Any) -> Run:
+        """One loop of a parallel nest: its variable becomes an axis of lanes."""
+        outermost = not self.axes
+        if outermost:
+            self.rank = _nested_parallel_loops(node)
+        axis, rank = len(self.axes), self.rank
+        start, extent = self.shared_expression(node.min), self.shared_expression(node.extent)
+        if start.lanes or extent.lanes:
+            raise NotInterpretable("a T.Parallel loop whose extent differs between lanes")
+        length = extent.const if extent.const is not None else extent.run
+        lanes = Lanes(axis, length)
+        slot = self.lane_variable(node.loop_var, lanes, start)
+        self.axes.append(lanes)
+        body = self.statement(node.body)
+        self.axes.pop()
+        first, count = start.run, lanes.length
+
+        def run(frame: Frame) -> None:
+            frame[slot] = lanes.index(first(frame), count(frame), rank)
+            body(frame)
+
+        return run
+
+    _statements: ClassVar[dict[str, Callable[[_StatementCompiler, Any], Run]]] = {
+        "SeqStmt": _sequence,
+        "SBlockRealize": _realized_block,
+        "SBlock": _block,
+        "AllocBuffer": _allocate,
+        "DeclBuffer": _alias,
+        "AttrStmt": _annotated,
+        "AssertStmt": _assertion,
+        "Bind": _binding,
+        "Evaluate": _evaluate,
+        "BufferStore": _element_store,
+        "IfThenElse": _condition,
+        "While": _while_loop,
+        "For": _loop,
+    }
+
+
+def _nothing(frame: Frame) -> None:
+    """A statement without an effect here."""
+
+

@@ -1,0 +1,96 @@
+"""What every test shares: fixed seeds, golden files, and no GPU tests without a GPU."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores already
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files; then read the diff")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+class Golden:
+    """The text a test expects, kept in a file named after it: `assert str(program) == golden`."""
+
+    def __init__(self, path: Path, update: bool):
+        self.path, self.update, self.compared = path, update, False
+
+    def __eq__(self, got: object) -> bool:
+        assert isinstance(got, str), f"a golden file holds text, not a {type(got).__name__}"
+        self.compared = True
+        if self.update:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(got + "\n")
+            return True
+        if not self.path.exists():
+            pytest.fail(f"no {self.path.relative_to(HERE)}; --update-golden writes this to it:\n{got}", pytrace=False)
+        return self.path.read_text() == got + "\n"
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{self.path.relative_to(HERE)}>"
+
+    def diff(self, got: str) -> list[str]:
+        want = self.path.read_text().splitlines()
+        return list(difflib.unified_diff(want, got.splitlines(), "expected", "got", lineterm=""))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest):
+    folder = request.path.relative_to(HERE).with_suffix("")
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in request.node.name).strip("-")
+    expected = Golden(GOLDEN / folder / f"{name}.txt", request.config.getoption("--update-golden"))
+    yield expected
+    assert expected.compared, f"{request.node.name} asks for its golden file and compares nothing with it"
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Tests that compare with eager PyTorch record their worst ratio; a run ends with the worst of each label."""
+    worst: dict[str, tuple[float, str, int]] = {}
+    for kind in ("passed", "failed"):
+        for report in terminalreporter.stats.get(kind, []):
+            for name, value in report.user_properties:
+                if name == "worst ratio":
+                    label, ratio, where, count = value
+                    top = max(worst.get(label, (0.0, "", 0)), (ratio, where, 0))
+                    worst[label] = (*top[:2], worst.get(label, (0.0, "", 0))[2] + count)
+    if worst:
+        terminalreporter.write_sep("=", "worst error over eager PyTorch's")
+    for label, (ratio, where, count) in sorted(worst.items()):
+        terminalreporter.write_line(f"{label:26} {ratio:7.3f}  {where}, of {count} compared")
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    if op == "==" and isinstance(right, Golden) and isinstance(left, str):
+        return [f"the text differs from {right!r} (--update-golden writes it)", *right.diff(left)]
+    return None

@@ -1,0 +1,40 @@
+"""Nine attentions on a GPU: outputs and gradients as near to float64 as eager PyTorch in the same dtype.
+
+A run ends with the worst ratio of each attention and dtype. Most of the time is compiling: `-n 12` on many cores.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tests import plain
+from tests.cases import CASES, Case, Shape, errors
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = {"full": False, "causal": True}
+HEADS = {"heads_equal": (4, 4), "group_of_4": (8, 2)}
+DIMS = {"dim_64": (64, 64), "dim_40_96": (40, 96)}
+LENGTHS = {1000: 2, 2048: 1}  # length: batch
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_keep_the_rule(name, dtype, record_property):
+    """Every variant runs, also after one that fails; the failures are told together."""
+    failures, found = [], []
+    for variant in itertools.product(CAUSAL, HEADS, DIMS, LENGTHS):
+        where = " ".join(map(str, variant))
+        try:
+            found += _run(CASES[name], DTYPES[dtype], *variant)
+        except AssertionError as failure:
+            failures.append(f"{where}: {failure}")
+    record_property(*plain.worst_ratio(found, f"{name:14} {dtype}"))
+    assert not failures, "\n".join(failures)
+
+
+def _run(case: Case, dtype: torch.dtype, causal: str, heads: str, dims: str, length: int) -> list[plain.Error]:
+    shape = Shape(LENGTHS[length], length, length, *HEADS[heads], *DIMS[dims])
+    return errors(case, shape, dtype, CAUSAL[causal], device="cuda", backend="tilelang")

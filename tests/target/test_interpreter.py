@@ -1,0 +1,154 @@
+"""The interpreter agrees with torch on every construct a kernel may use."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+tilelang = pytest.importorskip("tilelang")
+
+import tilelang.language as T  # noqa: E402
+
+from attention_engine.errors import NotInterpretable  # noqa: E402
+from attention_engine.target.interpreter import Interpreter  # noqa: E402
+from attention_engine.target.scalar_ops import truncate_to_tf32  # noqa: E402
+
+ROWS, COLUMNS = 8, 16
+TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "int32": torch.int32}
+
+
+def elementwise(op, dtype: str, out_dtype: str | None = None):
+    """Z[i, j] = op(X[i, j], Y[i, j], i, j) by way of registers."""
+    out_dtype = out_dtype or dtype
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((ROWS, COLUMNS), dtype), Y: T.Tensor((ROWS, COLUMNS), dtype), Z: T.Tensor((ROWS, COLUMNS), out_dtype)
+    ):
+        with T.Kernel(1, threads=128):
+            x = T.alloc_fragment([ROWS, COLUMNS], dtype)
+            y = T.alloc_fragment([ROWS, COLUMNS], dtype)
+            z = T.alloc_fragment([ROWS, COLUMNS], out_dtype)
+            T.copy(X, x)
+            T.copy(Y, y)
+            for i, j in T.Parallel(ROWS, COLUMNS):
+                z[i, j] = op(x[i, j], y[i, j], i, j)
+            T.copy(z, Z)
+
+    return main
+
+
+def run_elementwise(op, x: torch.Tensor, y: torch.Tensor, out_dtype: str | None = None) -> torch.Tensor:
+    dtype = str(x.dtype).removeprefix("torch.")
+    z = torch.zeros(ROWS, COLUMNS, dtype=TORCH[out_dtype or dtype])
+    Interpreter(elementwise(op, dtype, out_dtype))(x, y, z)
+    return z
+
+
+i, j = torch.arange(ROWS, dtype=torch.int32)[:, None], torch.arange(COLUMNS, dtype=torch.int32)[None]
+
+FLOAT_OPS = {
+    "add": (lambda x, y, i, j: x + y, lambda x, y: x + y),
+    "sub": (lambda x, y, i, j: 1.5 - x, lambda x, y: 1.5 - x),
+    "mul": (lambda x, y, i, j: x * y * 0.3, lambda x, y: x * y * 0.3),
+    "div": (lambda x, y, i, j: x / y, lambda x, y: x / y),
+    "negative": (lambda x, y, i, j: -x, lambda x, y: -x),
+    "exp": (lambda x, y, i, j: T.exp(y), lambda x, y: y.exp()),
+    "exp2": (lambda x, y, i, j: T.exp2(y), lambda x, y: y.exp2()),
+    "log": (lambda x, y, i, j: T.log(y), lambda x, y: y.log()),
+    "log2": (lambda x, y, i, j: T.log2(y), lambda x, y: y.log2()),
+    "log1p": (lambda x, y, i, j: T.log1p(y), lambda x, y: y.log1p()),
+    "sqrt": (lambda x, y, i, j: T.sqrt(y), lambda x, y: y.sqrt()),
+    "rsqrt": (lambda x, y, i, j: T.rsqrt(y), lambda x, y: y.rsqrt()),
+    "tanh": (lambda x, y, i, j: T.tanh(x), lambda x, y: x.tanh()),
+    "sigmoid": (lambda x, y, i, j: T.sigmoid(x), lambda x, y: x.sigmoid()),
+    "erf": (lambda x, y, i, j: T.erf(x), lambda x, y: x.erf()),
+    "sin": (lambda x, y, i, j: T.sin(x), lambda x, y: x.sin()),
+    "cos": (lambda x, y, i, j: T.cos(x), lambda x, y: x.cos()),
+    "abs": (lambda x, y, i, j: T.abs(x), lambda x, y: x.abs()),
+    "floor": (lambda x, y, i, j: T.floor(x), lambda x, y: x.floor()),
+    "ceil": (lambda x, y, i, j: T.ceil(x), lambda x, y: x.ceil()),
+    "pow": (lambda x, y, i, j: T.pow(y, x), lambda x, y: y**x),
+    "max": (lambda x, y, i, j: T.max(x, y), lambda x, y: torch.maximum(x, y)),
+    "max with a number": (lambda x, y, i, j: T.max(x, T.float32(0.25)), lambda x, y: x.clamp_min(0.25)),
+    "min": (lambda x, y, i, j: T.min(T.float32(0.25), x), lambda x, y: x.clamp_max(0.25)),
+    "if_then_else": (lambda x, y, i, j: T.if_then_else(x > y, x, 0.0), lambda x, y: torch.where(x > y, x, 0.0)),
+    "two numbers": (lambda x, y, i, j: T.if_then_else(i < j, 1.0, -2.0), lambda x, y: torch.where(i < j, 1.0, -2.0)),
+    "select": (lambda x, y, i, j: T.Select(x <= 0.0, y, x * y), lambda x, y: torch.where(x <= 0, y, x * y)),
+    "and": (lambda x, y, i, j: T.if_then_else(T.And(i > 2, j < 5), x, y), lambda x, y: torch.where((i > 2) & (j < 5), x, y)),
+    "or": (lambda x, y, i, j: T.if_then_else(T.Or(i > 2, j < 5), x, y), lambda x, y: torch.where((i > 2) | (j < 5), x, y)),
+    "not": (lambda x, y, i, j: T.if_then_else(T.Not(i == j), x, y), lambda x, y: torch.where(i != j, x, y)),
+    "infinity": (lambda x, y, i, j: T.if_then_else(i == j, x, -T.infinity("float32")), lambda x, y: x.masked_fill(i != j, -math.inf)),
+    "reinterpret": (
+        lambda x, y, i, j: T.reinterpret(T.reinterpret(x, "int32") & 0x7FFFFFFF, "float32"),
+        lambda x, y: x.abs(),
+    ),
+    "cast of an index": (lambda x, y, i, j: x * T.cast(i - j, "float32"), lambda x, y: x * (i - j)),
+    "cast to half": (lambda x, y, i, j: T.cast(T.cast(x, "float16"), "float32"), lambda x, y: x.half().float()),
+    "cast to int": (lambda x, y, i, j: T.cast(T.cast(x * 9.0, "int32"), "float32"), lambda x, y: (x * 9).trunc()),
+}
+
+INTEGER_OPS = {
+    "add": (lambda x, y, i, j: x + y * i, lambda x, y: x + y * i),
+    "floordiv": (lambda x, y, i, j: T.floordiv(x, y), lambda x, y: x // y),
+    "floormod": (lambda x, y, i, j: T.floormod(x, y), lambda x, y: x % y),
+    "truncdiv": (lambda x, y, i, j: T.truncdiv(x, y), lambda x, y: torch.div(x, y, rounding_mode="trunc")),
+    "truncmod": (lambda x, y, i, j: T.truncmod(x, 7), lambda x, y: torch.fmod(x, 7)),
+    "number over lanes": (lambda x, y, i, j: T.floordiv(100, y), lambda x, y: 100 // y),
+    "bitwise_and": (lambda x, y, i, j: x & y, lambda x, y: x & y),
+    "bitwise_or": (lambda x, y, i, j: x | 6, lambda x, y: x | 6),
+    "bitwise_xor": (lambda x, y, i, j: T.bitwise_xor(x, y), lambda x, y: x ^ y),
+    "bitwise_not": (lambda x, y, i, j: T.bitwise_not(x), lambda x, y: ~x),
+    "shift_left": (lambda x, y, i, j: T.shift_left(x, 3), lambda x, y: x << 3),
+    "shift_right": (lambda x, y, i, j: T.shift_right(x, i), lambda x, y: x >> i),
+    "max": (lambda x, y, i, j: T.max(x, y), lambda x, y: torch.maximum(x, y)),
+    "min with a number": (lambda x, y, i, j: T.min(3, x), lambda x, y: x.clamp_max(3)),
+    "abs": (lambda x, y, i, j: T.abs(x), lambda x, y: x.abs()),
+    "wraps": (lambda x, y, i, j: x * 1103515245 + 12345, lambda x, y: x * 1103515245 + 12345),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT_OPS)
+def test_float_ops_agree_with_torch(name: str) -> None:
+    op, expected = FLOAT_OPS[name]
+    x, y = torch.randn(ROWS, COLUMNS), torch.rand(ROWS, COLUMNS) + 0.1
+    torch.testing.assert_close(run_elementwise(op, x, y), expected(x, y).float())
+
+
+@pytest.mark.parametrize("name", INTEGER_OPS)
+def test_integer_ops_agree_with_torch(name: str) -> None:
+    op, expected = INTEGER_OPS[name]
+    x = torch.randint(-50, 50, (ROWS, COLUMNS), dtype=torch.int32)
+    y = torch.randint(1, 9, (ROWS, COLUMNS), dtype=torch.int32)
+    assert torch.equal(run_elementwise(op, x, y), expected(x, y))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_store_rounds_to_nearest_even(dtype: str) -> None:
+    x, y = torch.randn(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS)
+    got = run_elementwise(lambda x, y, i, j: x * y, x, y, dtype)
+    assert torch.equal(got, (x * y).to(TORCH[dtype]))
+
+
+def test_unsigned_arithmetic_wraps_at_32_bits() -> None:
+    def op(x, y, i, j):
+        a = T.cast(x, "uint32") * T.uint32(0xD2511F53) + T.cast(y, "uint32")
+        return T.cast(T.shift_right(a, T.uint32(16)) ^ (a & T.uint32(0xFFFF)), "int32")
+
+    x = torch.randint(-(2**31), 2**31 - 1, (ROWS, COLUMNS), dtype=torch.int32)
+    y = torch.randint(-(2**31), 2**31 - 1, (ROWS, COLUMNS), dtype=torch.int32)
+    a = [(int(p) * 0xD2511F53 + int(q)) & 0xFFFFFFFF for p, q in zip(x.flatten(), y.flatten())]
+    expected = torch.tensor([(n >> 16) ^ (n & 0xFFFF) for n in a], dtype=torch.int32).view(ROWS, COLUMNS)
+    assert torch.equal(run_elementwise(op, x, y), expected)
+
+
+def test_a_shared_expression_is_evaluated_once() -> None:
+    def op(x, y, i, j):
+        for _ in range(60):  # 2^60 evaluations, were each use its own
+            x = x * 0.5 + x * 0.5
+        return x
+
+    x = torch.randn(ROWS, COLUMNS)
+    torch.testing.assert_close(run_elementwise(op, x, x), x)

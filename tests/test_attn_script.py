@@ -1,0 +1,51 @@
+"""The example scripts, run on the interpreter at small shapes: each agrees with its own plain PyTorch."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = ["mha", "gqa", "sigmoidattn", "reluattn", "retention"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_is_as_near_to_float64_as_eager_pytorch(name, capsys):
+    errors = importlib.import_module(name).main(["--device", "cpu"])
+    assert {"o", "dq", "dk", "dv"} <= errors.keys()
+    for which, (ours, eager) in errors.items():
+        assert 0 < ours <= 1.1 * eager, (which, ours, eager)
+    assert "fp16, causal, on cpu" in capsys.readouterr().out
+
+
+def test_show_prints_the_program_and_the_kernel(capsys):
+    importlib.import_module("mha").main(["--device", "cpu", "--length", "17", "--show"])
+    out = capsys.readouterr().out
+    assert "exp" in out and "T.Kernel" in out
+
+
+def test_the_encoder_gives_the_same_embeddings_through_the_kernels(capsys):
+    minilm = importlib.import_module("minilm")
+    assert len(minilm.SENTENCES) == 20
+    difference, _ = minilm.main(["--device", "cpu"])
+    assert difference <= 1e-4
+    used = minilm.engine.cache_info()
+    assert (used.misses, used.hits) == (1, 20 * 6 - 1)  # one engine served every layer of every sentence
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_runs_on_a_gpu(name, capsys):
+    for which, (ours, eager) in importlib.import_module(name).main(["--length", "2048"]).items():
+        assert 0 < ours <= 1.1 * eager, (which, ours, eager)
+    assert "TFLOP/s" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_the_encoder_in_fp16_on_a_gpu():
+    _, cosine = importlib.import_module("minilm").main([])
+    assert cosine >= 0.9999
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("attn_script/[!_]*.py")), ids=lambda p: p.name)
+def test_script_is_short(path):
+    assert len(path.read_text().splitlines()) < 80
