@@ -18,7 +18,7 @@ CHECKED = 1024  # longest length compared with float64 on a GPU: that one is den
 def run(
     make_engine: Callable[..., AttentionEngine], plain: Callable[..., Tensor], *,
     heads: int, kv_heads: int, dim: int = 128, causal: bool = True,
-    custom: Callable[[int], Sequence[Tensor]] = lambda length: (), argv: Sequence[str] | None = None,
+    custom: Callable[[int], dict[str, Tensor]] = lambda length: {}, argv: Sequence[str] | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Check the engine against `plain`, time it where there is a GPU, and return {name: (error, eager's error)}.
 
@@ -35,7 +35,7 @@ def run(
 
     length = min(args.length, CHECKED) if on_gpu else args.length
     tensors = [x.to(args.device) for x in _inputs(args.batch, length, heads, kv_heads, dim)]
-    extra = [x.to(args.device) for x in custom(length)]
+    extra = {name: x.to(args.device) for name, x in custom(length).items()}
     engine = make_engine(_meta(args.batch, heads, kv_heads, length, dim), backend=backend)
     if args.show:
         print(engine, engine.program(), sep="\n\n")
@@ -73,7 +73,9 @@ def _inputs(batch: int, length: int, heads: int, kv_heads: int, dim: int) -> lis
     return [torch.randn(size, generator=generator).half() for size in sizes]
 
 
-def _check(engine: AttentionEngine, plain: Callable[..., Tensor], tensors: list[Tensor], extra: list[Tensor]) -> dict:
+def _check(
+    engine: AttentionEngine, plain: Callable[..., Tensor], tensors: list[Tensor], extra: dict[str, Tensor],
+) -> dict[str, tuple[float, float]]:
     def dense(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> Tensor:
         group = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
@@ -82,21 +84,22 @@ def _check(engine: AttentionEngine, plain: Callable[..., Tensor], tensors: list[
         return torch.einsum("bhqk,bkhd->bqhd", weights.to(v.dtype), v)
 
     *inputs, do = tensors
-    names = ["o", "dq", "dk", "dv", *(f"d{name}" for name in range(len(extra)))]
-    exact = _results(dense, [x.double() for x in inputs], [x.double() for x in extra], do.double())
-    found = zip(names, exact, _results(engine, inputs, extra, do), _results(dense, inputs, extra, do))
+    names = ["o", "dq", "dk", "dv", *(f"d{name}" for name in extra)]
+    inputs += extra.values()
+    exact = _results(dense, [x.double() for x in inputs], do.double())
+    found = zip(names, exact, _results(engine, inputs, do), _results(dense, inputs, do))
     return {name: tuple((x.double() - best).abs().mean().item() for x in both) for name, best, *both in found}
 
 
-def _results(function: Callable[..., Tensor], inputs: list[Tensor], extra: list[Tensor], do: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in (*inputs, *extra)]
+def _results(function: Callable[..., Tensor], inputs: list[Tensor], do: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
     o = function(*leaves)
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
 def _time(make_engine, args, heads: int, kv_heads: int, dim: int, causal: bool, custom) -> None:
     *inputs, do = (x.cuda() for x in _inputs(args.batch, args.length, heads, kv_heads, dim))
-    leaves = [x.requires_grad_() for x in (*inputs, *(x.cuda() for x in custom(args.length)))]
+    leaves = [x.requires_grad_() for x in (*inputs, *(x.cuda() for x in custom(args.length).values()))]
     engine = make_engine(_meta(args.batch, heads, kv_heads, args.length, dim), backend=args.backend or "auto")
     flops = 4 * args.batch * heads * args.length**2 * dim / (2 if causal else 1)
     o = engine(*leaves)

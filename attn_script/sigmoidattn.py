@@ -49,7 +49,7 @@ def plain(s, h, q_idx, kv_idx, bias):
 
 
 def bias(length):
-    return (torch.tensor([-math.log(length)]),)
+    return {"bias": torch.tensor([-math.log(length)])}
 
 
 def main(argv=None):

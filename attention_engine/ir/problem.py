@@ -10,9 +10,9 @@ class Problem:
     """One attention problem, without its batch and lengths, which are run-time values.
 
     heads, kv_heads: query and key heads (query head h reads key head h // (heads / kv_heads)); dim, dim_v: of q and k,
-    and of v; dtype: "float16", "bfloat16" or "float32" of q, k, v and o; layout: "bshd" or "bhsd"; tf32: may fp32
-    products run as one tf32 product; custom: for each custom input its name, dtype and shape, in which a string names
-    a run-time length.
+    and of v; dtype: "float16", "bfloat16" or "float32" of q, k, v and o; tf32: may fp32 products run as one tf32 product;
+    stride_unit: what divides every stride of q, k, v and do (8 keeps copies 16 bytes wide); custom: for each custom input
+    its name, dtype and shape, in which a string names a run-time length.
     """
 
     heads: int
@@ -20,8 +20,8 @@ class Problem:
     dim: int
     dim_v: int
     dtype: str
-    layout: str = "bshd"
     tf32: bool = False
+    stride_unit: int = 8
     custom: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
 
     @property

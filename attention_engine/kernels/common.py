@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as tir_builder
 from attention_engine.ir.expr import Expr, Type
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
-from attention_engine.kernels.splice import DTYPES, Reader, Splice
+from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 from attention_engine.passes.analyse_mask import MaskPlan
 
 FLOAT = "float32"
@@ -46,17 +46,25 @@ class Sizes:
     def __init__(self) -> None:
         self.batch, self.q, self.kv = T.dynamic("batch"), T.dynamic("q_length"), T.dynamic("kv_length")
 
-    def tensor(self, problem: Problem, length: Any, heads: int, dim: int) -> Any:
-        """A parameter like q, in the problem's layout."""
-        shape = [self.batch, length, heads, dim] if problem.layout == "bshd" else [self.batch, heads, length, dim]
-        return T.Tensor(shape, problem.dtype)
+    def tensor(self, length: Any, heads: int, dim: int, problem: Problem) -> Any:
+        """A parameter (batch, length, heads, dim) that is contiguous."""
+        return T.Tensor([self.batch, length, heads, dim], problem.dtype)
+
+    def strided(self, name: str, length: Any, heads: int, dim: int, problem: Problem) -> dict[str, Any]:
+        """A parameter (batch, length, heads, dim) whose last dim is contiguous, after its strides in stride units.
+
+        As multiples of a number the strides still let copies be wide.
+        """
+        strides = {f"{name}_stride_{n}": T.dynamic(f"{name}_stride_{n}") for n in ("batch", "length", "head")}
+        steps = [problem.stride_unit * s for s in strides.values()]
+        return {**strides, name: T.StridedTensor([self.batch, length, heads, dim], [*steps, 1], problem.dtype)}
 
     def inputs(self, problem: Problem) -> dict[str, Any]:
-        """The parameters q, k, v and the custom inputs."""
+        """The parameters q, k, v (with their strides) and the custom inputs."""
         named = {
-            "q": self.tensor(problem, self.q, problem.heads, problem.dim),
-            "k": self.tensor(problem, self.kv, problem.kv_heads, problem.dim),
-            "v": self.tensor(problem, self.kv, problem.kv_heads, problem.dim_v),
+            **self.strided("q", self.q, problem.heads, problem.dim, problem),
+            **self.strided("k", self.kv, problem.kv_heads, problem.dim, problem),
+            **self.strided("v", self.kv, problem.kv_heads, problem.dim_v, problem),
         }
         lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
         for name, dtype, axes in problem.custom:
@@ -64,16 +72,18 @@ class Sizes:
             named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
         return named
 
+    def output_gradient(self, problem: Problem) -> dict[str, Any]:
+        """The parameter do (with its strides)."""
+        return self.strided("do", self.q, problem.heads, problem.dim_v, problem)
+
     def row(self, problem: Problem, pad: bool = False) -> Any:
         """A parameter with one fp32 number for each (batch, head, query)."""
         return T.Tensor([self.batch, problem.heads, padded_length(self.q) if pad else self.q], FLOAT)
 
 
-def window(problem: Problem, buffer: Any, batch: Any, head: Any, start: Any, length: int, dim: int) -> Any:
+def window(buffer: Any, batch: Any, head: Any, start: Any, length: int, dim: int) -> Any:
     """Rows [start, start + length) of one head, `dim` entries each; what lies outside the tensor reads as 0."""
-    if problem.layout == "bshd":
-        return buffer[batch, start : start + length, head, 0:dim]
-    return buffer[batch, head, start : start + length, 0:dim]
+    return buffer[batch, start : start + length, head, 0:dim]
 
 
 def reader(buffers: Buffers) -> Reader:
@@ -130,7 +140,7 @@ def assign(targets: Iterable[tuple[Any, Expr]], splice: Splice, *indices: Any) -
     targets = list(targets)
     values = splice(*(e for _, e in targets))
     if len(values) > 1:
-        values = [Builder.current().bind("next", v) for v in values]
+        values = [name_value(v) for v in values]
     for (buffer, _), value in zip(targets, values, strict=True):
         store(buffer, value, *indices)
 
@@ -157,7 +167,7 @@ def block_values(assignments: Iterable[tuple[Expr, Expr]], batch: Any, head: Any
     splice = Splice({B: batch, H: head}, read)
     assignments = list(assignments)
     values = splice(*(e for _, e in assignments))
-    return {v: Builder.current().bind("block", value) for (v, _), value in zip(assignments, values, strict=True)}
+    return {v: Builder.current().bind("of_block", value) for (v, _), value in zip(assignments, values, strict=True)}
 
 
 def kv_range(plan: MaskPlan, q0: Any, q1: Any, kv_tile: int, tiles: Any) -> tuple[Any, Any]:

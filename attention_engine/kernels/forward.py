@@ -57,7 +57,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries) in the schedule's order."""
     sizes = Sizes()
     parameters = sizes.inputs(problem)
-    parameters["o"] = sizes.tensor(problem, sizes.q, problem.heads, problem.dim_v)
+    parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
     parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     plan = analyse_mask(schedule.mask)
@@ -79,14 +79,14 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             kv_head = head // problem.group
             place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
             maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes)
-            load(q, window(problem, buffers["q"], batch, head, q0, tile.q, dim))
+            load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
             for variable, value in schedule.initial:
                 T.fill(rows[variable], value)
             first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
             for step in T.Pipelined(stop - first, num_stages=tile.stages):
                 kv0 = (first + step) * tile.kv
-                load(k, window(problem, buffers["k"], batch, kv_head, kv0, tile.kv, dim))
+                load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
                 maths.score(kv0)
@@ -102,10 +102,10 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 if schedule.rescale is not None:
                     for i, d in T.Parallel(tile.q, dim_v):
                         output[i, d] *= rows[schedule.rescale][i]
-                load(v, window(problem, buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
+                load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
                 multiply(weights, v, output)
             maths.finish(output, dim_v)
-            T.copy(output, window(problem, buffers["o"], batch, head, q0, tile.q, dim_v))
+            T.copy(output, window(buffers["o"], batch, head, q0, tile.q, dim_v))
             for name, expr in schedule.rows:
                 maths.write_row(written, expr)
                 T.copy(written, buffers[f"row_{name}"][batch, head, q0 : q0 + tile.q])

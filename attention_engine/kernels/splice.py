@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tilelang.language as T
-from tilelang.language.eager.builder import Builder
 from tvm import tirx
+from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, topological
@@ -68,6 +68,13 @@ def constant(expr: Expr) -> Any:
     return T.int32(int(expr.value)) if expr.dtype is Type.INT else T.bool(bool(expr.value))
 
 
+def name_value(value: Any) -> Any:
+    """Holds a value in a variable of its own: TileLang would spell a mere name out again at each use."""
+    variable = T.alloc_var(str(value.dtype))
+    tir_builder.buffer_store(variable, value, [0])
+    return variable[0]
+
+
 class Splice:
     """Emits expressions at one place of a kernel.
 
@@ -87,7 +94,7 @@ class Splice:
                 continue
             value = self._emit(node)
             shared = uses[node] > 1 and node.op not in CHEAP
-            self.done[node] = Builder.current().bind("shared", value) if shared else value
+            self.done[node] = name_value(value) if shared else value
         return [self.done[e] for e in exprs]
 
     def _emit(self, node: Expr) -> Any:

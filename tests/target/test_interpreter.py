@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 tilelang = pytest.importorskip("tilelang")
 
 import tilelang.language as T  # noqa: E402
 
-from attention_engine.errors import NotInterpretable  # noqa: E402
 from attention_engine.target.interpreter import Interpreter  # noqa: E402
 from attention_engine.target.scalar_ops import truncate_to_tf32  # noqa: E402
 
@@ -144,11 +145,127 @@ def test_unsigned_arithmetic_wraps_at_32_bits() -> None:
     assert torch.equal(run_elementwise(op, x, y), expected)
 
 
+class CountMultiplications(TorchDispatchMode):
+    """Counts what the interpreter asks of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name == "aten::mul"
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_shared_expression_is_evaluated_once() -> None:
     def op(x, y, i, j):
-        for _ in range(60):  # 2^60 evaluations, were each use its own
+        for _ in range(8):  # 2^8 evaluations, were each use its own
             x = x * 0.5 + x * 0.5
         return x
 
     x = torch.randn(ROWS, COLUMNS)
-    torch.testing.assert_close(run_elementwise(op, x, x), x)
+    with CountMultiplications() as counter:
+        torch.testing.assert_close(run_elementwise(op, x, x), x)
+    assert counter.count == 16
+
+
+def test_float32_products_see_ten_bits_of_mantissa() -> None:
+    x = torch.tensor([1.0 + 2**-10, 1.0 + 2**-11, -(1.0 + 2**-10 + 2**-11), math.nan, math.inf])
+    expected = torch.tensor([1.0 + 2**-10, 1.0, -(1.0 + 2**-10), math.nan, math.inf])
+    torch.testing.assert_close(truncate_to_tf32(x), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("clear", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gemm_sums_in_fp32(dtype: str, transpose_a: bool, transpose_b: bool, clear: bool) -> None:
+    shape_a, shape_b = (48, 32) if transpose_a else (32, 48), (16, 48) if transpose_b else (48, 16)
+
+    @T.prim_func
+    def main(A: T.Tensor(shape_a, dtype), B: T.Tensor(shape_b, dtype), C: T.Tensor((32, 16), "float32")):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared(shape_a, dtype)
+            b = T.alloc_shared(shape_b, dtype)
+            c = T.alloc_fragment([32, 16], "float32")
+            T.copy(A, a)
+            T.copy(B, b)
+            T.fill(c, 2.0)
+            T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b, clear_accum=clear)
+            T.copy(c, C)
+
+    a, b, c = torch.randn(shape_a).to(TORCH[dtype]), torch.randn(shape_b).to(TORCH[dtype]), torch.zeros(32, 16)
+    Interpreter(main)(a, b, c)
+    a, b = (truncate_to_tf32(x).double() if dtype == "float32" else x.double() for x in (a, b))
+    expected = (a.T if transpose_a else a) @ (b.T if transpose_b else b) + (0 if clear else 2)
+    torch.testing.assert_close(c.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_wgmma_gemm_is_a_product_and_its_waits_are_silent() -> None:
+    @T.prim_func
+    def main(A: T.Tensor((64, 32), "float16"), B: T.Tensor((16, 32), "float16"), C: T.Tensor((64, 16), "float32")):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared([64, 32], "float16")
+            b = T.alloc_shared([2, 16, 32], "float16")
+            c = T.alloc_fragment([64, 16], "float32")
+            T.copy(A, a)
+            T.copy(B, b[1, :, :])
+            T.wgmma_gemm(a, b[1, :, :], c, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(0)
+            T.copy(c, C)
+
+    a, b, c = torch.randn(64, 32).half(), torch.randn(16, 32).half(), torch.zeros(64, 16)
+    Interpreter(main)(a, b, c)
+    torch.testing.assert_close(c, a.float() @ b.float().T)
+
+
+REDUCTIONS = {
+    "sum": lambda x, axis: x.sum(axis),
+    "max": lambda x, axis: x.amax(axis),
+    "min": lambda x, axis: x.amin(axis),
+    "abssum": lambda x, axis: x.abs().sum(axis),
+    "absmax": lambda x, axis: x.abs().amax(axis),
+}
+
+
+@pytest.mark.parametrize("scope", [T.alloc_fragment, T.alloc_shared])
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_reductions_agree_with_torch(kind: str, axis: int, clear: bool, scope) -> None:
+    length = COLUMNS if axis == 0 else ROWS
+    if kind == "abssum" and not clear:
+        pytest.skip("T.reduce_abssum always clears")
+    options = {} if kind == "abssum" else {"clear": clear}
+    reduce = functools.partial(getattr(T, f"reduce_{kind}"), dim=axis, **options)
+
+    @T.prim_func
+    def main(X: T.Tensor((ROWS, COLUMNS), "float32"), Y: T.Tensor((length,), "float32")):
+        with T.Kernel(1, threads=128):
+            x = scope([ROWS, COLUMNS], "float32")
+            y = T.alloc_fragment([length], "float32")
+            T.copy(X, x)
+            T.fill(y, 0.5)
+            reduce(x, y)
+            T.copy(y, Y)
+
+    x, y = torch.randn(ROWS, COLUMNS), torch.zeros(length)
+    Interpreter(main)(x, y)
+    expected = REDUCTIONS[kind](x, axis)
+    half = torch.full_like(expected, 0.5)
+    joined = {"max": torch.maximum, "absmax": torch.maximum, "min": torch.minimum}.get(kind, torch.add)(expected, half)
+    torch.testing.assert_close(y, expected if clear else joined)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_cumsum_runs_either_way(reverse: bool) -> None:
+    @T.prim_func
+    def main(X: T.Tensor((ROWS, COLUMNS), "float32"), Y: T.Tensor((ROWS, COLUMNS), "float32")):
+        with T.Kernel(1, threads=128):
+            x = T.alloc_fragment([ROWS, COLUMNS], "float32")
+            y = T.alloc_fragment([ROWS, COLUMNS], "float32")
+            T.copy(X, x)
+            T.cumsum(x, y, dim=1, reverse=reverse)
+            T.copy(y, Y)
+
+    x, y = torch.randn(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS)
+    Interpreter(main)(x, y)
+    torch.testing.assert_close(y, x.flip(1).cumsum(1).flip(1) if reverse else x.cumsum(1))

@@ -1,0 +1,102 @@
+"""The backward pass over queries: a block holds a tile of queries and walks over the keys. No atomics: dQ, and gradients
+of custom inputs that a row sums up, are bitwise the same in every run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.backward import PairMaths, by_row, keeps_products
+from attention_engine.kernels.common import (
+    FLOAT,
+    Operand,
+    Place,
+    Sizes,
+    block_values,
+    build,
+    either,
+    is_partial,
+    kv_range,
+    load,
+    multiply,
+    padded,
+    reader,
+    window,
+)
+from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.passes.schedule import BackwardSchedule
+
+
+def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile) -> Any:
+    """The PrimFunc: (q, k, v, custom..., do, rows..., dq, sums...), sums fp32 (batch, heads, queries), one for each read
+    of `by_row`: what the row adds to the gradient of that read."""
+    sizes = Sizes()
+    parameters = sizes.inputs(problem)
+    parameters.update(sizes.output_gradient(problem))
+    parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
+    parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
+    summed = by_row(schedule)
+    parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})
+    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    plan = analyse_mask(schedule.mask)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (block, head, batch):
+            q = Operand(problem, (tile.q, dim))
+            do = Operand(problem, (tile.q, dim_v))
+            k = Operand(problem, (tile.kv, dim))
+            v = Operand(problem, (tile.kv, dim_v))
+            products = T.alloc_fragment([tile.q, tile.kv], FLOAT)
+            weights = T.alloc_fragment([tile.q, tile.kv], FLOAT) if keeps_products(schedule) else products
+            gradients = T.alloc_fragment([tile.q, tile.kv], FLOAT)
+            contribution = T.alloc_fragment([tile.q, tile.kv], FLOAT) if len(summed) > 0 else None
+            gradients_in = Operand(problem, (tile.q, tile.kv), fragment=True)
+            dq = T.alloc_fragment([tile.q, dim], FLOAT)
+            row_tiles = {row_variable(n): T.alloc_fragment([tile.q], FLOAT) for n, _ in rows.rows}
+            sums = [T.alloc_fragment([tile.q], FLOAT) for _ in summed]
+            q0 = block * tile.q
+            kv_head = head // problem.group
+            place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
+            load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
+            load(do, window(buffers["do"], batch, head, q0, tile.q, dim_v))
+            for name, _ in rows.rows:
+                T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
+            T.fill(dq, 0)
+            for total in sums:
+                T.fill(total, 0)
+            first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
+            for step in T.Pipelined(stop - first, num_stages=tile.stages):
+                kv0 = (first + step) * tile.kv
+                maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, transposed=False)
+                load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
+                T.clear(products)
+                multiply(q, k, products, transpose_B=True)
+                load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
+                T.clear(gradients)
+                multiply(do, v, gradients, transpose_B=True)
+                maths.weigh(products, weights)
+                for total, (_, expr) in zip(sums, summed, strict=True):
+                    maths.contribute(products, weights, gradients, expr, contribution)
+                    T.reduce_sum(contribution, total, dim=1, clear=False)
+                maths.differentiate(products, weights, gradients)
+                outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+                partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
+                if partial is True:
+                    maths.mask(gradients)
+                else:
+                    if partial:
+                        maths.mask(gradients)
+                load(gradients_in, gradients)
+                multiply(gradients_in, k, dq)
+            if schedule.scale != 1:
+                for i, d in T.Parallel(tile.q, dim):
+                    dq[i, d] *= schedule.scale
+            T.copy(dq, window(buffers["dq"], batch, head, q0, tile.q, dim))
+            for number, total in enumerate(sums):
+                T.copy(total, buffers[f"sum{number}"][batch, head, q0 : q0 + tile.q])
+
+    return build("backward_queries", parameters, body)

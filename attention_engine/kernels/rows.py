@@ -1,0 +1,139 @@
+"""Row kernels around the backward pass: before it, delta and what pairs read of a row; after it, dQ in the tensors' dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import DELTA, Backward, final_gradient, final_variable
+from attention_engine.kernels.common import (
+    FLOAT,
+    ROW_PAD,
+    Place,
+    Sizes,
+    build,
+    over_rows,
+    padded,
+    padded_length,
+    reader,
+    store,
+    window,
+)
+
+
+def workspace(sizes: Sizes, problem: Problem, tile: Tile) -> Any:
+    """The fp32 sums of dQ: (batch, heads, q tiles, q tile * padded dim), in the order of `place_in_workspace`."""
+    tiles = padded_length(sizes.q) // tile.q
+    return T.Tensor([sizes.batch, problem.heads, tiles, tile.q * padded(problem.dim)], FLOAT)
+
+
+def place_in_workspace(i: Any, d: Any, dim: int, vectors: bool) -> Any:
+    """Where dQ[i, d] of a tile stands, so that the atomics of a warp meet consecutive addresses.
+
+    With vectors (sm_90 has 16-byte reductions), the four numbers of a thread stand together; else 32 lanes do.
+    """
+    if vectors:
+        return ((i // 16) * (dim // 8) + d // 8) * 128 + (i % 8) * 16 + ((d % 8) // 2) * 4 + ((i % 16) // 8) * 2 + d % 2
+    return ((i // 8) * (dim // 8) + d // 8) * 64 + (d % 2) * 32 + (i % 8) * 4 + (d % 8) // 2
+
+
+def reads_delta(backward: Backward) -> bool:
+    """Does the backward pass need dO . o?"""
+    exprs = [e for _, e in (*backward.rows, *backward.row_gradients)]
+    return bool(exprs) and DELTA in topological(*exprs)
+
+
+def preprocess(problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, threads: int = 128) -> Any:
+    """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace]) -> the last ones.
+
+    finals: the returned rows that a gradient arrives at. Rows are padded to ROW_PAD queries; those past the end get 0.
+    tile: of the backward kernel whose workspace is to be zeroed; None if there is none.
+    """
+    sizes = Sizes()
+    parameters = sizes.inputs(problem)
+    parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
+    parameters.update(sizes.output_gradient(problem))
+    parameters.update({f"saved_{n}": sizes.row(problem) for n, _ in backward.saved})
+    parameters.update({f"d_{n}": sizes.row(problem) for n in finals})
+    parameters["delta"] = sizes.row(problem, pad=True)
+    parameters.update({n: sizes.row(problem, pad=True) for n, _ in backward.rows})
+    if tile is not None:
+        parameters["workspace"] = workspace(sizes, problem, tile)
+    dim_v = padded(problem.dim_v)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(T.ceildiv(sizes.q, ROW_PAD), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
+            product = T.alloc_fragment([ROW_PAD, dim_v], FLOAT)
+            delta = T.alloc_fragment([ROW_PAD], FLOAT)
+            row0 = block * ROW_PAD
+            if reads_delta(backward):
+                output = T.alloc_fragment([ROW_PAD, dim_v], problem.dtype)
+                gradient = T.alloc_fragment([ROW_PAD, dim_v], problem.dtype)
+                T.copy(window(buffers["o"], batch, head, row0, ROW_PAD, dim_v), output)
+                T.copy(window(buffers["do"], batch, head, row0, ROW_PAD, dim_v), gradient)
+                for i, d in T.Parallel(ROW_PAD, dim_v):
+                    product[i, d] = T.cast(output[i, d], FLOAT) * T.cast(gradient[i, d], FLOAT)
+                T.reduce_sum(product, delta, dim=1)
+            else:
+                T.fill(delta, 0)
+            T.copy(delta, buffers["delta"][batch, head, row0 : row0 + ROW_PAD])
+            place = Place(batch, head, {}, reader(buffers))
+            _read_rows(problem, backward, finals, place, buffers, delta, row0, sizes)
+            if tile is not None:
+                for t, x in T.Parallel(ROW_PAD // tile.q, tile.q * padded(problem.dim)):
+                    buffers["workspace"][batch, head, block * (ROW_PAD // tile.q) + t, x] = 0.0
+
+    return build("backward_preprocess", parameters, body)
+
+
+def _read_rows(problem: Problem, backward: Backward, finals: tuple[str, ...], place: Place, buffers: Any, delta: Any, row0: Any, sizes: Sizes) -> None:  # fmt: skip
+    """Writes the row values that the backward's pairs read."""
+
+    def value(name: str, i: Any) -> Any:
+        inside = row0 + i < sizes.q
+        return T.if_then_else(inside, buffers[name][place.batch, place.head, T.min(row0 + i, sizes.q - 1)], 0.0)
+
+    def entry(i: Any) -> None:
+        values: dict[Expr, Any] = {DELTA: delta[i]}
+        values.update({final_variable(n): value(f"saved_{n}", i) for n, _ in backward.saved})
+        for name, expr in backward.rows:
+            for node in topological(expr):
+                if node.arg and node.op.value == "var" and node.name.startswith("dfinal."):
+                    final = node.name.removeprefix("dfinal.")
+                    values[final_gradient(final)] = value(f"d_{final}", i) if final in finals else T.float32(0)
+        splice = place.splice(row0 + i, None, values)
+        results = splice(*(e for _, e in backward.rows))
+        for (name, _), result in zip(backward.rows, results, strict=True):
+            kept = T.if_then_else(row0 + i < sizes.q, result, 0.0)
+            store(buffers[name], kept, place.batch, place.head, row0 + i)
+
+    if backward.rows:
+        over_rows(ROW_PAD, entry)
+
+
+def postprocess(problem: Problem, tile: Tile, scale: float, vectors: bool, threads: int = 256) -> Any:
+    """The PrimFunc: (dq, workspace): dQ = scale * the sums, in the tensors' dtype and layout."""
+    sizes = Sizes()
+    dim = padded(problem.dim)
+    parameters = {
+        "dq": sizes.tensor(sizes.q, problem.heads, problem.dim, problem),  # first: it names the length that
+        "workspace": workspace(sizes, problem, tile),  # the workspace's shape is an expression of
+    }
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
+            sums = T.alloc_shared([tile.q * dim], FLOAT)
+            gradient = T.alloc_fragment([tile.q, dim], problem.dtype)
+            T.copy(buffers["workspace"][batch, head, block, 0 : tile.q * dim], sums)
+            for i, d in T.Parallel(tile.q, dim):
+                gradient[i, d] = T.cast(sums[place_in_workspace(i, d, dim, vectors)] * scale, problem.dtype)
+            T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
+
+    return build("backward_postprocess", parameters, body)
+
+
