@@ -1,0 +1,50 @@
+"""AttentionEngine: write the maths of an attention in Python, get fused kernels as a torch.nn.Module.
+
+>>> from attention_engine import AttentionEngine, CustomIO, meta_tensor
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attention_engine import arch, library
+    from attention_engine.errors import AttentionEngineError
+    from attention_engine.frontend.custom_io import CustomIO
+    from attention_engine.frontend.meta import meta_tensor
+    from attention_engine.frontend.online_func import OnlineFunc
+    from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, SymbolScalar, Var, where
+    from attention_engine.runtime.masks import create_block_mask, create_mask
+    from attention_engine.runtime.module import AttentionEngine
+
+__version__ = "0.1.0"
+_WHERE = {
+    "AttentionEngine": "runtime.module",
+    "AttentionEngineError": "errors",
+    "CustomIO": "frontend.custom_io",
+    "OnlineFunc": "frontend.online_func",
+    "SymbolScalar": "frontend.symbols",
+    "SymbolicArray": "frontend.symbols",
+    "SymbolicTensor": "frontend.symbols",
+    "Var": "frontend.symbols",
+    "create_block_mask": "runtime.masks",
+    "create_mask": "runtime.masks",
+    "meta_tensor": "frontend.meta",
+    "where": "frontend.symbols",
+}
+__all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "OnlineFunc", "SymbolScalar", "SymbolicArray",
+           "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask", "library", "meta_tensor", "where"]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Names are fetched when first used, so that importing the package is quick (torch is imported by the engines)."""
+    if name in ("arch", "library", "errors"):
+        return importlib.import_module(f"attention_engine.{name}")
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"attention_engine.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'attention_engine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -43,7 +43,7 @@ def softcapped(scale):
 
 def alibi(scale):
     def score_mod(score, custom, b, h, q_idx, kv_idx):
-        return score * scale - custom["slopes"] * (q_idx - kv_idx)
+        return score * scale - custom["slopes"] * (q_idx - kv_idx).abs()
     return score_mod
 
 

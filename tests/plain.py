@@ -87,8 +87,8 @@ def softcapped(scale: float, cap: float) -> Score:
 
 
 def alibi(scale: float, slopes: Tensor) -> Score:
-    """Press et al. 2021; slopes has one value for each head."""
-    return lambda s, b, h, i, j: s * scale - slopes[h] * (i - j)
+    """Press et al. 2021; slopes has one value for each head. In the causal half |i-j| is i-j."""
+    return lambda s, b, h, i, j: s * scale - slopes[h] * (i - j).abs()
 
 
 def biased(scale: float, bias: Tensor) -> Score:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_engine.ir.expr import Expr, Op
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.program import (
     DELTA,
     KV_IDX,
@@ -29,7 +29,7 @@ from attention_engine.ir.program import (
     final_variable,
     row_variable,
 )
-from attention_engine.reference.evaluate import DTYPES, Evaluator
+from attention_engine.reference.evaluate import DTYPES, Evaluator, add_at, lowest
 
 Custom = Mapping[str, Tensor]
 
@@ -50,8 +50,8 @@ class _Problem:
     dtype: torch.dtype
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, custom: Custom) -> _Problem:
-        dtype = compute_dtype(q, *[c for c in custom.values() if c.is_floating_point()])
+    def of(q: Tensor, k: Tensor, v: Tensor, custom: Custom, dtype: torch.dtype | None = None) -> _Problem:
+        dtype = dtype or compute_dtype(q, *[c for c in custom.values() if c.is_floating_point()])
         group = q.shape[1] // k.shape[1]
         k, v = (t.to(dtype).repeat_interleave(group, 1) for t in (k, v))
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
@@ -86,21 +86,21 @@ def _empty_finals(program: Program, problem: _Problem, custom: Custom) -> list[T
 
 
 def _full(value: float, problem: _Problem) -> Tensor:
-    from attention_engine.ir.evaluate import LOWEST
-
-    return torch.full((1, 1, 1, 1), max(min(value, -LOWEST), LOWEST), dtype=problem.dtype, device=problem.q.device)
+    least = lowest(problem.dtype)
+    return torch.full((1, 1, 1, 1), max(min(value, -least), least), dtype=problem.dtype, device=problem.q.device)
 
 
 def attend(
     program: Program, q: Tensor, k: Tensor, v: Tensor, custom: Custom | None = None, blocks: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The output (batch, heads, queries, DV) in q's dtype and the returned rows (batch, heads, queries) in compute dtype.
 
     q: (batch, query heads, queries, D); k: (batch, key heads, keys, D); v: (batch, key heads, keys, DV); blocks: bool,
-    broadcasts over pairs, what an outside block mask keeps.
+    broadcasts over pairs, what an outside block mask keeps; dtype: to compute in, if not in at least fp32.
     """
     custom = custom or {}
-    p = _Problem.of(q, k, v, custom)
+    p = _Problem.of(q, k, v, custom, dtype)
     empty_finals = _empty_finals(program, p, custom)
     if 0 in p.shape:
         zero = (p.q.sum() + p.k.sum() + p.v.sum()) * 0.0
@@ -179,16 +179,8 @@ def attend_backward(
 
 
 def _scatter(found: dict[str, Tensor], load: Expr, gradient: Tensor, p: _Problem, custom: Custom) -> None:
-    """Adds the gradient of a read to the entries that it read; a read out of range adds nothing."""
-    assert load.op is Op.LOAD
-    tensor = custom[load.name]
-    total = found.setdefault(load.name, torch.zeros_like(tensor, dtype=p.dtype))
-    evaluate = Evaluator(p.indices, custom, p.dtype, gradient.device)
-    if not load.args:
-        found[load.name] = total + gradient.sum()
-        return
-    indices = [evaluate(i).expand(gradient.shape) for i in load.args]
-    inside = torch.ones_like(gradient, dtype=torch.bool)
-    for index, length in zip(indices, tensor.shape, strict=True):
-        inside &= (index >= 0) & (index < length)
-    found[load.name] = total.index_put(tuple(i[inside] for i in indices), gradient[inside], accumulate=True)
+    """Adds the gradient of a read to the entries that it read."""
+    total = found.get(load.name)
+    if total is None:
+        total = torch.zeros_like(custom[load.name], dtype=p.dtype)
+    found[load.name] = add_at(total, load, gradient, Evaluator(p.indices, custom, p.dtype, gradient.device))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.ir.evaluate import LOWEST
-from attention_engine.ir.expr import Expr, Op, Type, topological
+from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
 
 DTYPES = {Type.BOOL: torch.bool, Type.INT: torch.int64}
 
@@ -46,6 +46,11 @@ TORCH: dict[Op, Callable[..., Tensor]] = {
 }
 
 
+def lowest(dtype: torch.dtype) -> float:
+    """The finite number that stands for -inf in this dtype."""
+    return max(LOWEST, torch.finfo(dtype).min)
+
+
 class Evaluator:
     """Evaluates expressions on tensors that broadcast as (batch, heads, queries, keys).
 
@@ -59,6 +64,7 @@ class Evaluator:
     ) -> None:  # fmt: skip
         self.done: dict[Expr, Tensor] = dict(values)
         self.custom, self.dtype, self.device, self.keep = custom, dtype, device, keep
+        self.lowest = lowest(dtype)
 
     def __call__(self, expr: Expr) -> Tensor:
         """The value of the expression."""
@@ -75,7 +81,7 @@ class Evaluator:
         operands = [self.done[a] for a in node.args]
         match node.op:
             case Op.CONST:
-                value = max(min(node.value, -LOWEST), LOWEST) if node.dtype is Type.FLOAT and node.value == node.value else node.value
+                value = max(min(node.value, -self.lowest), self.lowest) if node.dtype is Type.FLOAT and node.value == node.value else node.value
                 return torch.full((), value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
             case Op.CAST:
                 return operands[0].to(DTYPES.get(node.dtype, self.dtype))
@@ -105,7 +111,7 @@ class Evaluator:
 
     def _reduce(self, kind: str, a: Tensor) -> Tensor:
         full = a if self.keep is None else a.expand(torch.broadcast_shapes(a.shape, self.keep.shape))
-        neutral = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}[kind]
+        neutral = {"sum": 0.0, "max": self.lowest, "min": -self.lowest}[kind]
         if self.keep is not None:
             full = torch.where(self.keep, full, torch.full((), neutral, dtype=a.dtype, device=a.device))
         if full.shape[-1] == 0:
@@ -114,6 +120,24 @@ class Evaluator:
             case "sum":
                 return full.sum(-1, keepdim=True)
             case "max":
-                return full.amax(-1, keepdim=True).clamp(min=LOWEST)
+                return full.amax(-1, keepdim=True).clamp(min=self.lowest)
             case _:
-                return full.amin(-1, keepdim=True).clamp(max=-LOWEST)
+                return full.amin(-1, keepdim=True).clamp(max=-self.lowest)
+
+
+def add_at(total: Tensor, load: Expr, gradient: Tensor, evaluate: Evaluator) -> Tensor:
+    """total + what each pair (or row) of `gradient` (batch, heads, queries, keys or 1) adds to the entry that it read.
+
+    Sums over what the read doesn't depend on come first; a read out of range adds nothing.
+    """
+    for position, axis in enumerate((Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.KEY)):
+        if axis not in load.axes:
+            gradient = gradient.sum(position, keepdim=True)
+    if not load.args:
+        return total + gradient.sum()
+    indices = [evaluate(i).expand(gradient.shape) for i in load.args]
+    inside = torch.ones_like(gradient, dtype=torch.bool)
+    for index, length in zip(indices, total.shape, strict=True):
+        inside = inside & (index >= 0) & (index < length)
+    safe = tuple(i.clamp(0, n - 1) for i, n in zip(indices, total.shape, strict=True))
+    return total.index_put(safe, torch.where(inside, gradient, 0.0).to(total.dtype), accumulate=True)

@@ -163,7 +163,8 @@ def test_a_shared_expression_is_evaluated_once() -> None:
 
     x = torch.randn(ROWS, COLUMNS)
     with CountMultiplications() as counter:
-        torch.testing.assert_close(run_elementwise(op, x, x), x)
+        result = run_elementwise(op, x, x)
+    torch.testing.assert_close(result, x)
     assert counter.count == 16
 
 
@@ -269,3 +270,45 @@ def test_cumsum_runs_either_way(reverse: bool) -> None:
     x, y = torch.randn(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS)
     Interpreter(main)(x, y)
     torch.testing.assert_close(y, x.flip(1).cumsum(1).flip(1) if reverse else x.cumsum(1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_flash_attention_of_odd_length_agrees_with_torch(dtype: str) -> None:
+    from tests.target import flash
+
+    run = Interpreter(flash.forward(heads=2, dim=32, dtype=dtype))
+    for batch, length in ((2, 200), (1, 1), (1, 64), (1, 129)):
+        q, k, v = torch.randn(3, batch, length, 2, 32).to(TORCH[dtype])
+        out, lse = torch.full_like(q, math.nan), torch.full((batch, 2, length), math.nan)
+        run(q, k, v, out, lse)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 32**-0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+        expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
+        tolerance = 2e-3 if dtype == "float16" else 2e-2
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_three_tf32_products_reach_float32_accuracy() -> None:
+    @T.prim_func
+    def main(A: T.Tensor((64, 64), "float32"), B: T.Tensor((64, 64), "float32"), C: T.Tensor((2, 64, 64), "float32")):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared([2, 64, 64], "float32")
+            b = T.alloc_shared([2, 64, 64], "float32")
+            c = T.alloc_fragment([64, 64], "float32")
+            T.copy(A, a[0, :, :])
+            T.copy(B, b[0, :, :])
+            T.gemm(a[0, :, :], b[0, :, :], c, clear_accum=True)
+            T.copy(c, C[0, :, :])
+            for i, j in T.Parallel(64, 64):
+                a[1, i, j] = a[0, i, j] - T.reinterpret(T.reinterpret(a[0, i, j], "int32") & -8192, "float32")
+                b[1, i, j] = b[0, i, j] - T.reinterpret(T.reinterpret(b[0, i, j], "int32") & -8192, "float32")
+            T.gemm(a[1, :, :], b[0, :, :], c)
+            T.gemm(a[0, :, :], b[1, :, :], c)
+            T.copy(c, C[1, :, :])
+
+    a, b, c = torch.randn(64, 64), torch.randn(64, 64), torch.zeros(2, 64, 64)
+    Interpreter(main)(a, b, c)
+    once, thrice = (c.double() - a.double() @ b.double()).abs().amax(dim=(1, 2))
+    assert once > 1e-3
+    assert thrice < 3e-5

@@ -1,0 +1,105 @@
+"""GPUs as data: what a kernel may use on each, and the compiler's name for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from attention_engine.errors import UnknownArch
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One GPU. Memory in bytes; limits from the CUDA Programming Guide, table "Compute Capabilities"."""
+
+    name: str
+    target: str  # as nvcc's -arch; the suffix a unlocks wgmma, setmaxnreg and tcgen05
+    capability: tuple[int, int]
+    sm_count: int
+    shared_memory_per_block: int  # the most one block may opt in to
+    shared_memory_per_sm: int
+    max_threads_per_sm: int
+    has_wgmma: bool = False
+    has_tma: bool = False
+    registers_per_sm: int = 65536
+    max_registers_per_thread: int = 255
+    max_threads_per_block: int = 1024
+    peak_tflops: float | None = None  # dense, 16-bit operands, fp32 sums; None where nobody has looked it up
+    bandwidth_tb_s: float | None = None
+
+    def shared_memory_for(self, blocks_per_sm: int) -> int:
+        """How much each block may use where several share an SM; the system keeps 1 KB of each."""
+        share = self.shared_memory_per_sm // blocks_per_sm - 1024
+        return min(share // 128 * 128, self.shared_memory_per_block)
+
+
+def A100() -> Arch:  # noqa: N802 - the GPU's own name, as for those below
+    """Ampere, 40 or 80 GB, SXM."""
+    return Arch("A100", "sm_80", (8, 0), 108, 166912, 167936, 2048, peak_tflops=312, bandwidth_tb_s=2.0)
+
+
+def RTX3090() -> Arch:  # noqa: N802
+    """Ampere, GA102."""
+    return Arch("RTX 3090", "sm_86", (8, 6), 82, 101376, 102400, 1536, peak_tflops=71, bandwidth_tb_s=0.94)
+
+
+def RTX4090() -> Arch:  # noqa: N802
+    """Ada, AD102."""
+    return Arch("RTX 4090", "sm_89", (8, 9), 128, 101376, 102400, 1536, peak_tflops=165, bandwidth_tb_s=1.0)
+
+
+def L40() -> Arch:  # noqa: N802
+    """Ada, AD102, for servers."""
+    return Arch("L40", "sm_89", (8, 9), 142, 101376, 102400, 1536, peak_tflops=181, bandwidth_tb_s=0.86)
+
+
+def H100() -> Arch:  # noqa: N802
+    """Hopper, 80 GB, SXM."""
+    return Arch("H100", "sm_90a", (9, 0), 132, 232448, 233472, 2048, True, True, peak_tflops=989, bandwidth_tb_s=3.35)
+
+
+def H200() -> Arch:  # noqa: N802
+    """Hopper, 141 GB, SXM."""
+    return replace(H100(), name="H200", bandwidth_tb_s=4.8)
+
+
+def B200() -> Arch:  # noqa: N802
+    """Blackwell, 180 GB, SXM. Its matrix instructions are tcgen05, not wgmma."""
+    return Arch(
+        "B200", "sm_100a", (10, 0), 148, 232448, 233472, 2048, has_tma=True, peak_tflops=2250, bandwidth_tb_s=8.0
+    )
+
+
+def RTX5090() -> Arch:  # noqa: N802
+    """Blackwell, GB202."""
+    return Arch("RTX 5090", "sm_120a", (12, 0), 170, 101376, 102400, 1536, has_tma=True, bandwidth_tb_s=1.79)
+
+
+KNOWN_GPUS = (A100, RTX3090, RTX4090, L40, H100, H200, B200, RTX5090)
+
+
+def describe(name: str, capability: tuple[int, int], sm_count: int) -> Arch:
+    """The description of a GPU that names itself so; raises UnknownArch for a capability without kernels here."""
+    relatives = [arch for gpu in KNOWN_GPUS if (arch := gpu()).capability == capability]
+    if not relatives:
+        known = ", ".join(sorted({"{}.{}".format(*gpu().capability) for gpu in KNOWN_GPUS}, key=float))
+        raise UnknownArch(
+            f"{name} has compute capability {capability[0]}.{capability[1]}; there are kernels for {known}. "
+            "Use backend='reference' on this GPU."
+        )
+    for arch in relatives:
+        if arch.name in name:
+            return replace(arch, sm_count=sm_count)
+    return replace(relatives[0], name=name, sm_count=sm_count, peak_tflops=None, bandwidth_tb_s=None)
+
+
+def detect(device: torch.device | str | int | None = None) -> Arch:
+    """The description of a CUDA device, by default the current one."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.device("cuda") if device is None else torch.device(device))
+    capability = (properties.major, properties.minor)
+    return describe(properties.name, capability, properties.multi_processor_count)

@@ -1,0 +1,157 @@
+"""The pipeline, from a program to the kernels of one problem, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Union
+
+from attention_engine.arch import Arch
+from attention_engine.errors import BackwardNotDerived
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import Backward, Program
+from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+
+Target = Union[Arch, str]  # an architecture, or "interpret"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the kernels of one problem."""
+
+    forward: Tile
+    backward: Tile
+    queries: Tile
+
+
+class Kernel:
+    """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called."""
+
+    def __init__(self, trace: Callable[[], Any], target: Target, problem: Problem) -> None:
+        self._trace, self.target, self.problem = trace, target, problem
+
+    @cached_property
+    def prim_func(self) -> Any:
+        """The TileLang function."""
+        return self._trace()
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The callable: (tensors and numbers, in the order of the parameters) -> None."""
+        if isinstance(self.target, str):
+            from attention_engine.target.interpreter import Interpreter
+
+            return Interpreter(self.prim_func)
+        from attention_engine.target.compile import compile_kernel
+
+        return compile_kernel(self.prim_func, self.target, pass_configs=pass_configs(self.problem))
+
+    def source(self, form: str) -> str:
+        """The kernel as "tilelang" or, compiled, as "cuda"."""
+        if form == "tilelang":
+            return str(self.prim_func.script())
+        return str(self.compiled.source("cuda"))
+
+
+def pass_configs(problem: Problem) -> dict[str, bool]:
+    """What TileLang is told: 16-bit problems may approximate (exp2, tanh ...), fp32 ones may not.
+
+    tf32 products on wgmma want operands that fp32 tiles don't have in both orders; mma takes them all.
+    """
+    if problem.dtype == "float32":
+        return {"tl.disable_wgmma": True, "tl.disable_warp_specialized": True}
+    return {"tl.enable_fast_math": True}
+
+
+@dataclass(frozen=True)
+class Maths:
+    """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, where there is none."""
+
+    program: Program
+    backward: Backward | None
+    refusal: BackwardNotDerived | None
+    forward_schedule: ForwardSchedule
+    backward_schedule: BackwardSchedule | None
+
+
+def analyse(program: Program) -> Maths:
+    """Derives the backward pass and puts both directions in order."""
+    backward: Backward | None = None
+    refusal: BackwardNotDerived | None = None
+    try:
+        backward = derive_backward(program)
+    except BackwardNotDerived as error:
+        refusal = error
+    forward_schedule = schedule_forward(program, backward.saved if backward else ())
+    return Maths(program, backward, refusal, forward_schedule, schedule_backward(program, backward) if backward else None)
+
+
+class Kernels:
+    """The kernels of a program for one problem, tile choice and target."""
+
+    def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
+        from attention_engine.kernels.backward import by_pair, by_row
+
+        self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
+        schedule = maths.backward_schedule
+        self.summed = by_row(schedule) if schedule else []
+        self.scattered = by_pair(schedule) if schedule else []
+        self.over_queries = deterministic or bool(self.summed)  # then dQ needs no atomics either
+        self.vectors = not isinstance(target, Arch) or target.has_wgmma
+        self._preprocess: dict[tuple[str, ...], Kernel] = {}
+
+    def _kernel(self, trace: Callable[[], Any]) -> Kernel:
+        return Kernel(trace, self.target, self.problem)
+
+    @cached_property
+    def forward(self) -> Kernel:
+        """q, k, v -> o and rows."""
+        from attention_engine.kernels.forward import forward
+
+        return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, self.tiles.forward))
+
+    def preprocess(self, finals: tuple[str, ...]) -> Kernel:
+        """Row values for the backward pass, where gradients arrive at these returned rows."""
+        from attention_engine.kernels.rows import preprocess
+
+        if finals not in self._preprocess:
+            tile = None if self.over_queries else self.tiles.backward
+            self._preprocess[finals] = self._kernel(lambda: preprocess(self.problem, self._backward, finals, tile))
+        return self._preprocess[finals]
+
+    @property
+    def _backward(self) -> Backward:
+        if self.maths.backward is None:
+            assert self.maths.refusal is not None
+            raise self.maths.refusal
+        return self.maths.backward
+
+    @property
+    def _schedule(self) -> BackwardSchedule:
+        assert self._backward is not None and self.maths.backward_schedule is not None
+        return self.maths.backward_schedule
+
+    @cached_property
+    def backward(self) -> Kernel:
+        """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
+        from attention_engine.kernels.backward import backward
+
+        return self._kernel(
+            lambda: backward(self.problem, self._schedule, self._backward, self.tiles.backward, self.vectors, not self.over_queries)
+        )
+
+    @cached_property
+    def backward_queries(self) -> Kernel:
+        """dQ, and what rows add to gradients of custom inputs."""
+        from attention_engine.kernels.backward_queries import backward_queries
+
+        return self._kernel(lambda: backward_queries(self.problem, self._schedule, self._backward, self.tiles.queries))
+
+    @cached_property
+    def postprocess(self) -> Kernel:
+        """dQ from its sums."""
+        from attention_engine.kernels.rows import postprocess
+
+        return self._kernel(lambda: postprocess(self.problem, self.tiles.backward, self._schedule.scale, self.vectors))

@@ -1,0 +1,68 @@
+"""The description of q, k and v that an engine is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Union
+
+from attention_engine.errors import BadMeta, HeadsDoNotGroup
+
+Length = Union[int, str, None]
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """One tensor: (batch, heads, length, dim), always in this order, and a dtype. Batch and length are hints."""
+
+    batch: Length
+    heads: int
+    length: Length
+    dim: int
+    dtype: Any
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def __repr__(self) -> str:
+        return f"meta_tensor({self.batch!r}, {self.heads}, {self.length!r}, {self.dim}, dtype={self.dtype})"
+
+
+def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any = "float16") -> Meta:
+    """Describes q, k or v: (batch, heads, length, dim), whatever the layout of the tensors in a call.
+
+    batch and length are hints for tuning: an int, or a name or None for "any". dtype: float16, bfloat16 or float32 (of
+    torch, or its name). Raises BadMeta.
+    """
+    meta = Meta(batch, heads, length, dim, dtype)
+    for name, value in (("heads", heads), ("dim", dim)):
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise BadMeta(f"meta_tensor: {name} is {value!r}. Give a positive int: meta_tensor(batch, heads, length, dim).")
+    for name, hint in (("batch", batch), ("length", length)):
+        if isinstance(hint, int) and hint < 0:
+            raise BadMeta(f"meta_tensor: {name} is {hint}. Give an int of at least 0, a name or None.")
+    if meta.dtype_name not in DTYPES:
+        raise BadMeta(f"meta_tensor: dtype is {dtype}. Choose torch.float16, torch.bfloat16 or torch.float32.")
+    return meta
+
+
+def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
+    """q, k and v as descriptions that fit each other."""
+    if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
+        raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
+    q, k, v = metas
+    if q.dim != k.dim:
+        raise BadMeta(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: the score is q . k.")
+    if k.heads != v.heads:
+        raise BadMeta(f"k has {k.heads} heads and v has {v.heads}. They must be equal.")
+    if isinstance(k.length, int) and isinstance(v.length, int) and k.length != v.length:
+        raise BadMeta(f"k has length {k.length} and v has {v.length}. They must be equal.")
+    if len({q.dtype_name, k.dtype_name, v.dtype_name}) != 1:
+        raise BadMeta(f"q, k and v are {q.dtype_name}, {k.dtype_name} and {v.dtype_name}. Give one dtype.")
+    if q.heads % k.heads:
+        divisors = ", ".join(str(n) for n in range(1, q.heads + 1) if q.heads % n == 0)
+        raise HeadsDoNotGroup(
+            f"{q.heads} query heads cannot share {k.heads} key heads evenly. Choose key heads that divide {q.heads}: {divisors}."
+        )
+    return q, k, v

@@ -1,0 +1,60 @@
+"""Masks as tensors, from the functions that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.tracing import trace
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+from attention_engine.reference.evaluate import Evaluator
+
+Place = torch.device | str | None
+
+
+def _evaluate(mask_mod: Callable[..., Any], batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    program = trace(None, mask_mod, None, CustomIO())
+    shape = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
+    if program.mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=query.device)
+    values = {B: batch, H: head, Q_IDX: query, KV_IDX: key}
+    return Evaluator(values, {}, torch.float32, query.device)(program.mask).expand(shape)
+
+
+def _sizes(mask_mod: Callable[..., Any], B_: int | None, H_: int | None) -> tuple[int, int]:
+    """Batch and heads of a mask, 1 where it doesn't depend on them (or None was given)."""
+    mask = trace(None, mask_mod, None, CustomIO()).mask
+    axes = mask.axes if mask is not None else frozenset()
+    return (B_ or 1) if B.axes <= axes else 1, (H_ or 1) if H.axes <= axes else 1
+
+
+def create_mask(mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None) -> Tensor:
+    """The mask as bool (B or 1, H or 1, Sq, Skv), True where a pair is kept: for looking at, not for the kernels."""
+    batch, heads = _sizes(mask_mod, B, H)
+    axes = [torch.arange(n, device=device) for n in (batch, heads, Sq, Skv)]
+    return _evaluate(mask_mod, *torch.meshgrid(*axes, indexing="ij"))
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
+    Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128,
+) -> Tensor:  # fmt: skip
+    """Which blocks hold a kept pair: int8 (B or 1, H or 1, ceil(Sq / Q_BLOCK_SIZE), ceil(Skv / KV_BLOCK_SIZE)).
+
+    Rows of blocks are made one after another, so memory stays at O(tiles) and one row of blocks.
+    """
+    batch, heads = _sizes(mask_mod, B, H)
+    rows, columns = -(-Sq // Q_BLOCK_SIZE), -(-Skv // KV_BLOCK_SIZE)
+    blocks = torch.zeros(batch, heads, rows, columns, dtype=torch.int8, device=device)
+    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    key = torch.arange(columns * KV_BLOCK_SIZE, device=device).view(1, 1, 1, -1)
+    for row in range(rows):
+        query = torch.arange(row * Q_BLOCK_SIZE, min((row + 1) * Q_BLOCK_SIZE, Sq), device=device).view(1, 1, -1, 1)
+        kept = (_evaluate(mask_mod, b, h, query, key) & (key < Skv)).any(2)
+        blocks[:, :, row] = kept.unflatten(-1, (columns, KV_BLOCK_SIZE)).any(-1)
+    return blocks

@@ -1,0 +1,348 @@
+"""AttentionEngine: a user's attention as a torch.nn.Module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_engine.arch import Arch
+from attention_engine.compiler import Kernel, Kernels, Maths, analyse
+from attention_engine.errors import BadInput, NoDevice, NotYetSupported, UnknownOption
+from attention_engine.frontend.custom_io import CustomIO, CustomSpec
+from attention_engine.frontend.meta import Meta, check_metas
+from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.tracing import trace
+from attention_engine.ir.expr import Type
+from attention_engine.ir.program import Program
+from attention_engine.passes.cut_test import check_online
+from attention_engine.runtime import op
+from attention_engine.runtime.check import CheckReport, compare
+from attention_engine.runtime.launch import CUSTOM_NAMES, Launcher
+
+BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
+BLOCKS = "_block_mask"
+KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
+
+
+class AttentionEngine(torch.nn.Module):
+    """An attention, from its maths.
+
+    qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v. custom_fwd_inputs: a CustomIO. score_mod(score, custom, b, h,
+    q_idx, kv_idx): elementwise on q . k (fp32, unscaled). mask_mod(b, h, q_idx, kv_idx[, custom]): True keeps; applied
+    after score_mod, and a masked pair takes no part in anything. online_func: an OnlineFunc, or None: the masked scores
+    are the weights. block_mask: a callable is a mask_mod; a tensor, int8 or bool (B or 1, H or 1, ceil(Sq/bq),
+    ceil(Skv/bkv)) with block_size=(bq, bkv), says which blocks exist. layout: of the tensors in a call, "bshd" or
+    "bhsd". device: an Arch to compile for, or None: the tensors' own. backend: "auto" (kernels on CUDA tensors, the
+    reference on CPU tensors), "tilelang", "reference", or "interpret" (the kernels on CPU tensors).
+    deterministic: gradients that are bitwise the same in every run.
+
+    Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotOnline, and what tracing finds wrong in the functions.
+    """
+
+    def __init__(
+        self, qkv_meta: Sequence[Meta], custom_fwd_inputs: CustomIO | None = None, score_mod: Callable[..., Any] | None = None,
+        mask_mod: Callable[..., Any] | None = None, online_func: OnlineFunc | None = None, mask_value: str | None = None, *,
+        block_mask: Callable[..., Any] | Tensor | None = None, block_size: tuple[int, int] = (128, 128), layout: str = "bshd",
+        device: Arch | None = None, backend: str = "auto", tune: bool = False, tune_file: str | None = None, tune_bwd: bool = False,
+        tune_file_bwd: str | None = None, deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.qkv_meta = check_metas(qkv_meta)
+        self.custom_io = custom_fwd_inputs if custom_fwd_inputs is not None else CustomIO()
+        _check_options(backend, layout, mask_value, device, block_size, {"tune": tune, "tune_bwd": tune_bwd, "tune_file_bwd": tune_file_bwd})
+        _check_type("custom_fwd_inputs", self.custom_io, CustomIO)
+        _check_type("online_func", online_func, OnlineFunc, optional=True)
+        if callable(block_mask) and not isinstance(block_mask, Tensor):
+            if mask_mod is not None:
+                raise UnknownOption("block_mask is a function and mask_mod is given too. A function is a mask_mod: join them with and_masks.")
+            mask_mod, block_mask = block_mask, None
+        self.score_mod, self.mask_mod, self.online_func = score_mod, mask_mod, online_func
+        self.layout, self.device, self.deterministic = layout, device, deterministic
+        self.backend = "tilelang" if backend == "tl" else backend
+        self.block_size = tuple(block_size)
+        self.tune_file = tune_file
+        self.register_buffer("block_mask", block_mask, persistent=False)
+        self._keys: dict[object, str] = {}
+        self._program = self._trace({}, None)
+        check_online(self._program)
+
+    def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
+        return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(blocks), types)
+
+    def _io(self, blocks: tuple[bool, bool] | None) -> CustomIO:
+        if blocks is None:
+            return self.custom_io
+        io = CustomIO()
+        axes = (1 if blocks[0] else "batch", 1 if blocks[1] else "heads", "q_blocks", "kv_blocks")
+        io.specs = MappingProxyType({**self.custom_io.specs, BLOCKS: CustomSpec(BLOCKS, axes)})
+        return io
+
+    def _mask(self, blocks: tuple[bool, bool] | None) -> Callable[..., Any] | None:
+        """The user's mask and, with an outside block mask, the existence of the pair's block."""
+        if blocks is None:
+            return self.mask_mod
+        q_block, kv_block = self.block_size
+        inner = self.mask_mod
+
+        def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
+            at = (0 if blocks[0] else b, 0 if blocks[1] else h, q_idx // q_block, kv_idx // kv_block)
+            exists = custom[BLOCKS][at] != 0
+            if inner is None:
+                return exists
+            from attention_engine.frontend.tracing import call
+
+            return exists & call(inner, "b, h, q_idx, kv_idx", [b, h, q_idx, kv_idx], custom)
+
+        return mask
+
+    def _backend_for(self, device: torch.device) -> str:
+        """Which backend runs on this device; NoDevice where the one asked for can't."""
+        cuda = device.type == "cuda"
+        if self.backend == "auto":
+            if not cuda and device.type != "cpu":
+                raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")
+            return "tilelang" if cuda else "reference"
+        if self.backend == "tilelang" and not cuda:
+            raise NoDevice(f'backend="tilelang" needs CUDA tensors, and these are on \'{device}\'. On a CPU use "reference" or "interpret".')
+        if self.backend == "interpret" and device.type != "cpu":
+            raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
+        return self.backend
+
+    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None) -> str:
+        """The key of the attention that runs these calls; registered when first needed."""
+        variant = (backend, types, blocks)
+        if variant not in self._keys:
+            program = self._trace(dict(types), blocks)
+            specs = list(self._io(blocks).specs.values())
+            device = self.device.name if self.device else ""
+            options = f"{backend} {device} {self.deterministic} {[(s.name, s.axes) for s in specs]}"
+            key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
+            if key not in op.ATTENTIONS:
+                maths = analyse(program)
+                launcher = None
+                if backend != "reference":
+                    launcher = Launcher(maths, specs, backend == "interpret", self.device, self.deterministic)
+                op.ATTENTIONS[key] = op.Attention(maths, specs, launcher)
+            self._keys[variant] = key
+        return self._keys[variant]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+                return_rowscales: bool = False, **named: Tensor) -> Any:  # fmt: skip
+        """o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}).
+
+        q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
+        order, or by name. Raises BadInput for tensors that don't fit.
+        """
+        tensors = self._custom(custom, named)
+        q, k, v = self._autocast(q, k, v)
+        if self.layout == "bhsd":
+            q, k, v = (_flip(n, t) for n, t in (("q", q), ("k", k), ("v", v)))
+        backend = self._backend_for(q.device)
+        self._check_inputs(q, k, v, backend)
+        blocks = self._blocks(block_mask, q, k)
+        tensors = tensors if blocks is None else [*tensors, blocks]
+        variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
+        specs = self._io(variant).specs.values()
+        self._check_custom(tensors, specs, q, k)
+        types = tuple((s.name, _type(t)) for s, t in zip(specs, tensors, strict=True))
+        output, rows = op.run(self._key(backend, types, variant), q, k, v, tensors)
+        output = output.transpose(1, 2) if self.layout == "bhsd" else output
+        if not return_rowscales:
+            return output
+        return output, dict(zip((n for n, _ in self._program.finals), rows, strict=True))
+
+    def _custom(self, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
+        names = list(self.custom_io.specs)
+        known = ", ".join(map(repr, names)) or "none"
+        if len(given) > len(names):
+            raise BadInput(f"{len(given)} custom inputs were given by position. Declared: {known}.")
+        found = dict(zip(names, given, strict=False))
+        for name, tensor in named.items():
+            if name not in self.custom_io.specs:
+                raise BadInput(f"{name!r} is no argument and no custom input. Declared custom inputs: {known}.")
+            if name in found:
+                raise BadInput(f"custom input {name!r} was given twice, by position and by name.")
+            found[name] = tensor
+        if missing := [n for n in names if n not in found]:
+            raise BadInput(f"custom input {missing[0]!r} is missing. Declared: {known}; give them after q, k, v, or by name.")
+        for name, tensor in found.items():
+            if not isinstance(tensor, Tensor):
+                raise BadInput(f"custom input {name!r} is {type(tensor).__name__}. Give a tensor: torch.tensor({tensor!r}).")
+        return [found[n] for n in names]
+
+    def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """As scaled_dot_product_attention does: under autocast q, k, v have autocast's dtype."""
+        kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+        if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+            return tensors
+        dtype = torch.get_autocast_dtype(kind)
+        return tuple(t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors)
+
+    def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
+        order = "(batch, length, heads, dim)" if self.layout == "bshd" else "(batch, heads, length, dim)"
+        for name, tensor, meta in zip("qkv", (q, k, v), self.qkv_meta, strict=True):
+            if tensor.ndim != 4:
+                raise BadInput(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give {order}.")
+            heads, dim = tensor.shape[2], tensor.shape[3]
+            if (heads, dim) != (meta.heads, meta.dim):
+                raise BadInput(
+                    f"{name} has {heads} heads of dim {dim}, and the engine was built for {meta.heads} of {meta.dim}.\n"
+                    f"  Its shape must be {order}, layout=\"{self.layout}\"."
+                )
+            if tensor.device != q.device:
+                raise BadInput(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
+            if tensor.dtype != q.dtype:
+                raise BadInput(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
+        if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
+            raise BadInput(
+                f"q, k, v have batches {q.shape[0]}, {k.shape[0]}, {v.shape[0]} and lengths {q.shape[1]}, {k.shape[1]}, {v.shape[1]}.\n"
+                "  Batches must be equal, and so must the lengths of k and v."
+            )
+        if not q.is_floating_point():
+            raise BadInput(f"q, k and v are {q.dtype}. Give floating tensors.")
+        under = torch.is_autocast_enabled(q.device.type) if q.device.type in ("cuda", "cpu") else False
+        if backend != "reference" and not under and str(q.dtype).removeprefix("torch.") != self.qkv_meta[0].dtype_name:
+            raise BadInput(f"q, k and v are {q.dtype}, and the engine was built for {self.qkv_meta[0].dtype}. Convert them, or build another.")
+
+    def _check_custom(self, tensors: Sequence[Tensor], specs: Any, q: Tensor, k: Tensor) -> None:
+        sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
+        for spec, tensor in zip(specs, tensors, strict=True):
+            if spec.name == BLOCKS:
+                continue
+            expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)
+            if tuple(tensor.shape) != expected and not (tensor.ndim == 0 and expected in ((), (1,))):
+                raise BadInput(f"custom input {spec.name!r} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}.")
+            if tensor.device != q.device:
+                raise BadInput(f"custom input {spec.name!r} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
+            if tensor.dtype not in CUSTOM_NAMES and tensor.dtype not in (torch.bool, torch.float64):
+                raise BadInput(f"custom input {spec.name!r} is {tensor.dtype}. Give a floating, integer or bool tensor.")
+
+    def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        blocks = given if given is not None else self.block_mask
+        if blocks is None:
+            return None
+        rows, columns = (-(-t.shape[1] // size) for t, size in ((q, self.block_size[0]), (k, self.block_size[1])))
+        fits = blocks.ndim == 4 and blocks.shape[0] in (1, q.shape[0]) and blocks.shape[1] in (1, q.shape[2])
+        if not fits or tuple(blocks.shape[2:]) != (rows, columns):
+            raise BadInput(
+                f"block_mask has shape {tuple(blocks.shape)}. With block_size={self.block_size} and lengths {q.shape[1]}, {k.shape[1]} "
+                f"give ({q.shape[0]} or 1, {q.shape[2]} or 1, {rows}, {columns})."
+            )
+        if blocks.dtype not in (torch.int8, torch.bool):
+            raise BadInput(f"block_mask is {blocks.dtype}. Give int8 or bool, 1 (True) where a block exists.")
+        if blocks.device != q.device:
+            raise BadInput(f"block_mask is on '{blocks.device}' and q on '{q.device}'. Put them on one device.")
+        return blocks.to(torch.int8)
+
+    def _maths(self) -> Maths:
+        return analyse(self._program)
+
+    def program(self) -> str:
+        """The traced maths and the derived backward pass, as numbered lines."""
+        maths = self._maths()
+        backward = maths.backward if maths.backward is not None else f"# no backward pass: {maths.refusal}"
+        return f"{maths.program}\n\n{backward}"
+
+    def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
+        """The kernel as text: "forward", "backward", "backward_queries", "backward_preprocess" or "backward_postprocess".
+
+        form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
+        of other dtypes than fp32 the kernels of a call differ in those loads.
+        """
+        if kernel not in KERNELS:
+            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, KERNELS))}.")
+        if form not in ("tilelang", "cuda"):
+            raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
+        return self._source_kernel(kernel, form).source(form)
+
+    def _source_kernel(self, kernel: str, form: str) -> Kernel:
+        kernels = self._kernels(form)
+        match kernel:
+            case "backward_preprocess":
+                return kernels.preprocess(())
+            case "backward_postprocess":
+                return kernels.postprocess
+            case _:
+                found = getattr(kernels, kernel)
+                assert isinstance(found, Kernel)
+                return found
+
+    def _kernels(self, form: str) -> Kernels:
+        interpret = form == "tilelang" and self.device is None and not torch.cuda.is_available()
+        if form == "cuda" and self.device is None and not torch.cuda.is_available():
+            raise NoDevice("there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100()).")
+        maths = self._maths()
+        launcher = Launcher(maths, list(self.custom_io.specs.values()), interpret, self.device, self.deterministic)
+        place = torch.device("cuda" if torch.cuda.is_available() and not interpret else "cpu")
+        dtype = getattr(torch, self.qkv_meta[0].dtype_name)
+        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
+        return launcher.kernels(q, k, v, [torch.empty(1, device=place) for _ in launcher.specs])
+
+    def _dense_program(self, tensors: Sequence[Tensor], block_mask: Tensor | None) -> tuple[Program, list[str], list[Tensor]]:
+        """The program of a call with these tensors, its custom inputs' names, and the blocks that stand among them."""
+        q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
+        blocks = self._blocks(block_mask, q, k)
+        extra = [] if blocks is None else [blocks]
+        variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
+        names = list(self._io(variant).specs)
+        types = {n: _type(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
+        return self._trace(types, variant), names, extra
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor) -> CheckReport:
+        """Compares every output and gradient of the active backend with float64; prints a table and returns it."""
+        tensors = self._custom(custom, named)
+        report = compare(self, q, k, v, tensors, block_mask)
+        print(report)
+        return report
+
+    def __repr__(self) -> str:
+        parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]
+        if self.custom_io.specs:
+            parts.append(repr(self.custom_io))
+        for name in ("score_mod", "mask_mod"):
+            if (function := getattr(self, name)) is not None:
+                parts.append(f"{name}={getattr(function, '__qualname__', repr(function))}")
+        if self.online_func is not None:
+            parts.append(f"online_func={type(self.online_func).__name__}()")
+        plain = {"layout": "bshd", "backend": "auto", "deterministic": False, "device": None}
+        parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
+        return f"AttentionEngine({', '.join(parts)})"
+
+
+def _type(tensor: Tensor) -> Type:
+    return Type.FLOAT if tensor.is_floating_point() else Type.BOOL if tensor.dtype is torch.bool else Type.INT
+
+
+def _flip(name: str, tensor: Tensor) -> Tensor:
+    if tensor.ndim != 4:
+        raise BadInput(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give (batch, heads, length, dim).")
+    return tensor.transpose(1, 2)
+
+
+def _check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    hint = f" (is it missing brackets: {value.__name__}()?)" if isinstance(value, type) else ""
+    raise UnknownOption(f"{name} is {value!r}. Give an instance of {kind.__name__}{hint}.")
+
+
+def _check_options(backend: str, layout: str, mask_value: object, device: object, block_size: object, later: Mapping[str, object]) -> None:
+    if backend not in BACKENDS:
+        raise UnknownOption(f"backend is {backend!r}. Choose {', '.join(map(repr, BACKENDS))}.")
+    if layout not in ("bshd", "bhsd"):
+        raise UnknownOption(f'layout is {layout!r}. Choose "bshd" (batch, length, heads, dim) or "bhsd" (batch, heads, length, dim).')
+    if mask_value not in (None, "-inf", "0"):
+        raise UnknownOption(f'mask_value is {mask_value!r}. Choose "-inf" or "0"; both mean that a masked pair is left out.')
+    if device is not None and not isinstance(device, Arch):
+        raise UnknownOption(f"device is {device!r}. Give an architecture, attention_engine.arch.H100(), or None for the tensors' own.")
+    sizes = block_size if isinstance(block_size, (tuple, list)) else ()
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise UnknownOption(f"block_size is {block_size!r}. Give (queries, keys) of a block: (128, 128).")
+    for name, value in later.items():
+        if value:
+            raise NotYetSupported(f"{name}={value!r}: tuning is not in this version. Leave it out: default tiles are used.")

@@ -1,0 +1,233 @@
+"""The only caller of TileLang's compiler: a PrimFunc to CUDA source, its resources, and a callable."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from attention_engine import settings
+from attention_engine.arch import Arch
+from attention_engine.errors import NoCudaCompiler
+from attention_engine.target import wait_groups
+
+DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
+FAST_MATH = "tl.enable_fast_math"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one block of a kernel takes, as ptxas reports it; of several kernels, the largest of each."""
+
+    registers: int  # per thread, before setmaxnreg
+    spill_stores: int  # bytes per thread
+    spill_loads: int
+    shared_bytes: int  # static and dynamic, per block
+    notes: tuple[str, ...] = ()  # ptxas's advisories C75xx, such as serialised wgmma
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers went to memory."""
+        return self.spill_stores > 0 or self.spill_loads > 0
+
+
+@dataclass(frozen=True)
+class LoweredKernel:
+    """A kernel as CUDA source, with no machine code yet: enough to read it and to weigh it."""
+
+    prim_func: Any
+    arch: Arch
+    cuda: str
+    host: str  # the C code that launches it
+    flags: tuple[str, ...] = ()  # for nvcc, beside those of every kernel
+
+    def source(self, form: Literal["tilelang", "cuda"] = "cuda") -> str:
+        """The kernel as text: the TileLang program, or the CUDA made of it."""
+        match form:
+            case "tilelang":
+                return self.prim_func.script()
+            case "cuda":
+                return self.cuda
+        raise ValueError(f"form={form!r} is neither 'tilelang' nor 'cuda'")
+
+    def resources(self) -> Resources:
+        """Registers, spills and shared memory, from ptxas and the launch code; needs nvcc and no GPU, takes seconds."""
+        return parse_resources(ptxas_report(self.cuda, self.arch, self.flags), dynamic_shared_bytes(self.cuda, self.host))
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel that runs: `kernel(*tensors)` in the order of the PrimFunc's parameters, outputs among them.
+
+    The call goes to the current torch stream of the tensors' device and returns before the GPU is done. `run` is
+    the bare function, without this object's method call around it.
+    """
+
+    lowered: LoweredKernel
+    run: Callable[..., None] = field(repr=False)
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launch the kernel."""
+        self.run(*tensors)
+
+    def source(self, form: Literal["tilelang", "cuda"] = "cuda") -> str:
+        """The kernel as text: the TileLang program, or the CUDA made of it."""
+        return self.lowered.source(form)
+
+    def resources(self) -> Resources:
+        """Registers, spills and shared memory; asks nvcc again, which takes seconds."""
+        return self.lowered.resources()
+
+
+def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] | None = None) -> CompiledKernel:
+    """Compile a PrimFunc for a GPU, which need not be here; TileLang's disk cache spares the work of another process.
+
+    All tensors, outputs too, are parameters that the caller allocates. Raises NoCudaCompiler where nvcc is needed
+    and missing.
+    """
+    tilelang = load_tilelang()
+    configs = dict(pass_configs or {})
+    flags = wait_groups.FLAGS if needs_wait_fix(arch, configs) else []
+    try:
+        kernel = tilelang.compile(
+            prim_func,
+            target=tilelang_target(arch),
+            execution_backend="tvm_ffi",
+            pass_configs=configs,
+            compile_flags=flags or None,
+        )
+    except RuntimeError as error:
+        if find_nvcc() is None:
+            raise NoCudaCompiler from error
+        raise
+    lowered = LoweredKernel(
+        prim_func, arch, kernel.get_kernel_source(), kernel.get_host_source(), nvcc_flags(configs, flags)
+    )
+    executable = kernel.adapter.get_exportable_executable()
+    return CompiledKernel(lowered, executable[str(prim_func.attrs["global_symbol"])])
+
+
+def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] | None = None) -> LoweredKernel:
+    """The CUDA source of a PrimFunc, without nvcc: for tests, and to reject a candidate before it is compiled."""
+    tilelang = load_tilelang()
+    from tilelang import tvm
+
+    configs = dict(pass_configs or {})
+    flags = wait_groups.FLAGS if needs_wait_fix(arch, configs) else []
+    target = tvm.target.Target(tilelang_target(arch))
+    with tvm.transform.PassContext(opt_level=3, config=configs), target:
+        artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
+    return LoweredKernel(
+        prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)
+    )
+
+
+def tilelang_target(arch: Arch) -> dict[str, str]:
+    """The target as TileLang takes it; always the same words, since they are part of its cache key."""
+    return {"kind": "cuda", "arch": arch.target}
+
+
+def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, Any]) -> bool:
+    """Whether pipelines are built of cp.async groups, whose waits TileLang 0.1.15 cannot always print."""
+    return not (arch.has_wgmma or arch.capability[0] == 10) or bool(pass_configs.get(DISABLE_WARP_SPECIALIZATION))
+
+
+@functools.lru_cache(maxsize=1)
+def load_tilelang() -> Any:
+    """Import TileLang (after torch, whose libraries it shares) with our cache directory and without its reports."""
+    import torch  # noqa: F401
+    import tilelang
+
+    directory = settings.cache_dir()
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        tilelang.env.TILELANG_CACHE_DIR = str(directory)
+    if not settings.verbose():
+        tilelang.env.TILELANG_PRINT_ON_COMPILATION = "0"
+    wait_groups.install()
+    return tilelang
+
+
+def find_nvcc() -> Path | None:
+    """The CUDA compiler, in TileLang's own order: CUDA_HOME, PATH, the wheel nvidia-cuda-nvcc, /usr/local/cuda."""
+    home = settings.cuda_home()
+    if home is not None:
+        return _if_file(home / "bin" / "nvcc")
+    on_path = shutil.which("nvcc")
+    if on_path is not None:
+        return Path(on_path)
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nvcc":
+            return _if_file(Path(str(file.locate())))
+    return _if_file(Path("/usr/local/cuda/bin/nvcc"))
+
+
+def _if_file(path: Path) -> Path | None:
+    return path if path.is_file() else None
+
+
+def nvcc_flags(pass_configs: Mapping[str, Any], flags: Sequence[str]) -> tuple[str, ...]:
+    """The options with which TileLang compiles a kernel of these pass configs, beside those of every kernel."""
+    fast = ["--use_fast_math"] if pass_configs.get(FAST_MATH) else []
+    level = pass_configs.get("tl.ptxas_register_usage_level")
+    usage = [] if level is None else [f"--ptxas-options=--register-usage-level={int(level)}"]
+    return (*fast, *usage, *flags)
+
+
+def ptxas_report(cuda: str, arch: Arch, flags: Sequence[str] = ()) -> str:
+    """What `nvcc -Xptxas -v` says of a source. Raises NoCudaCompiler, or RuntimeError with nvcc's words."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise NoCudaCompiler
+    package = Path(load_tilelang().__file__).parent
+    includes = [f"-I{package / 'src'}", f"-I{package / '3rdparty' / 'cutlass' / 'include'}"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.cu"
+        source.write_text(cuda)
+        output = ["-o", str(source.with_suffix(".cubin")), str(source)]
+        command = [str(nvcc), "--cubin", "-O3", "-w", "-std=c++20", f"-arch={arch.target}", *includes, *flags]
+        result = subprocess.run([*command, "-Xptxas", "-v", *output], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"nvcc failed for {arch.target}:\n{result.stdout}{result.stderr}")
+    return result.stdout + result.stderr
+
+
+def parse_resources(report: str, dynamic_shared: int) -> Resources:
+    """Resources from a ptxas report."""
+
+    def largest(pattern: str) -> int:
+        return max((int(number) for number in re.findall(pattern, report)), default=0)
+
+    notes = [line.strip() for line in report.splitlines() if re.search(r"\(C75\d\d\)", line)]
+    return Resources(
+        registers=largest(r"Used (\d+) registers"),
+        spill_stores=largest(r"(\d+) bytes spill stores"),
+        spill_loads=largest(r"(\d+) bytes spill loads"),
+        shared_bytes=largest(r"(\d+) bytes smem") + dynamic_shared,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def dynamic_shared_bytes(cuda: str, host: str) -> int:
+    """The shared memory that the launch asks for: the last launch argument of a kernel that declares such memory."""
+    sizes = [0]
+    for chunk in cuda.split("__global__ void ")[1:]:
+        name = re.match(r"(?:__launch_bounds__\([^)]*\) )?(\w+)\(", chunk)
+        if name is None or "extern __shared__" not in chunk:
+            continue
+        for call in re.finditer(rf"TVMFFIFunctionCall\({name[1]}_packed, [^,]+, (\d+),", host):
+            argument = rf"\[{int(call[1]) - 1}\]\.v_int64\) = \(\(int64_t\)(\d+)\);"
+            found = re.findall(argument, host[: call.start()])
+            sizes.append(int(found[-1]))
+    return max(sizes)

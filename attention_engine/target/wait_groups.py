@@ -1,0 +1,99 @@
+"""Works round a defect of TileLang 0.1.15: waits for cp.async groups whose count is not a constant crash its codegen.
+
+A pipelined loop of dynamic extent with two or more stages, on targets without TMA, ends in an unrolled loop that
+waits for `3 - 2 * k` groups; the CUDA printer takes a number only. The pass below writes such short loops out, so
+that the counts become numbers. A count that stays unknown becomes 0, which waits for more than it must.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
+
+FLAGS = ["-DATTENTION_ENGINE_WAIT_GROUPS=1"]  # in the compiler's cache key: another version of the pass is another kernel
+LONGEST_LOOP = 8  # iterations to write out; the drains of pipelines have at most stages - 1
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Run the pass before TileLang prints CUDA; once a process. It changes only functions that would crash."""
+    global _installed
+    with _lock:
+        if _installed:
+            return
+        lower = importlib.import_module("tilelang.engine.lower")
+        prepare = lower._prepare_device_codegen_mod
+        fix = _make_pass()
+        lower._prepare_device_codegen_mod = lambda module: prepare(fix(module))
+        _installed = True
+
+
+def _make_pass() -> Any:
+    from tvm import tirx
+
+    def rewrite(function: Any, module: Any, context: Any) -> Any:
+        if not _has_unknown_wait(function.body):
+            return function
+        return function.with_body(_settle_waits(_write_out_loops(function.body)))
+
+    settle = tirx.transform.prim_func_pass(rewrite, opt_level=0, name="attention_engine.SettleWaitGroups")
+
+    def run(module: Any) -> Any:
+        if not any(_has_unknown_wait(function.body) for function in module.functions.values()):
+            return module
+        return tirx.transform.ConvertSSA()(settle(module))  # a loop written out defines its variables again
+
+    return run
+
+
+def _is_wait(node: Any) -> bool:
+    return str(getattr(getattr(node, "op", None), "name", "")).endswith("ptx_wait_group")
+
+
+def _has_unknown_wait(statement: Any) -> bool:
+    from tvm import tirx
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    found: list[Any] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, tirx.Call) and _is_wait(node) and not isinstance(node.args[0], tirx.IntImm):
+            found.append(node)
+
+    post_order_visit(statement, visit)
+    return bool(found)
+
+
+def _write_out_loops(statement: Any) -> Any:
+    from tvm import tirx
+    from tvm.tirx.stmt_functor import ir_transform, substitute
+
+    def write_out(loop: Any) -> Any:
+        known = isinstance(loop.min, tirx.IntImm) and isinstance(loop.extent, tirx.IntImm)
+        if not known or int(loop.extent) > LONGEST_LOOP or not _has_unknown_wait(loop.body):
+            return None
+        first, count, dtype = int(loop.min), int(loop.extent), loop.loop_var.dtype
+        bodies = [substitute(loop.body, {loop.loop_var: tirx.IntImm(dtype, first + step)}) for step in range(count)]
+        return bodies[0] if count == 1 else tirx.SeqStmt(bodies)
+
+    return ir_transform(statement, None, write_out, ["tirx.For"])
+
+
+def _settle_waits(statement: Any) -> Any:
+    from tvm import arith, tirx
+    from tvm.tirx.stmt_functor import ir_transform
+
+    analyzer = arith.Analyzer()
+
+    def settle(evaluate: Any) -> Any:
+        call = evaluate.value
+        if not isinstance(call, tirx.Call) or not _is_wait(call):
+            return None
+        count = analyzer.simplify(call.args[0])
+        groups = max(int(count), 0) if isinstance(count, tirx.IntImm) else 0
+        return tirx.Evaluate(tirx.Call(call.dtype, call.op, [tirx.IntImm("int32", groups)]))
+
+    return ir_transform(statement, None, settle, ["tirx.Evaluate"])

@@ -1,0 +1,69 @@
+"""A small flash attention in TileLang: batch and length known at run time, causal extent, two pipeline stages."""
+
+import tilelang.language as T
+
+LOG2_E = 1.4426950408889634
+
+
+def forward(heads: int, dim: int, *, q_tile: int = 64, kv_tile: int = 64, threads: int = 128, dtype: str = "float16"):
+    """O and the log-sum-exp of causal softmax attention, tensors (batch, length, heads, dim)."""
+    batch, length = T.dynamic("batch"), T.dynamic("length")
+    shape = (batch, length, heads, dim)
+    full_rows = T.GemmWarpPolicy.FullRow
+    scale = dim**-0.5 * LOG2_E
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor(shape, dtype),
+        K: T.Tensor(shape, dtype),
+        V: T.Tensor(shape, dtype),
+        O: T.Tensor(shape, dtype),  # noqa: E741
+        Lse: T.Tensor((batch, heads, length), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(length, q_tile), heads, batch, threads=threads) as (bx, by, bz):
+            q = T.alloc_shared([q_tile, dim], dtype)
+            k = T.alloc_shared([kv_tile, dim], dtype)
+            v = T.alloc_shared([kv_tile, dim], dtype)
+            scores = T.alloc_fragment([q_tile, kv_tile], "float32")
+            weights = T.alloc_fragment([q_tile, kv_tile], dtype)
+            out = T.alloc_fragment([q_tile, dim], "float32")
+            largest = T.alloc_fragment([q_tile], "float32")
+            before = T.alloc_fragment([q_tile], "float32")
+            total = T.alloc_fragment([q_tile], "float32")
+            part = T.alloc_fragment([q_tile], "float32")
+            T.copy(Q[bz, bx * q_tile : (bx + 1) * q_tile, by, :], q)
+            T.fill(out, 0)
+            T.fill(total, 0)
+            T.fill(largest, -1e30)
+            for step in T.Pipelined(
+                T.min(T.ceildiv(length, kv_tile), T.ceildiv((bx + 1) * q_tile, kv_tile)), num_stages=2
+            ):
+                T.copy(K[bz, step * kv_tile : (step + 1) * kv_tile, by, :], k)
+                T.gemm(q, k, scores, transpose_B=True, policy=full_rows, clear_accum=True)
+                for i, j in T.Parallel(q_tile, kv_tile):
+                    scores[i, j] = T.if_then_else(
+                        T.And(bx * q_tile + i >= step * kv_tile + j, step * kv_tile + j < length),
+                        scores[i, j] * scale,
+                        -1e30,
+                    )
+                T.copy(largest, before)
+                T.reduce_max(scores, largest, dim=1, clear=False)
+                for i, j in T.Parallel(q_tile, kv_tile):
+                    scores[i, j] = T.exp2(scores[i, j] - largest[i])
+                T.reduce_sum(scores, part, dim=1)
+                for i in T.Parallel(q_tile):
+                    before[i] = T.exp2(before[i] - largest[i])
+                    total[i] = total[i] * before[i] + part[i]
+                T.copy(scores, weights)
+                for i, j in T.Parallel(q_tile, dim):
+                    out[i, j] *= before[i]
+                T.copy(V[bz, step * kv_tile : (step + 1) * kv_tile, by, :], v)
+                T.gemm(weights, v, out, policy=full_rows)
+            for i, j in T.Parallel(q_tile, dim):
+                out[i, j] /= total[i]
+            T.copy(out, O[bz, bx * q_tile : (bx + 1) * q_tile, by, :])
+            for i in T.Parallel(q_tile):
+                total[i] = (T.log2(total[i]) + largest[i]) / LOG2_E
+            T.copy(total, Lse[bz, by, bx * q_tile : (bx + 1) * q_tile])
+
+    return main

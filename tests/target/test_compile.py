@@ -1,0 +1,114 @@
+"""Kernels compile for every architecture without a GPU, and say what they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+tilelang = pytest.importorskip("tilelang")
+
+from attention_engine import arch  # noqa: E402
+from attention_engine.errors import NoCudaCompiler  # noqa: E402
+from attention_engine.target import compile as target_compile  # noqa: E402
+from tests.target import flash  # noqa: E402
+
+needs_nvcc = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
+
+REPORT = """
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
+ptxas info    : Compiling entry function 'main_kernel' for 'sm_90a'
+ptxas info    : Function properties for main_kernel
+    16 bytes stack frame, 24 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 16 bytes stack frame, 72 bytes smem
+"""
+CUDA = """extern "C" __global__ void __launch_bounds__(384, 1) main_kernel(half* Q) {
+  extern __shared__ __align__(1024) uchar buf_dyn_shmem[];
+}
+extern "C" __global__ void other_kernel(half* Q) {
+  Q[0] = half(0);
+}
+"""
+HOST = """
+  (((TVMFFIAny*)stack_ffi_any)[2].v_int64) = ((int64_t)49152);
+  if (TVMFFIFunctionCall(main_kernel_packed, (TVMFFIAny*) stack_ffi_any, 3, &result) != 0) {
+  (((TVMFFIAny*)stack_ffi_any)[2].v_int64) = ((int64_t)99999);
+  if (TVMFFIFunctionCall(other_kernel_packed, (TVMFFIAny*) stack_ffi_any, 3, &result) != 0) {
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory):
+    """TileLang's disk cache in a fresh folder."""
+    tilelang = target_compile.load_tilelang()
+    before = tilelang.env.TILELANG_CACHE_DIR
+    tilelang.env.TILELANG_CACHE_DIR = str(tmp_path_factory.mktemp("tilelang"))
+    yield
+    tilelang.env.TILELANG_CACHE_DIR = before
+
+
+def test_a_report_is_read_in_full() -> None:
+    assert target_compile.dynamic_shared_bytes(CUDA, HOST) == 49152
+    got = target_compile.parse_resources(REPORT, 49152)
+    assert (got.registers, got.spill_stores, got.spill_loads, got.shared_bytes) == (168, 24, 20, 49152 + 72)
+    assert got.spills
+    assert [note[:21] for note in got.notes] == ["ptxas info    : (C751"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("gpu", [arch.A100(), arch.RTX4090()], ids=lambda gpu: gpu.target)
+def test_a_dynamic_extent_with_two_stages_compiles_without_tma(gpu: arch.Arch) -> None:
+    lowered = target_compile.lower_kernel(flash.forward(heads=2, dim=64), gpu)
+    waits = [line for line in lowered.cuda.splitlines() if "cp_async_wait" in line]
+    assert waits and all("<" in line for line in waits)
+    resources = lowered.resources()
+    assert 0 < resources.registers <= 255
+    assert not resources.spills
+    assert resources.shared_bytes >= 64 * 64 * 2 * 5  # q, and two stages of k and v
+    assert resources.shared_bytes <= gpu.shared_memory_per_block
+
+
+@needs_nvcc
+def test_a_compiled_kernel_shows_its_sources_and_resources() -> None:
+    gpu = arch.H100()
+    program = flash.forward(heads=2, dim=64, q_tile=128, threads=256)
+    kernel = target_compile.compile_kernel(program, gpu)
+    assert "wgmma" in kernel.source("cuda") and "tma_load" in kernel.source("cuda")
+    assert "T.gemm(" in kernel.source("tilelang")
+    resources = kernel.resources()
+    assert 0 < resources.registers <= 168 and not resources.spills and resources.notes == ()
+    assert 0 < resources.shared_bytes <= gpu.shared_memory_per_block
+    q = torch.zeros(1, 128, 2, 64, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="device_type mismatch, expected cuda"):
+        kernel(q, q, q, q, torch.zeros(1, 2, 128))
+    again = target_compile.compile_kernel(program, gpu)
+    assert again.source() == kernel.source()
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert target_compile.find_nvcc() is None
+    with pytest.raises(NoCudaCompiler, match=r"pip install 'tilelang\[nvcc\]'"):
+        target_compile.ptxas_report("", arch.H100())
+
+
+def test_nvcc_is_found_in_cuda_home_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert target_compile.find_nvcc() == compiler
+
+
+def test_an_unknown_form_of_source_is_an_error() -> None:
+    kernel = target_compile.LoweredKernel(None, arch.H100(), "cuda text", "host text")
+    assert kernel.source() == "cuda text"
+    with pytest.raises(ValueError, match="form='ptx' is neither 'tilelang' nor 'cuda'"):
+        kernel.source("ptx")  # type: ignore[arg-type]
+
+
+def test_the_wait_fix_is_for_targets_without_tma_pipelines() -> None:
+    fixed = {gpu().target for gpu in arch.KNOWN_GPUS if target_compile.needs_wait_fix(gpu(), {})}
+    assert fixed == {"sm_80", "sm_86", "sm_89", "sm_120a"}
+    assert target_compile.needs_wait_fix(arch.H100(), {target_compile.DISABLE_WARP_SPECIALIZATION: True})
