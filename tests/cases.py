@@ -20,7 +20,7 @@ from tests import plain
 
 CAP = 2.0  # low enough to bend most scores
 EPS = 1e-6
-DRAWS = 6
+DRAWS = 4
 
 
 # ---- as users write it

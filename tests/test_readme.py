@@ -37,7 +37,7 @@ def test_the_quick_start_runs_and_is_right():
 def test_seeing_inside_shows_what_it_says(capsys):
     run(python_blocks())
     out = capsys.readouterr().out
-    for shown in ("AttentionEngine(", "T.Kernel", "dq"):
+    for shown in ("AttentionEngine(", "T.prim_func", "dq"):
         assert shown in out, shown
 
 

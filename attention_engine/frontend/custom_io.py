@@ -9,7 +9,7 @@ from typing import Union
 
 from attention_engine.errors import BadCustomInput, UnknownCustomInput
 from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, convert, lift, where_from
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
+from attention_engine.ir.expr import Expr, Op, Type, const, make
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
 AxisSpec = Union[int, str]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attention_engine.ir.expr import LEAVES, Expr, Number, Op, Type, topological
+from attention_engine.ir.expr import Expr, Number, Op, Type, topological
 
 LOWEST = -1e30  # stands for -inf where a row starts: below every score, yet finite, so that x - LOWEST is never NaN
 Row = list[Any]
@@ -83,9 +83,13 @@ PYTHON: dict[Op, Callable[..., Number]] = {
     Op.WHERE: lambda c, a, b: a if c else b,
     Op.DETACH: lambda a: a,
 }
-CASTS: dict[Type, Callable[[Number], Number]] = {Type.BOOL: bool, Type.INT: int, Type.FLOAT: float}
+CASTS: dict[Type, Callable[[Number], Number]] = {
+    Type.BOOL: bool,
+    Type.INT: lambda x: int(x) if math.isfinite(x) else 0,
+    Type.FLOAT: float,
+}
 FOLDS: dict[str, Callable[[Sequence[float]], float]] = {
-    "sum": math.fsum,
+    "sum": _guard(math.fsum),
     "max": lambda row: max([LOWEST, *row]),
     "min": lambda row: min([-LOWEST, *row]),
 }
@@ -104,20 +108,28 @@ def evaluate(expr: Expr, values: Mapping[Expr, Value], length: int = 1) -> Value
 
     `values` may also hold inner nodes (a row reduction, say): what it gives is then taken in their place.
     """
+    (value,) = evaluate_all([expr], values, length)
+    return value
+
+
+def evaluate_all(roots: Sequence[Expr], values: Mapping[Expr, Value], length: int = 1) -> list[Value]:
+    """The values of several expressions, what they share computed once."""
     done: dict[Expr, Value] = {}
-    for node in topological(expr):
+    for node in topological(*roots):
         if node in values:
             done[node] = values[node]
         elif node.op is Op.CONST:
             done[node] = node.value
+        elif node.op in (Op.VAR, Op.LOAD) or any(a not in done for a in node.args):
+            continue  # without a value; so is what needs it, unless `values` holds that
         elif node.op is Op.REDUCE:
             row = done[node.args[0]]
             done[node] = FOLDS[str(node.arg)](row if isinstance(row, list) else [row] * length)
-        elif node.op not in LEAVES and all(a in done for a in node.args) and node.op is not Op.LOAD:
+        else:
             done[node] = _apply(function_of(node), [done[a] for a in node.args])
-        elif node is expr:
-            raise KeyError(f"no value for {node}")
-    return done[expr]
+    if missing := [r for r in roots if r not in done]:
+        raise KeyError(f"no value for a variable of {missing[0]}")
+    return [done[r] for r in roots]
 
 
 def _apply(function: Callable[..., Number], operands: list[Value]) -> Value:

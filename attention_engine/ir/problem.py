@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline."""
+    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline (0: no pipeline)."""
 
     q: int
     kv: int

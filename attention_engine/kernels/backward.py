@@ -24,6 +24,7 @@ from attention_engine.kernels.common import (
     either,
     is_partial,
     load,
+    loop,
     multiply,
     over_pairs,
     padded,
@@ -92,7 +93,7 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
             T.fill(dk, 0)
             T.fill(dv, 0)
             first, stop = q_range(plan, kv0, kv0 + tile.kv - 1, tile.q, T.ceildiv(sizes.q, tile.q))
-            for step in T.Pipelined(problem.group * (stop - first), num_stages=tile.stages):
+            for step in loop(problem.group * (stop - first), tile.stages):
                 head = kv_head * problem.group + step % problem.group
                 q_tile = first + step // problem.group
                 q0 = q_tile * tile.q
@@ -127,14 +128,10 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
                 load(gradients_in, gradients)
                 multiply(gradients_in, q, dk)
                 if with_dq:
-                    gradients_out = Operand(problem, (tile.kv, tile.q))
+                    gradients_out = gradients_in.in_shared_memory(problem)
+                    if gradients_out is not gradients_in:
+                        T.copy(gradients_in.whole, gradients_out.whole)
                     dq = T.alloc_fragment([tile.q, dim], FLOAT)
-                    if problem.dtype == "float32":
-                        T.copy(gradients_in.whole, gradients_out.whole)
-                        if gradients_in.low is not None:
-                            T.copy(gradients_in.low, gradients_out.low)
-                    else:
-                        T.copy(gradients_in.whole, gradients_out.whole)
                     T.clear(dq)
                     multiply(gradients_out, k, dq, transpose_A=True, rows=False)
                     for i, d in T.Parallel(tile.q, dim):

@@ -21,6 +21,7 @@ from attention_engine.kernels.common import (
     is_partial,
     kv_range,
     load,
+    loop,
     multiply,
     padded,
     reader,
@@ -69,7 +70,7 @@ def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backwar
             for total in sums:
                 T.fill(total, 0)
             first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
-            for step in T.Pipelined(stop - first, num_stages=tile.stages):
+            for step in loop(stop - first, tile.stages):
                 kv0 = (first + step) * tile.kv
                 maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, transposed=False)
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))

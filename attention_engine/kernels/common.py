@@ -170,6 +170,11 @@ def block_values(assignments: Iterable[tuple[Expr, Expr]], batch: Any, head: Any
     return {v: Builder.current().bind("of_block", value) for (v, _), value in zip(assignments, values, strict=True)}
 
 
+def loop(count: Any, stages: int) -> Any:
+    """Steps of a tile loop, its copies `stages` ahead (0: none, as where a copied tile is then rewritten in place)."""
+    return T.Pipelined(count, num_stages=stages) if stages else T.serial(count)
+
+
 def kv_range(plan: MaskPlan, q0: Any, q1: Any, kv_tile: int, tiles: Any) -> tuple[Any, Any]:
     """First and one past the last kv tile that may hold a kept pair of queries q0..q1 (inclusive)."""
     return _range([(b.q, b.kv, b.offset) for b in plan.bounds], q0, q1, kv_tile, tiles)
@@ -224,6 +229,11 @@ class Operand:
         self.shape = shape
         self.whole = T.alloc_fragment(shape, problem.dtype) if in_registers else T.alloc_shared(shape, problem.dtype)
         self.low = T.alloc_shared(shape, problem.dtype) if problem.splits else None
+        self.in_registers = in_registers
+
+    def in_shared_memory(self, problem: Problem) -> Operand:
+        """An operand of this shape that may stand on either side, transposed or not: itself, or a new one to copy to."""
+        return Operand(problem, self.shape) if self.in_registers else self
 
 
 @T.macro

@@ -23,6 +23,7 @@ from attention_engine.kernels.common import (
     is_partial,
     kv_range,
     load,
+    loop,
     multiply,
     over_pairs,
     over_rows,
@@ -84,7 +85,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             for variable, value in schedule.initial:
                 T.fill(rows[variable], value)
             first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
-            for step in T.Pipelined(stop - first, num_stages=tile.stages):
+            for step in loop(stop - first, tile.stages):
                 kv0 = (first + step) * tile.kv
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)

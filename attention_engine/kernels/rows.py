@@ -62,7 +62,7 @@ def preprocess(problem: Problem, backward: Backward, finals: tuple[str, ...], ti
     parameters.update({n: sizes.row(problem, pad=True) for n, _ in backward.rows})
     if tile is not None:
         parameters["workspace"] = workspace(sizes, problem, tile)
-    dim_v = padded(problem.dim_v)
+    dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
 
     @T.macro
     def body(buffers: Any) -> None:

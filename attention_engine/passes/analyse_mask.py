@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention_engine.ir.expr import Expr, Op, Type
+from attention_engine.ir.expr import Expr, Op, Type, const
 from attention_engine.ir.program import KV_IDX, Q_IDX
-from attention_engine.passes.simplify import add, const, mul, split_coefficient, terms
+from attention_engine.passes.simplify import add, mul, split_coefficient, terms
 
 
 @dataclass(frozen=True)

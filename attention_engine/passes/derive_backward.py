@@ -10,13 +10,13 @@ where rho_r = sum of f_r(x_j) and F are the returned rows. A max that only stead
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from attention_engine.errors import BackwardNotDerived
-from attention_engine.ir.evaluate import evaluate
-from attention_engine.ir.expr import LEAVES, Axis, Expr, Op, Type, const, is_const, make, substitute, topological
+from attention_engine.ir.evaluate import Value, evaluate
+from attention_engine.ir.expr import Axis, Expr, Number, Op, Type, const, is_const, make, substitute, topological
 from attention_engine.ir.program import (
     DELTA,
     OUTPUT,
@@ -27,11 +27,10 @@ from attention_engine.ir.program import (
     Backward,
     Program,
     final_gradient,
-    final_variable,
-    row_variable,
 )
-from attention_engine.passes.differentiate import differentiate, log_derivative
-from attention_engine.passes.simplify import add, factor_out, factors, mul, simplify, split_coefficient, terms
+from attention_engine.passes.differentiate import ZERO, differentiate, log_derivative
+from attention_engine.passes.row_values import RowValues, near, reductions_in
+from attention_engine.passes.simplify import add, factor_out, factors, mul, simplify, split_coefficient
 from attention_engine.passes.strength import use_exp2
 
 Gradients = dict[Expr, Expr]
@@ -58,96 +57,107 @@ def close(program: Program) -> ClosedForm:
     if OUTPUT in topological(factor) or not is_const(at_zero, 0):
         raise BackwardNotDerived(
             f"the epilogue's output is {output}, which is not the output so far times a factor of the row.\n"
-            "  Return o times or divided by row values, or write the static method `backward`."
+            "  Return o times or divided by row values; apply the rest to the engine's output."
         )
     return ClosedForm(mul(weights, factor), end, dict(zip((n for n, _ in program.finals), finals, strict=True)))
 
 
-def reductions_in(*roots: Expr) -> list[Expr]:
-    """The row reductions below the roots, inner ones first."""
-    return [n for n in topological(*roots) if n.op is Op.REDUCE]
-
-
 def is_steadying(reduction: Expr, *roots: Expr) -> bool:
-    """Does shifting this reduction leave the roots as they are? Tried on random rows in float64."""
-    for seed in range(3):
-        draw, length = random.Random(seed), 7
-        values = {}
-        for node in topological(*roots):
-            if node.op is Op.VAR or node.op is Op.LOAD:
-                values[node] = _sample(node, draw, length)
-        inner = topological(reduction)
-        at = evaluate(reduction, {n: v for n, v in values.items() if n in inner}, length)
+    """Does shifting this reduction leave the roots as they are? Tried on random rows in float64, large, small, positive."""
+    length, seen = 7, 0
+    for seed, (center, spread) in enumerate([(0.0, 1.0), (0.0, 4.0), (0.0, 0.1), (3.0, 0.5)]):
+        draw = random.Random(seed)
+        values = {n: _sample(n, draw, length, center, spread) for n in topological(*roots) if n.op in (Op.VAR, Op.LOAD)}
+        at = evaluate(reduction, values, length)
         for root in roots:
-            plain = evaluate(root, values, length)
-            shifted = evaluate(root, {**values, reduction: at + 0.37}, length)
-            if not all(_near(a, b) for a, b in zip(_row(plain), _row(shifted), strict=True)):
+            plain = _row(evaluate(root, values, length))
+            shifted = _row(evaluate(root, {**values, reduction: at + 0.37}, length))
+            if not all(near(a, b) for a, b in zip(plain, shifted, strict=True)):
                 return False
-    return True
+            seen += sum(map(math.isfinite, plain))
+    return seen > 0  # a row of NaNs shows nothing
 
 
-def _sample(node: Expr, draw: random.Random, length: int) -> object:
-    kind = {Type.FLOAT: lambda: draw.gauss(0, 1), Type.INT: lambda: draw.randrange(5), Type.BOOL: lambda: True}[node.dtype]
-    return [kind() for _ in range(length)] if Axis.KEY in node.axes else kind()
+def _sample(node: Expr, draw: random.Random, length: int, center: float, spread: float) -> object:
+    def number() -> Number:
+        match node.dtype:
+            case Type.FLOAT:
+                return draw.gauss(center, spread)
+            case Type.INT:
+                return draw.randrange(5)
+            case Type.BOOL:
+                return True
+
+    return [number() for _ in range(length)] if Axis.KEY in node.axes else number()
 
 
-def _row(value: object) -> list[float]:
-    return value if isinstance(value, list) else [value]  # type: ignore[list-item]
+def _row(value: Value) -> list[float]:
+    return value if isinstance(value, list) else [value]
 
 
-def _near(a: float, b: float) -> bool:
-    return a == b or abs(a - b) <= 1e-9 * (abs(a) + abs(b)) or (a != a and b != b)
+def has_gradient(root: Expr, inner: Expr) -> bool:
+    """Does a gradient of the root reach this node inside it, straight or through row reductions?"""
+    if not is_const(differentiate(root, [inner])[0], 0):
+        return True
+    between = [r for r in reductions_in(root) if r is not inner and inner in topological(r)]
+    return any(not is_const(differentiate(root, [r])[0], 0) and has_gradient(r.args[0], inner) for r in between)
 
 
 class _Deriver:
     """Collects the gradients of one program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, closed: ClosedForm) -> None:
         self.program = program
-        self.closed = close(program)
+        self.closed = closed
         self.undifferentiated: dict[str, str] = {}
+        self.steadying: set[Expr] = set()
         self.sensitivities = self._sensitivities()
 
     def _sensitivities(self) -> Gradients:
-        """A_r for each reduction that has one."""
-        weight, finals = self.closed.weight, self.closed.finals
-        found: Gradients = {}
-        for reduction in reductions_in(weight, *finals.values()):
-            extreme = reduction.arg != "sum"
-            if extreme and is_steadying(reduction, weight, *finals.values()):
+        """A_r for each sum that has one."""
+        live: Gradients = {}
+        for reduction in reductions_in(self.closed.weight, *self.closed.finals.values()):
+            if reduction.arg != "sum":
+                self._set_aside(reduction)
                 continue
-            slope = log_derivative(weight, reduction, SCORE)
+            slope = log_derivative(self.closed.weight, reduction, SCORE)
             if slope is None:
                 raise BackwardNotDerived(
-                    f"the final weight {weight} is not a factor of the score times a factor of the row (seen at {reduction}).\n"
-                    "  Write the static method `backward`."
+                    f"the final weight {self.closed.weight} is not a factor of the score times a factor of the row "
+                    f"(seen at {reduction}).\n  Write the static method `backward`."
                 )
-            if extreme and not is_const(slope, 0):
-                raise BackwardNotDerived(
-                    f"the weights depend on {reduction} itself, not only through sums; the gradient of a row's extreme is "
-                    "not derived.\n  Detach it (`.detach()`) to hold it constant, or write the static method `backward`."
-                )
-            parts = [mul(DELTA, slope)]
-            for name, final in finals.items():
-                (by_final,) = differentiate(final, [reduction])
-                if extreme and not is_const(by_final, 0):
-                    self.undifferentiated[name] = f"it holds {reduction}, whose gradient is not derived"
-                    continue
-                parts.append(mul(final_gradient(name), by_final))
-            found[reduction] = factor_out(add(*parts))
-        live = {r: a for r, a in found.items() if not is_const(a, 0)}
-        self._refuse_nested(live)
+            sensitivity = factor_out(add(mul(DELTA, slope), self._by_finals(reduction)))
+            if not is_const(sensitivity, 0):
+                live[reduction] = sensitivity
+        for reduction in live:
+            self._refuse_nested(reduction)
         return live
 
-    def _refuse_nested(self, live: Gradients) -> None:
-        for reduction in live:
-            for inner in live:
-                (slope,) = differentiate(reduction.args[0], [inner])
-                if inner is not reduction and not is_const(slope, 0):
-                    raise BackwardNotDerived(
-                        f"{reduction} depends on {inner}, which has a gradient of its own.\n"
-                        "  Detach the inner one (`.detach()`), or write the static method `backward`."
-                    )
+    def _set_aside(self, extreme: Expr) -> None:
+        """An extreme gets no gradient: refuses weights that need one, and notes the returned rows that would."""
+        if is_steadying(extreme, self.closed.weight):
+            self.steadying.add(extreme)
+        elif has_gradient(self.closed.weight, extreme):
+            raise BackwardNotDerived(
+                f"the weights depend on {extreme} itself; the gradient of a row's extreme is not derived.\n"
+                "  Detach it (`.detach()`) to hold it constant, or write the static method `backward`."
+            )
+        for name, final in self.closed.finals.items():
+            if has_gradient(final, extreme) and not is_steadying(extreme, final):
+                self.undifferentiated[name] = f"it holds {extreme}, whose gradient is not derived"
+
+    def _by_finals(self, target: Expr) -> Expr:
+        """What gradients of returned rows add to that of a target that stands in them outside reductions."""
+        slopes = ((name, differentiate(final, [target])[0]) for name, final in self.closed.finals.items())
+        return add(ZERO, *(mul(final_gradient(name), slope) for name, slope in slopes))
+
+    def _refuse_nested(self, reduction: Expr) -> None:
+        for inner in reductions_in(reduction.args[0]):
+            if inner not in self.steadying and has_gradient(reduction.args[0], inner):
+                raise BackwardNotDerived(
+                    f"{reduction} depends on {inner}, which has a gradient of its own.\n"
+                    "  Detach the inner one (`.detach()`), or write the static method `backward`."
+                )
 
     def with_respect_to(self, target: Expr) -> Expr:
         """What a pair adds to the gradient of `target` (SCORE, or a read of a custom input by online_fwd)."""
@@ -158,18 +168,24 @@ class _Deriver:
             parts.append(part)
         return factor_out(add(*parts))
 
-    def of_row(self, load: Expr) -> Expr | None:
-        """What a row adds to the gradient of a read that stands outside the sums; None where it stands inside."""
-        if Axis.KEY in load.axes or any(load in topological(r.args[0]) for r in self.sensitivities):
+    def of_load(self, load: Expr) -> tuple[Expr | None, Expr | None]:
+        """What a pair and what a row add to the gradient of a read by online_fwd or the epilogue (None: nothing)."""
+        by_finals = self._by_finals(load)
+        slope = self._row_slope(load)
+        if slope is None:
+            return self.with_respect_to(load), None if is_const(by_finals, 0) else by_finals
+        return None, add(mul(DELTA, slope), by_finals)
+
+    def _row_slope(self, load: Expr) -> Expr | None:
+        """d log(weight) / d load, where it is a row's and divides by nothing that could be 0."""
+        weight = self.closed.weight
+        if Axis.KEY in load.axes or any(load in topological(r) for r in self.sensitivities):
             return None
-        slope = log_derivative(self.closed.weight, load, SCORE)
+        slope = log_derivative(weight, load, SCORE)
         if slope is None:
             return None
-        parts = [mul(DELTA, slope)]
-        for name, final in self.closed.finals.items():
-            (by_final,) = differentiate(final, [load])
-            parts.append(mul(final_gradient(name), by_final))
-        return add(*parts)
+        divided = {n for n in topological(slope) if n.op is Op.RECIP} - set(topological(weight))
+        return slope if all(is_positive(n.args[0]) for n in divided) else None
 
 
 def is_positive(expr: Expr) -> bool:
@@ -233,116 +249,44 @@ def _name_weight(expr: Expr, weight: Expr) -> Expr:
     return done[expr]
 
 
-class _Rows:
-    """Turns row values that the backward's pairs need into rows to save and rows to read."""
-
-    def __init__(self, program: Program, closed: ClosedForm) -> None:
-        self.states = {s.variable for s in program.states}
-        self.by_states = {value: state for state, value in closed.states.items() if value.op is not Op.CONST}
-        self.finals = [(row, final_variable(name)) for name, row in program.finals]
-        self.saved: dict[Expr, str] = {}
-        self.rows: dict[Expr, str] = {}
-
-    def in_states(self, expr: Expr) -> Expr:
-        """The expression with row reductions as the final states that hold them."""
-        expr = simplify(substitute(expr, self.by_states))[0]
-        if left := reductions_in(expr):
-            raise BackwardNotDerived(
-                f"the backward pass needs {left[0]}, which no row state carries to the end of the row.\n"
-                "  Keep it in a state (online_rowscales), or write the static method `backward`."
-            )
-        return expr
-
-    def name(self, *roots: Expr) -> list[Expr]:
-        """The roots, every row value in them (the largest whole) replaced by a row variable."""
-        done = {node: row_variable(self._row(node)) for node in largest(roots, self._is_row)}
-        return [substitute(r, done) for r in roots]
-
-    def _is_row(self, node: Expr) -> bool:
-        return Axis.KEY not in node.axes and any(self._is_fact(n) for n in topological(node))
-
-    def _is_fact(self, node: Expr) -> bool:
-        return node in self.states or _is_late(node)
-
-    def _row(self, node: Expr) -> str:
-        return self.rows.setdefault(self.settle(node), f"row{len(self.rows)}")
-
-    def settle(self, node: Expr) -> Expr:
-        """A row value as an expression of saved rows, DELTA and final gradients."""
-        for final, variable in self.finals:
-            if (ratio := proportion(node, final)) is not None:
-                return mul(const(ratio), variable)
-        parts = largest([node], self._is_savable)
-        keep = {part: final_variable(self.saved.setdefault(part, f"_{len(self.saved)}")) for part in parts}
-        return simplify(substitute(node, keep))[0]
-
-    def _is_savable(self, node: Expr) -> bool:
-        inside = topological(node)
-        return any(n in self.states for n in inside) and not any(_is_late(n) for n in inside)
-
-
-def _is_late(node: Expr) -> bool:
-    """Is it known only in the backward pass (or saved for it already)?"""
-    return node is DELTA or (node.op is Op.VAR and node.name.startswith(("final.", "dfinal.")))
-
-
-def largest(roots: Iterable[Expr], chosen: Callable[[Expr], bool]) -> list[Expr]:
-    """The nodes below the roots that are chosen and don't stand inside another chosen one, each once."""
-    found: dict[Expr, None] = {}
-    seen: set[Expr] = set()
-    stack = list(roots)[::-1]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if chosen(node):
-            found[node] = None
-        else:
-            stack.extend(reversed(node.args))
-    return list(found)
-
-
-def proportion(a: Expr, b: Expr) -> float | None:
-    """k where a = k * b, term by term; else None."""
-    ours = {rest: number for number, rest in map(split_coefficient, terms(a))}
-    theirs = {rest: number for number, rest in map(split_coefficient, terms(b))}
-    if ours.keys() != theirs.keys() or None in ours:
-        return None
-    ratios = [ours[rest] / theirs[rest] for rest in ours]
-    return ratios[0] if all(_near(r, ratios[0]) for r in ratios) else None
-
-
 def derive_backward(program: Program) -> Backward:
     """The backward pass; raises BackwardNotDerived, with what to do, where it can't be had."""
-    deriver = _Deriver(program) if program.backward is None else None
-    closed = deriver.closed if deriver else close(program)
+    closed = close(program)
     weight = merge_row_factor(closed.weight) if program.forward is None else program.forward
-    online = [n for n in topological(closed.weight, *closed.finals.values()) if n.op is Op.LOAD and n.dtype is Type.FLOAT]
+    loads = _float_loads(closed.weight, *closed.finals.values())
+    by_hand = program.backward
+    deriver = _Deriver(program, closed) if by_hand is None or loads else None
     pair: Gradients = {}
     by_row: Gradients = {}
-    if deriver is None:
-        assert program.backward is not None
-        score_gradient = simplify(program.backward)[0]
+    undifferentiated: dict[str, str] = {}
+    if deriver is not None:
+        undifferentiated = deriver.undifferentiated
+        for load in loads:
+            of_pair, of_row = deriver.of_load(load)
+            if of_pair is not None:
+                pair[load] = _name_weight(of_pair, closed.weight)
+            if of_row is not None:
+                by_row[load] = of_row
+    if by_hand is not None:
+        (score_gradient,) = simplify(by_hand)
         undifferentiated = {n: "a `backward` written by hand doesn't say it" for n in closed.finals}
     else:
+        assert deriver is not None
         score_gradient = _name_weight(deriver.with_respect_to(SCORE), closed.weight)
-        undifferentiated = deriver.undifferentiated
-        for load in online:
-            if (row := deriver.of_row(load)) is not None:
-                by_row[load] = row
-            else:
-                pair[load] = _name_weight(deriver.with_respect_to(load), closed.weight)
-    score_loads = [n for n in topological(program.score) if n.op is Op.LOAD and n.dtype is Type.FLOAT]
+    score_loads = _float_loads(program.score)
     by_score = differentiate(program.score, [PRODUCT, *score_loads], score_gradient)
     for load, gradient in zip(score_loads, by_score[1:], strict=True):
         pair[load] = add(pair[load], gradient) if load in pair else gradient
     return _assemble(program, closed, weight, by_score[0], pair, by_row, undifferentiated)
 
 
+def _float_loads(*roots: Expr) -> list[Expr]:
+    return [n for n in topological(*roots) if n.op is Op.LOAD and n.dtype is Type.FLOAT]
+
+
 def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr, pair: Gradients, by_row: Gradients,
               undifferentiated: dict[str, str]) -> Backward:  # fmt: skip
-    rows = _Rows(program, closed)
+    rows = RowValues(program.finals, closed.states)
     named = rows.name(*use_exp2(*(rows.in_states(e) for e in (weight, factor_out(product), *pair.values()))))
     in_score = {SCORE: simplify(program.score)[0]}
     weights, product, *pairs = use_exp2(*(substitute(e, in_score) for e in named))
@@ -351,10 +295,6 @@ def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr,
     used = {n.name for n in topological(*needed) if n.op is Op.VAR} if needed else set()
     saved = [(n, e) for n, e in program.finals if f"final.{n}" in used]
     saved += [(name, expr) for expr, name in rows.saved.items()]
-    return Backward(tuple(saved), _pairs(rows.rows), weights, product, tuple(zip(pair, pairs, strict=True)), row_gradients,
+    read = tuple((name, expr) for expr, name in rows.rows.items())
+    return Backward(tuple(saved), read, weights, product, tuple(zip(pair, pairs, strict=True)), row_gradients,
                     tuple(undifferentiated.items()))  # fmt: skip
-
-
-def _pairs(rows: dict[Expr, str]) -> tuple[tuple[str, Expr], ...]:
-    return tuple((name, expr) for expr, name in rows.items())
-

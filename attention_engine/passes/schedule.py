@@ -14,8 +14,8 @@ from typing import Union
 from attention_engine.ir.evaluate import LOWEST, evaluate
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, substitute, topological, var
 from attention_engine.ir.program import OUTPUT, PAIR, ROW, SCORE, Backward, Program, State
-from attention_engine.passes.derive_backward import largest
 from attention_engine.passes.differentiate import differentiate
+from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, mul, reduce, simplify, split_coefficient, where
 from attention_engine.passes.strength import lighten, use_exp2
 

@@ -99,7 +99,11 @@ def add(*operands: Expr) -> Expr:
                 weights[rest] = weights.get(rest, 0) + number
     if isinstance(constant, float) and not math.isfinite(constant):
         return const(constant, dtype)
-    parts = _join_branches([_scaled(weights[rest], rest) for rest in sorted(weights, key=_rank) if weights[rest] != 0])
+    parts = [_scaled(weights[rest], rest) for rest in sorted(weights, key=_rank) if weights[rest] != 0]
+    again = any(weights[rest] in (1, -1) for rest in weights if rest.op is Op.ADD)  # 3(x + y) - 2(x + y) is x + y
+    parts, joined = _join_branches(parts)
+    if again or joined:
+        return add(*parts, const(constant, dtype))
     if constant != 0 or not parts:
         parts.append(const(constant, dtype))
     tree = _grouped(Op.ADD, parts)
@@ -107,21 +111,41 @@ def add(*operands: Expr) -> Expr:
     return tree
 
 
-def _join_branches(parts: list[Expr]) -> list[Expr]:
-    """where(c, a, 0) + where(c, b, 0) as where(c, a + b, 0)."""
-    branches: dict[Expr, list[Expr]] = {}
+def _join_branches(parts: list[Expr]) -> tuple[list[Expr], bool]:
+    """where(c, a, 0) + where(c, b, 0) as where(c, a + b, 0); whether there were any."""
+    branches: dict[Expr | None, list[Expr]] = {}
     for part in parts:
-        if part.op is Op.WHERE and is_const(part.args[2], 0):
-            branches.setdefault(part.args[0], []).append(part.args[1])
-    doubled = {c: values for c, values in branches.items() if len(values) > 1}
+        branch = split_coefficient(part)[1]
+        condition = branch.args[0] if branch is not None and _is_branch(branch) else None
+        branches.setdefault(condition, []).append(part)
+    left = branches.pop(None, [])
+    doubled = {c: same for c, same in branches.items() if len(same) > 1}
     if not doubled:
-        return parts
-    rest = [p for p in parts if not (p.op is Op.WHERE and is_const(p.args[2], 0) and p.args[0] in doubled)]
-    return rest + [where(c, add(*values), const(0, values[0].dtype)) for c, values in doubled.items()]
+        return parts, False
+    left += [part for c, same in branches.items() if c not in doubled for part in same]
+    zero = const(0, parts[0].dtype)
+    return left + [where(c, add(*map(_inside, same)), zero) for c, same in doubled.items() if c is not None], True
+
+
+def _is_branch(expr: Expr) -> bool:
+    return expr.op is Op.WHERE and is_const(expr.args[2], 0)
+
+
+def _inside(part: Expr) -> Expr:
+    """n * a of n * where(c, a, 0)."""
+    number, branch = split_coefficient(part)
+    assert branch is not None
+    value = branch.args[1]
+    return value if number == 1 else add(*[mul(const(number, value.dtype), t) for t in terms(value)])
 
 
 def _scaled(number: Number, rest: Expr) -> Expr:
-    return rest if number == 1 else make(Op.MUL, const(number, rest.dtype), rest)
+    """number * rest, rest having no number of its own."""
+    if number == 1:
+        return rest
+    if rest.op is Op.ADD and (number == -1 or rest.dtype is Type.INT):
+        return add(*[mul(const(number, rest.dtype), t) for t in terms(rest)])
+    return make(Op.MUL, const(number, rest.dtype), rest)
 
 
 def mul(*operands: Expr) -> Expr:
@@ -139,13 +163,11 @@ def mul(*operands: Expr) -> Expr:
         return const(number, dtype)
     tree = _grouped(Op.MUL, sorted(rest, key=_rank))
     assert tree is not None
-    if tree.op is Op.ADD and number != 1 and (number == -1 or dtype is Type.INT):
-        return add(*[mul(const(number, dtype), t) for t in terms(tree)])
     return _scaled(number, tree)
 
 
 def recip(a: Expr) -> Expr:
-    """1 / a, opened over products and exponentials."""
+    """1 / a, opened over numbers and exponentials."""
     if a.op is Op.CONST:
         return const(PYTHON[Op.RECIP](float(a.value)))
     if a.op is Op.RECIP:
@@ -166,9 +188,10 @@ def power(a: Expr, b: Expr) -> Expr:
             return mul(*[a] * int(exponent))
         if exponent in (-1, -2, -3, -4):
             return recip(mul(*[a] * int(-exponent)))
-        named = {0: lambda: const(1.0), 0.5: lambda: make(Op.SQRT, a), -0.5: lambda: make(Op.RSQRT, a)}
-        if exponent in named:
-            return named[exponent]()
+        if exponent == 0:
+            return const(1.0)
+        if exponent in (0.5, -0.5):
+            return _plain(Op.SQRT if exponent > 0 else Op.RSQRT)(a)
     return _plain(Op.POW)(a, b)
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 from attention_engine.ir.expr import Axis, Expr, Number, Op, const, make, transform
-from attention_engine.passes.simplify import CONSTRUCTORS, add, construct, factors, group_of, mul, split_coefficient, terms
+from attention_engine.passes.simplify import (
+    CONSTRUCTORS,
+    add,
+    construct,
+    factors,
+    group_of,
+    mul,
+    split_coefficient,
+    terms,
+)
 
 LOG2_E = 1.0 / math.log(2.0)
 

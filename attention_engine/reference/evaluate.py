@@ -71,7 +71,7 @@ class Evaluator:
         for node in topological(expr):
             if node not in self.done:
                 missing = [a for a in node.args if a not in self.done]
-                if not missing and not (node.op is Op.VAR):
+                if not missing and node.op is not Op.VAR:
                     self.done[node] = self._compute(node)
         if expr not in self.done:
             raise KeyError(f"no value for a variable of {expr}")

@@ -59,7 +59,9 @@ class LoweredKernel:
 
     def resources(self) -> Resources:
         """Registers, spills and shared memory, from ptxas and the launch code; needs nvcc and no GPU, takes seconds."""
-        return parse_resources(ptxas_report(self.cuda, self.arch, self.flags), dynamic_shared_bytes(self.cuda, self.host))
+        return parse_resources(
+            ptxas_report(self.cuda, self.arch, self.flags), dynamic_shared_bytes(self.cuda, self.host)
+        )
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,8 @@ def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, Any]) -> bool:
 @functools.lru_cache(maxsize=1)
 def load_tilelang() -> Any:
     """Import TileLang (after torch, whose libraries it shares) with our cache directory and without its reports."""
-    import torch  # noqa: F401
     import tilelang
+    import torch  # noqa: F401
 
     directory = settings.cache_dir()
     if directory is not None:

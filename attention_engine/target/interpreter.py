@@ -13,11 +13,11 @@ import torch
 
 from attention_engine.errors import NotInterpretable
 from attention_engine.target.program_arguments import Arguments
-from attention_engine.target.scalar_ops import poison
-from attention_engine.target.tile_buffers import MASK, Lanes, handle_of, kind_of
+from attention_engine.target.tile_buffers import MASK, Lanes
 from attention_engine.target.tile_expressions import ExpressionCompiler
 from attention_engine.target.tile_ops import SILENT_OPS, TILE_OPS
-from attention_engine.target.tile_windows import Frame, Run, Window, fresh_tensor, scatter
+from attention_engine.target.tile_windows import Frame, Run, Window, scatter
+from attention_engine.target.tir_nodes import handle_of, kind_of, variables_of
 
 PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane
 BODIES = {"For": "body", "While": "body", "AttrStmt": "body", "SBlock": "body", "SBlockRealize": "block"}
@@ -38,11 +38,16 @@ class Interpreter:
         self._slots = compiler.slots
 
     def __call__(self, *arguments: torch.Tensor | float | int) -> None:
-        """Run all blocks of the grid."""
-        with torch.no_grad():
-            frame: Frame = [None] * self._slots
-            self._arguments.bind(frame, arguments)
-            self._body(frame)
+        """Run all blocks of the grid, on one thread: tiles are so small that more would only wait for each other."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.no_grad():
+                frame: Frame = [None] * self._slots
+                self._arguments.bind(frame, arguments)
+                self._body(frame)
+        finally:
+            torch.set_num_threads(threads)
 
 
 class _BreakLoop(Exception):
@@ -103,7 +108,7 @@ class _StatementCompiler(ExpressionCompiler):
 
     def _block(self, node: Any) -> Run:
         self.note_safe_values(node.annotations)
-        allocate = [self._allocation(buffer) for buffer in node.alloc_buffers]
+        allocate = [self.allocation(buffer) for buffer in node.alloc_buffers]
         body = self.statement(node.body)
 
         def run(frame: Frame) -> None:
@@ -117,35 +122,11 @@ class _StatementCompiler(ExpressionCompiler):
         return run
 
     def _allocate(self, node: Any) -> Run:
-        return self._allocation(node.buffer)
+        return self.allocation(node.buffer)
 
     def _alias(self, node: Any) -> Run:
         self.buffer(node.buffer)
         return _nothing
-
-    def _allocation(self, buffer: Any) -> Run:
-        """Code that fills a buffer with poison; the tensor itself is made once a run."""
-        info = self.declare(buffer)
-        slot, bad = info.slot, poison(info.dtype)
-        lengths = [self.value(length) for length in buffer.shape]
-        if info.private:
-            count = self.private_length(info)
-
-            def reset(frame: Frame) -> None:
-                frame[slot] = [bad] * count
-
-            return reset
-
-        def allocate(frame: Frame) -> None:
-            shape = [length(frame) for length in lengths] if info.shape is None else info.shape
-            tensor = frame[slot]
-            if tensor is None or tuple(tensor.shape) != tuple(shape):
-                frame[slot] = fresh_tensor(shape, info.dtype, bad)
-                self.make_views(frame, slot)
-            else:
-                tensor.fill_(bad)
-
-        return allocate
 
     def _annotated(self, node: Any) -> Run:
         return self.statement(node.body)
@@ -162,6 +143,9 @@ class _StatementCompiler(ExpressionCompiler):
     def _binding(self, node: Any) -> Run:
         if self.is_thread_index(node.value):
             self.threads.add(handle_of(node.var))
+            return _nothing
+        if not all(self.is_known(variable) for variable in variables_of(node.value)):
+            self.defer(node.var, node.value)
             return _nothing
 
         def build() -> Run:
@@ -388,5 +372,3 @@ class _StatementCompiler(ExpressionCompiler):
 
 def _nothing(frame: Frame) -> None:
     """A statement without an effect here."""
-
-

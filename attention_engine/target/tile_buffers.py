@@ -11,7 +11,8 @@ import torch
 
 from attention_engine.errors import NotInterpretable
 from attention_engine.target.scalar_ops import STORAGE, poison
-from attention_engine.target.tile_windows import BufferInfo, Frame, Run, Span, Whole, Window
+from attention_engine.target.tile_windows import BufferInfo, Frame, Run, Span, Whole, Window, fresh_tensor
+from attention_engine.target.tir_nodes import handle_of, kind_of
 
 MASK = 0  # the slot of the lanes that the enclosing conditions leave active; None: all
 
@@ -32,16 +33,6 @@ class Place(NamedTuple):
     axis: int | None
     start: Run
     const: int | None  # the start, where it is known before the run
-
-
-def handle_of(node: Any) -> int:
-    """The identity of a TIR node, whose Python wrapper is made anew at each access."""
-    return node.__chandle__()
-
-
-def kind_of(node: Any) -> str:
-    """The name of a TIR node's class."""
-    return type(node).__name__
 
 
 def constant(value: Any) -> Run:
@@ -81,6 +72,7 @@ class BufferCompiler:
         self._view_slots: dict[tuple[Any, ...], int] = {}
         self._variables: dict[int, Code] = {}
         self._places: dict[int, Place] = {}
+        self._deferred: dict[int, Any] = {}
         self._buffers: dict[int, BufferInfo] = {}
         self._owners: dict[int, BufferInfo] = {}  # by the variable of a buffer's memory
         self._safe_values: dict[int, Run] = {}
@@ -118,6 +110,16 @@ class BufferCompiler:
         self._places[handle_of(node)] = Place(place.axis, slot_reader(slot), place.const)
         return slot
 
+    def defer(self, node: Any, value: Any) -> None:
+        """Let a name stand for an expression of variables that get their values later, as T.Persistent has them."""
+        self._deferred[handle_of(node)] = value
+
+    def resolved(self, node: Any) -> Any:
+        """The expression that a deferred name stands for."""
+        while kind_of(node) == "Var" and handle_of(node) in self._deferred:
+            node = self._deferred[handle_of(node)]
+        return node
+
     def lane_variable(self, node: Any, lanes: Lanes, start: Code) -> int:
         """A slot for the variable of a parallel loop."""
         slot = self.new_slot()
@@ -139,6 +141,7 @@ class BufferCompiler:
 
     def place(self, node: Any) -> Place | None:
         """An index as lane + start, or None where it has another form."""
+        node = self.resolved(node)
         kind = kind_of(node)
         if kind == "Var" and handle_of(node) in self._places:
             return self._places[handle_of(node)]
@@ -166,12 +169,20 @@ class BufferCompiler:
             raise NotInterpretable(f"the data type {dtype} of buffer `{node.name}`")
         lengths = [self.expression(length).const for length in node.shape]
         shape = None if None in lengths else tuple(lengths)
-        outside = constant(0 if scope == "global" else poison(dtype))
-        outside = self._safe_values.get(handle_of(node.data), outside)
+        outside = self._outside(handle_of(node.data), 0 if scope == "global" else poison(dtype))
         info = BufferInfo(self.new_slot(), str(node.name), scope, dtype, shape, outside)
         self._buffers[handle_of(node)] = info
         self._owners[handle_of(node.data)] = info
         return info
+
+    def _outside(self, memory: int, value: float | int) -> Run:
+        """What loads out of range give; the annotation that may change it is met after the parameters."""
+
+        def outside(frame: Frame) -> Any:
+            safe = self._safe_values.get(memory)
+            return value if safe is None else safe(frame)
+
+        return outside
 
     def buffer(self, node: Any) -> BufferInfo:
         """What is known of a buffer; one that shares another's memory is a view of it."""
@@ -192,6 +203,30 @@ class BufferCompiler:
         self.views.setdefault(owner.slot, []).append((info.slot, make))
         self._buffers[handle_of(node)] = info
         return info
+
+    def allocation(self, buffer: Any) -> Run:
+        """Code that fills a buffer with poison; the tensor itself is made once a run."""
+        info = self.declare(buffer)
+        slot, bad = info.slot, poison(info.dtype)
+        lengths = [self.value(length) for length in buffer.shape]
+        if info.private:
+            count = self.private_length(info)
+
+            def reset(frame: Frame) -> None:
+                frame[slot] = [bad] * count
+
+            return reset
+
+        def allocate(frame: Frame) -> None:
+            shape = [length(frame) for length in lengths] if info.shape is None else info.shape
+            tensor = frame[slot]
+            if tensor is None or tuple(tensor.shape) != tuple(shape):
+                frame[slot] = fresh_tensor(shape, info.dtype, bad)
+                self.make_views(frame, slot)
+            else:
+                tensor.fill_(bad)
+
+        return allocate
 
     def make_views(self, frame: Frame, slot: int) -> None:
         """Make, at run time, the views of a buffer whose tensor is new."""

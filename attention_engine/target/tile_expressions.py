@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,47 +20,9 @@ from attention_engine.target.scalar_ops import (
     reinterpret,
     wraps,
 )
-from attention_engine.target.tile_buffers import MASK, BufferCompiler, Code, constant, handle_of, kind_of
+from attention_engine.target.tile_buffers import MASK, BufferCompiler, Code, constant
 from attention_engine.target.tile_windows import BufferInfo, Frame, Run, gather
-
-LEAVES = frozenset({"Var", "SizeVar", "IntImm", "FloatImm", "StringImm"})
-OPERANDS: dict[str, tuple[str, ...]] = {
-    "Not": ("a",),
-    "Cast": ("value",),
-    "Select": ("condition", "true_value", "false_value"),
-    "Let": ("value", "body"),
-}
-
-
-def operands(node: Any) -> Iterator[Any]:
-    """The expressions that an expression is made of."""
-    kind = kind_of(node)
-    if kind == "Call":
-        yield from node.args
-    elif kind == "BufferLoad":
-        yield from node.indices
-    elif kind not in LEAVES:
-        for name in OPERANDS.get(kind, ("a", "b")):
-            if hasattr(node, name):
-                yield getattr(node, name)
-
-
-def nodes_used_twice(roots: Sequence[Any]) -> set[int]:
-    """The inner nodes which more than one place of these expressions uses."""
-    seen: set[int] = set()
-    twice: set[int] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if kind_of(node) in LEAVES or not hasattr(node, "__chandle__"):
-            continue
-        handle = handle_of(node)
-        if handle in seen:
-            twice.add(handle)
-        else:
-            seen.add(handle)
-            pending.extend(operands(node))
-    return twice
+from attention_engine.target.tir_nodes import handle_of, kind_of, nodes_used_twice
 
 
 class ExpressionCompiler(BufferCompiler):
@@ -108,6 +70,7 @@ class ExpressionCompiler(BufferCompiler):
         """A compiled expression, remembered at run time where the statement uses it again."""
         if isinstance(node, (bool, int, float)):
             return Code(constant(node), "bool" if isinstance(node, bool) else "int32", const=node)
+        node = self.resolved(node)
         handle = handle_of(node)
         code = self._compiled.get(handle)
         if code is None:
@@ -226,9 +189,7 @@ class ExpressionCompiler(BufferCompiler):
         lanes = test.lanes | yes.lanes | no.lanes
         which, then, otherwise = test.run, yes.run, no.run
         if not test.lanes:
-            return Code(
-                lambda frame: then(frame) if which(frame) else otherwise(frame), dtype, lanes, may_be_view=True
-            )
+            return Code(lambda frame: then(frame) if which(frame) else otherwise(frame), dtype, lanes, may_be_view=True)
         result_dtype = compute_dtype(dtype)
 
         def run(frame: Frame) -> torch.Tensor:

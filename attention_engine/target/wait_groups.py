@@ -11,7 +11,9 @@ import importlib
 import threading
 from typing import Any
 
-FLAGS = ["-DATTENTION_ENGINE_WAIT_GROUPS=1"]  # in the compiler's cache key: another version of the pass is another kernel
+FLAGS = [
+    "-DATTENTION_ENGINE_WAIT_GROUPS=1"
+]  # in the compiler's cache key: another version of the pass is another kernel
 LONGEST_LOOP = 8  # iterations to write out; the drains of pipelines have at most stages - 1
 
 _lock = threading.Lock()

@@ -11,16 +11,22 @@ def default_tiles(problem: Problem, maths: Maths, target: Target) -> Tiles:
     """Tiles that fit the target and are good for the problem."""
     wide = max(problem.dim, problem.dim_v)
     if problem.dtype == "float32":
-        return _fp32(wide)
+        return _fp32(wide, target)
     if isinstance(target, Arch) and not target.has_wgmma:
         return _ampere(wide)
     return _hopper(problem)
 
 
-def _fp32(wide: int) -> Tiles:
-    side = 64 if wide <= 64 else 32
-    tile = Tile(side, side, 128 if side == 64 else 64, 1)
-    return Tiles(tile, tile, tile)
+def _fp32(wide: int, target: Target) -> Tiles:
+    """Each operand stands in shared memory twice (high and low part), so tiles are small; no pipeline."""
+    roomy = not isinstance(target, Arch) or target.shared_memory_per_block > 160 * 1024
+    if wide <= 64:
+        return Tiles(Tile(64, 32, 128, 0) if roomy else Tile(32, 32, 64, 0), Tile(32, 32, 64, 0), Tile(32, 32, 64, 0))
+    if wide <= 128:
+        side = Tile(32, 32, 64, 0) if roomy else Tile(16, 16, 32, 0)
+        return Tiles(Tile(32, 16, 64, 0), side, side)
+    small = Tile(16, 16, 32, 0)
+    return Tiles(Tile(32, 16, 64, 0) if roomy else small, small, small)
 
 
 def _hopper(problem: Problem) -> Tiles:

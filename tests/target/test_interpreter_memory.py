@@ -1,4 +1,4 @@
-"""The interpreter's memory: what lies out of range, what nobody wrote, who may write, and where loops and masks lead."""
+"""The interpreter's memory: what lies out of range, what nobody wrote, and where loops, masks and names lead."""
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ def test_copies_fill_with_zeros_and_drop_what_lies_outside() -> None:
     length = T.dynamic("length")
 
     @T.prim_func
-    def main(X: T.Tensor((length, 16), "float32"), Y: T.Tensor((length, 16), "float32"), Z: T.Tensor((64, 16), "float32")):
+    def main(
+        X: T.Tensor((length, 16), "float32"), Y: T.Tensor((length, 16), "float32"), Z: T.Tensor((64, 16), "float32")
+    ):
         with T.Kernel(T.ceildiv(length, 32), threads=128) as block:
             tile = T.alloc_shared([32, 16], "float32")
             T.copy(X[block * 32 : (block + 1) * 32, :], tile)
@@ -33,13 +35,23 @@ def test_elements_out_of_range_read_zero_and_are_not_stored() -> None:
     length = T.dynamic("length")
 
     @T.prim_func
-    def main(X: T.Tensor((length,), "float32"), I: T.Tensor((64,), "int32"), Y: T.Tensor((length,), "float32"), G: T.Tensor((64,), "float32")):  # fmt: skip
+    def main(
+        X: T.Tensor((length,), "float32"),
+        Index: T.Tensor((64,), "int32"),
+        Y: T.Tensor((length,), "float32"),
+        G: T.Tensor((64,), "float32"),
+    ):
         with T.Kernel(1, threads=64):
             for i in T.Parallel(64):
-                G[i] = X[I[i]]
+                G[i] = X[Index[i]]
                 Y[i - 3] = X[i - 3] * 2.0
 
-    x, index, y, got = torch.randn(40), torch.randint(-20, 60, (64,), dtype=torch.int32), torch.zeros(40), torch.zeros(64)
+    x, index, y, got = (
+        torch.randn(40),
+        torch.randint(-20, 60, (64,), dtype=torch.int32),
+        torch.zeros(40),
+        torch.zeros(64),
+    )
     Interpreter(main)(x, index, y, got)
     inside = (index >= 0) & (index < 40)
     assert torch.equal(got, torch.where(inside, x[index.clamp(0, 39)], 0.0))
@@ -50,10 +62,10 @@ def test_an_empty_tensor_reads_zero() -> None:
     length = T.dynamic("length")
 
     @T.prim_func
-    def main(X: T.Tensor((length,), "float32"), I: T.Tensor((8,), "int32"), Y: T.Tensor((8,), "float32")):
+    def main(X: T.Tensor((length,), "float32"), Index: T.Tensor((8,), "int32"), Y: T.Tensor((8,), "float32")):
         with T.Kernel(1, threads=32):
             for i in T.Parallel(8):
-                Y[i] = X[I[i]] + X[i]
+                Y[i] = X[Index[i]] + X[i]
 
     y = torch.ones(8)
     Interpreter(main)(torch.zeros(0), torch.zeros(8, dtype=torch.int32), y)
@@ -83,7 +95,7 @@ def test_stores_outside_a_tile_on_chip_are_refused() -> None:
             for i in T.Parallel(8):
                 tile[i + 1] = X[i]
 
-    with pytest.raises(NotInterpretable, match="a store outside the shared.dyn buffer `tile`"):
+    with pytest.raises(NotInterpretable, match=r"a store outside the shared\.dyn buffer `tile`"):
         Interpreter(main)(torch.zeros(8))
 
 
@@ -117,7 +129,12 @@ def test_conditions_mask_lanes_within_a_parallel_nest() -> None:
 
 def test_broadcasts_transposes_and_inner_loops_keep_their_axes() -> None:
     @T.prim_func
-    def main(X: T.Tensor((8, 4), "float32"), R: T.Tensor((8,), "float32"), Y: T.Tensor((4, 8), "float32"), Z: T.Tensor((8,), "float32")):  # fmt: skip
+    def main(
+        X: T.Tensor((8, 4), "float32"),
+        R: T.Tensor((8,), "float32"),
+        Y: T.Tensor((4, 8), "float32"),
+        Z: T.Tensor((8,), "float32"),
+    ):
         with T.Kernel(1, threads=32):
             x = T.alloc_shared([8, 4], "float32")
             row = T.alloc_fragment([8], "float32")
@@ -146,7 +163,7 @@ def test_variables_while_loops_breaks_and_early_ends() -> None:
             number = T.alloc_var("int32", init=0)
             number = 27 + block
             while number != 1:
-                if number % 2 == 0:
+                if number % 2 == 0:  # noqa: SIM108 - TileLang traces statements
                     number = number // 2
                 else:
                     number = number * 3 + 1
@@ -188,7 +205,13 @@ def test_atomics_add_by_element_and_by_tile() -> None:
     length = T.dynamic("length")
 
     @T.prim_func
-    def main(X: T.Tensor((length, 16), "float32"), I: T.Tensor((length,), "int32"), T_: T.Tensor((length, 16), "float32"), H: T.Tensor((4,), "float32"), N: T.Tensor((1,), "int32")):  # fmt: skip
+    def main(
+        X: T.Tensor((length, 16), "float32"),
+        Index: T.Tensor((length,), "int32"),
+        T_: T.Tensor((length, 16), "float32"),
+        H: T.Tensor((4,), "float32"),
+        N: T.Tensor((1,), "int32"),
+    ):
         with T.Kernel(T.ceildiv(length, 32), 2, threads=128) as (block, _):
             tile = T.alloc_shared([32, 16], "float32")
             T.copy(X[block * 32 : (block + 1) * 32, :], tile)
@@ -196,7 +219,7 @@ def test_atomics_add_by_element_and_by_tile() -> None:
             for i, j in T.Parallel(32, 16):
                 T.atomic_add(T_[block * 32 + i, j], tile[i, j])
                 if block * 32 + i < length:
-                    T.atomic_add(H[I[block * 32 + i]], tile[i, j])
+                    T.atomic_add(H[Index[block * 32 + i]], tile[i, j])
             T.atomic_add(N[0], 1)
 
     x, index = torch.randn(50, 16), torch.randint(0, 4, (50,), dtype=torch.int32)
@@ -245,7 +268,9 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         run(x)
     with pytest.raises(ValueError, match=r"argument 1 \(`Y`\) has shape \(5, 8\); the kernel takes \(4, 8\)"):
         run(x, torch.zeros(5, 8))
-    with pytest.raises(ValueError, match=r"argument 1 \(`Y`\) is torch.float16 on cpu; the interpreter takes torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"argument 1 \(`Y`\) is torch\.float16 on cpu; the interpreter takes torch\.float32"
+    ):
         run(x, x.half())
     with pytest.raises(ValueError, match=r"argument 0 \(`X`\) has strides \(1, 4\); the kernel takes \(8, 1\)"):
         run(torch.zeros(8, 4).T, x)
@@ -266,10 +291,104 @@ def test_what_has_no_meaning_is_named() -> None:
             thread = T.get_thread_binding()
             X[thread] = 1.0
 
-    with pytest.raises(NotInterpretable, match="the call tirx.call_extern of __expf"):
+    with pytest.raises(NotInterpretable, match=r"the call tirx\.call_extern of __expf"):
         Interpreter(calls_out)
     with pytest.raises(NotInterpretable, match="the thread index `thread`"):
         Interpreter(splits_threads)
+
+
+def test_a_reshaped_tile_is_the_same_memory() -> None:
+    @T.prim_func
+    def main(X: T.Tensor((4, 32), "float32"), Y: T.Tensor((32, 4), "float32")):
+        with T.Kernel(1, threads=32):
+            tile = T.alloc_shared([4, 32], "float32")
+            T.copy(X, tile)
+            turned = T.reshape(tile, [32, 4])
+            T.sync_threads()
+            T.copy(turned, Y)
+
+    x, y = torch.randn(4, 32), torch.zeros(32, 4)
+    Interpreter(main)(x, y)
+    assert torch.equal(y, x.view(32, 4))
+
+
+def test_safe_values_stand_for_what_lies_outside() -> None:
+    @T.prim_func
+    def main(X: T.Tensor((10,), "float32"), Y: T.Tensor((16,), "float32")):
+        with T.Kernel(1, threads=32):
+            tile = T.alloc_shared([16], "float32")
+            T.annotate_safe_value({X: -7.0})
+            T.copy(X[0:16], tile)
+            T.copy(tile, Y)
+
+    y = torch.zeros(16)
+    Interpreter(main)(torch.ones(10), y)
+    assert y.tolist() == [1.0] * 10 + [-7.0] * 6
+
+
+def test_persistent_blocks_take_every_tile_once() -> None:
+    @T.prim_func
+    def main(X: T.Tensor((4, 8), "float32")):
+        with T.Kernel(3, threads=32) as block:
+            T.use_swizzle(10)
+            for i, j in T.Persistent([4, 2], 3, block):
+                for k in T.vectorized(4):
+                    X[i, j * 4 + k] = X[i, j * 4 + k] + 1.0 * k
+
+    x = torch.zeros(4, 8)
+    Interpreter(main)(x)
+    assert torch.equal(x, torch.arange(4.0).repeat(4, 2))
+
+
+def test_private_arrays_hold_one_value_for_each_lane() -> None:
+    @T.prim_func
+    def main(X: T.Tensor((16, 4), "float32"), Y: T.Tensor((16,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(16):
+                mine = T.alloc_local([4], "float32")
+                for k in T.unroll(4):
+                    mine[k] = X[i, k] * 2.0
+                if i > 3:
+                    mine[1] = 0.0
+                Y[i] = mine[0] + mine[1] + mine[2] + mine[3]
+
+    x, y = torch.randn(16, 4), torch.zeros(16)
+    Interpreter(main)(x, y)
+    x[4:, 1] = 0
+    torch.testing.assert_close(y, 2 * x.sum(1))
+
+
+def test_kernels_of_one_program_run_one_after_the_other() -> None:
+    length = T.dynamic("length")
+
+    @T.prim_func
+    def main(X: T.Tensor((length,), "float32"), Y: T.Tensor((length,), "float32"), N: T.Tensor((1,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(length):
+                Y[i] = X[i] + 1.0
+        with T.Kernel(length, threads=32) as block:
+            Y[block] = Y[block] * N[0]
+            if Y[block] > 3.0:
+                Y[block] = 3.0
+
+    x, y = torch.randn(10), torch.zeros(10)
+    Interpreter(main)(x, y, torch.tensor([2.0]))
+    torch.testing.assert_close(y, ((x + 1) * 2).clamp_max(3))
+
+
+def test_a_loop_beside_other_statements_opens_an_axis_of_its_own() -> None:
+    @T.prim_func
+    def main(X: T.Tensor((4, 8), "float32"), Y: T.Tensor((4,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(4):
+                Y[i] = X[i, 0]
+                for j in T.Parallel(8):
+                    X[i, j] = X[i, j] + Y[i]
+
+    x, y = torch.randn(4, 8), torch.zeros(4)
+    expected = x + x[:, :1]
+    Interpreter(main)(x, y)
+    assert torch.equal(x, expected)
 
 
 def test_one_thread_acts_once() -> None:

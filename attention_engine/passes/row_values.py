@@ -1,0 +1,103 @@
+"""Which rows the forward pass keeps for the backward pass, and which numbers of a row the backward's pairs read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from attention_engine.errors import BackwardNotDerived
+from attention_engine.ir.expr import Axis, Expr, Op, const, substitute, topological
+from attention_engine.ir.program import DELTA, final_variable, row_variable
+from attention_engine.passes.simplify import mul, simplify, split_coefficient, terms
+
+
+def reductions_in(*roots: Expr) -> list[Expr]:
+    """The row reductions below the roots, inner ones first."""
+    return [n for n in topological(*roots) if n.op is Op.REDUCE]
+
+
+def near(a: float, b: float) -> bool:
+    """Are the numbers equal, up to rounding (or both NaN)?"""
+    return a == b or abs(a - b) <= 1e-9 * (abs(a) + abs(b)) or (a != a and b != b)
+
+
+class RowValues:
+    """Turns row values that the backward's pairs need into rows to save and rows to read.
+
+    finals: the rows that the epilogue returns; states: what each final state is, of row reductions.
+    """
+
+    def __init__(self, finals: Iterable[tuple[str, Expr]], states: Mapping[Expr, Expr]) -> None:
+        self.states = set(states)
+        self.by_states = {value: state for state, value in states.items() if value.op is not Op.CONST}
+        self.finals = [(row, final_variable(name)) for name, row in finals]
+        self.saved: dict[Expr, str] = {}
+        self.rows: dict[Expr, str] = {}
+
+    def in_states(self, expr: Expr) -> Expr:
+        """The expression with row reductions as the final states that hold them."""
+        expr = simplify(substitute(expr, self.by_states))[0]
+        if left := reductions_in(expr):
+            raise BackwardNotDerived(
+                f"the backward pass needs {left[0]}, which no row state carries to the end of the row.\n"
+                "  Keep it in a state (online_rowscales), or write the static method `backward`."
+            )
+        return expr
+
+    def name(self, *roots: Expr) -> list[Expr]:
+        """The roots, every row value in them (the largest whole) replaced by a row variable."""
+        done = {node: row_variable(self._row(node)) for node in largest(roots, self._is_row)}
+        return [substitute(r, done) for r in roots]
+
+    def _is_row(self, node: Expr) -> bool:
+        return Axis.KEY not in node.axes and any(self._is_fact(n) for n in topological(node))
+
+    def _is_fact(self, node: Expr) -> bool:
+        return node in self.states or _is_late(node)
+
+    def _row(self, node: Expr) -> str:
+        return self.rows.setdefault(self.settle(node), f"row{len(self.rows)}")
+
+    def settle(self, node: Expr) -> Expr:
+        """A row value as an expression of saved rows, DELTA and final gradients."""
+        for final, variable in self.finals:
+            if (ratio := proportion(node, final)) is not None:
+                return mul(const(ratio), variable)
+        parts = largest([node], self._is_savable)
+        keep = {part: final_variable(self.saved.setdefault(part, f"_{len(self.saved)}")) for part in parts}
+        return simplify(substitute(node, keep))[0]
+
+    def _is_savable(self, node: Expr) -> bool:
+        inside = topological(node)
+        return any(n in self.states for n in inside) and not any(_is_late(n) for n in inside)
+
+
+def _is_late(node: Expr) -> bool:
+    """Is it known only in the backward pass (or saved for it already)?"""
+    return node is DELTA or (node.op is Op.VAR and node.name.startswith(("final.", "dfinal.")))
+
+
+def largest(roots: Iterable[Expr], chosen: Callable[[Expr], bool]) -> list[Expr]:
+    """The nodes below the roots that are chosen and don't stand inside another chosen one, each once."""
+    found: dict[Expr, None] = {}
+    seen: set[Expr] = set()
+    stack = list(roots)[::-1]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if chosen(node):
+            found[node] = None
+        else:
+            stack.extend(reversed(node.args))
+    return list(found)
+
+
+def proportion(a: Expr, b: Expr) -> float | None:
+    """k where a = k * b, term by term; else None."""
+    ours = {rest: number for number, rest in map(split_coefficient, terms(a))}
+    theirs = {rest: number for number, rest in map(split_coefficient, terms(b))}
+    if ours.keys() != theirs.keys() or None in ours:
+        return None
+    ratios = [ours[rest] / theirs[rest] for rest in ours]
+    return ratios[0] if all(near(r, ratios[0]) for r in ratios) else None
