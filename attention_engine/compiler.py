@@ -9,9 +9,11 @@ from typing import Any, Union
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived
+from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 
 Target = Union[Arch, str]  # an architecture, or "interpret"
@@ -92,13 +94,12 @@ class Kernels:
     """The kernels of a program for one problem, tile choice and target."""
 
     def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
-        from attention_engine.kernels.backward import by_pair, by_row
-
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
         schedule = maths.backward_schedule
-        self.summed = by_row(schedule) if schedule else []
-        self.scattered = by_pair(schedule) if schedule else []
-        self.over_queries = deterministic or bool(self.summed)  # then dQ needs no atomics either
+        self.row_sums = plan_row_sums(schedule, maths.backward) if schedule and maths.backward else None
+        pairs = schedule.pair_gradients if schedule else ()
+        self.scattered = [load for load, _ in pairs if Axis.KEY in load.axes]  # whose gradients are summed by atomics
+        self.over_queries = deterministic or bool(self.row_sums and self.row_sums.gradients)  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
         self._preprocess: dict[tuple[str, ...], Kernel] = {}
 
@@ -133,6 +134,10 @@ class Kernels:
         assert self._backward is not None and self.maths.backward_schedule is not None
         return self.maths.backward_schedule
 
+    @property
+    def _sums(self) -> tuple[Expr, ...]:
+        return self.row_sums.sums if self.row_sums else ()
+
     @cached_property
     def backward(self) -> Kernel:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
@@ -147,7 +152,9 @@ class Kernels:
         """dQ, and what rows add to gradients of custom inputs."""
         from attention_engine.kernels.backward_queries import backward_queries
 
-        return self._kernel(lambda: backward_queries(self.problem, self._schedule, self._backward, self.tiles.queries))
+        return self._kernel(
+            lambda: backward_queries(self.problem, self._schedule, self._backward, self._sums, self.tiles.queries)
+        )
 
     @cached_property
     def postprocess(self) -> Kernel:

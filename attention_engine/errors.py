@@ -92,8 +92,8 @@ class RewriteFailed(AttentionEngineError, AssertionError):
 class NotInterpretable(AttentionEngineError, NotImplementedError):
     """A tile program uses something that the interpreter has no meaning for."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"The interpreter has no meaning for {what}. Run this kernel on a GPU, or write it without.")
+    def __init__(self, what: str, advice: str = "Write the kernel without it, or run it on a GPU.") -> None:
+        super().__init__(f"The interpreter has no meaning for {what}. {advice}")
 
 
 class NoCudaCompiler(AttentionEngineError, RuntimeError):

@@ -68,9 +68,10 @@ def cudnn(problem: Problem) -> Attention:
 
 
 def flex(problem: Problem) -> Attention:
+    import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._functorch.config.donated_buffer = False  # else the backward pass runs once only
+    functorch_config.donated_buffer = False  # else the backward pass runs once only
     block_mask = None
     if problem.mask == "causal":
         block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, problem.length, problem.length, "cuda")

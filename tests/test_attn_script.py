@@ -20,7 +20,7 @@ def test_script_is_as_near_to_float64_as_eager_pytorch(name, capsys):
 def test_show_prints_the_program_and_the_kernel(capsys):
     importlib.import_module("mha").main(["--device", "cpu", "--length", "17", "--show"])
     out = capsys.readouterr().out
-    assert "weights = exp" in out and "T.prim_func" in out
+    assert "weight = exp2" in out and "T.prim_func" in out
 
 
 def test_the_encoder_gives_the_same_embeddings_through_the_kernels(capsys):

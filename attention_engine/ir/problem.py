@@ -37,9 +37,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline (0: no pipeline)."""
+    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline (0: no pipeline).
+
+    shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers, so
+    that warps can share rows where a tile has fewer rows than the warps of a block need.
+    """
 
     q: int
     kv: int
     threads: int
     stages: int
+    shared_weights: bool = False

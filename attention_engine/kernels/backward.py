@@ -38,11 +38,6 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import BackwardSchedule
 
 
-def by_row(schedule: BackwardSchedule) -> list[tuple[Expr, Expr]]:
-    """The reads whose gradient is one number a row: their place doesn't depend on the key."""
-    return [(load, e) for load, e in schedule.pair_gradients if Axis.KEY not in load.axes]
-
-
 def by_pair(schedule: BackwardSchedule) -> list[tuple[Expr, Expr]]:
     """The reads whose gradient is summed pair by pair, by atomics."""
     return [(load, e) for load, e in schedule.pair_gradients if Axis.KEY in load.axes]
@@ -82,8 +77,8 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
             products = T.alloc_fragment([tile.kv, tile.q], FLOAT)
             weights = T.alloc_fragment([tile.kv, tile.q], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.kv, tile.q], FLOAT)
-            weights_in = Operand(problem, (tile.kv, tile.q), fragment=True)
-            gradients_in = Operand(problem, (tile.kv, tile.q), fragment=True)
+            weights_in = Operand(problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
+            gradients_in = Operand(problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             row_tiles = {row_variable(n): T.alloc_shared([tile.q], FLOAT) for n, _ in rows.rows}
@@ -101,10 +96,10 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
                 maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, transposed=True)
                 load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
                 T.clear(products)
-                multiply(k, q, products, transpose_B=True)
+                multiply(k, q, products, transpose_B=True, rows=not tile.shared_weights)
                 load(do, window(buffers["do"], batch, head, q0, tile.q, dim_v))
                 T.clear(gradients)
-                multiply(v, do, gradients, transpose_B=True)
+                multiply(v, do, gradients, transpose_B=True, rows=not tile.shared_weights)
                 for name, _ in rows.rows:
                     T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
                 maths.weigh(products, weights)
@@ -116,7 +111,7 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
                     if partial:
                         maths.mask(weights)
                 load(weights_in, weights)
-                multiply(weights_in, do, dv)
+                multiply(weights_in, do, dv, rows=not tile.shared_weights)
                 for read, expr in by_pair(schedule):
                     maths.scatter(products, weights, gradients, read, expr, buffers[f"d_custom_{read.name}"])
                 maths.differentiate(products, weights, gradients)
@@ -126,7 +121,7 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
                     if partial:
                         maths.mask(gradients)
                 load(gradients_in, gradients)
-                multiply(gradients_in, q, dk)
+                multiply(gradients_in, q, dk, rows=not tile.shared_weights)
                 if with_dq:
                     gradients_out = gradients_in.in_shared_memory(problem)
                     if gradients_out is not gradients_in:

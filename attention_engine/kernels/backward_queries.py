@@ -7,9 +7,10 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward, row_variable
-from attention_engine.kernels.backward import PairMaths, by_row, keeps_products
+from attention_engine.kernels.backward import PairMaths, keeps_products
 from attention_engine.kernels.common import (
     FLOAT,
     Operand,
@@ -31,15 +32,14 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import BackwardSchedule
 
 
-def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile) -> Any:
-    """The PrimFunc: (q, k, v, custom..., do, rows..., dq, sums...), sums fp32 (batch, heads, queries), one for each read
-    of `by_row`: what the row adds to the gradient of that read."""
+def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile) -> Any:
+    """The PrimFunc: (q, k, v, custom..., do, rows..., dq, sums...), sums fp32 (batch, heads, queries): the row sums
+    of the expressions `summed` over kept pairs."""
     sizes = Sizes()
     parameters = sizes.inputs(problem)
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
     parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
-    summed = by_row(schedule)
     parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     plan = analyse_mask(schedule.mask)
@@ -80,7 +80,7 @@ def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backwar
                 T.clear(gradients)
                 multiply(do, v, gradients, transpose_B=True)
                 maths.weigh(products, weights)
-                for total, (_, expr) in zip(sums, summed, strict=True):
+                for total, expr in zip(sums, summed, strict=True):
                     maths.contribute(products, weights, gradients, expr, contribution)
                     T.reduce_sum(contribution, total, dim=1, clear=False)
                 maths.differentiate(products, weights, gradients)

@@ -31,8 +31,8 @@ def build(name: str, parameters: Mapping[str, Any], body: Callable[[Buffers], No
 
 
 def padded(dim: int) -> int:
-    """A head dim as tiles hold it: a multiple of 16, the rest zeros."""
-    return (dim + 15) // 16 * 16
+    """A head dim as tiles hold it: a multiple of 32 (wgmma's tiles of dQ want that), the rest zeros."""
+    return (dim + 31) // 32 * 32
 
 
 def padded_length(length: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The derivative of an expression with respect to nodes inside it, in reverse mode: one table row for each operation."""
+"""The derivative of an expression with respect to nodes inside it, in reverse mode: a table row for each operation."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def _below(a: Expr, b: Expr) -> Expr:
 
 
 def _share(e: Expr, g: Expr) -> tuple[Expr | None, Expr | None]:
-    """max and min: to the one that won; where both did, half to each, as torch does (against a number: none, as relu)."""
-    a, b = e.args if e.op is Op.MAXIMUM else (e.args[1], e.args[0])
-    if e.args[1].op is Op.CONST:
-        return (where(_below(b, a), g, ZERO), None)
-    tie = mul(const(0.5), g)
-    even = _call(Op.EQUAL, a, b)
-    won = where(_below(b, a), g, where(even, tie, ZERO))
-    lost = where(_below(a, b), g, where(even, tie, ZERO))
-    return (won, lost) if e.op is Op.MAXIMUM else (lost, won)
+    """max and min: to the one that won; where both did, half to each, as torch does.
+
+    Against a number the number wins, as in relu.
+    """
+    a, b = e.args
+    a_won, b_won = (_below(b, a), _below(a, b)) if e.op is Op.MAXIMUM else (_below(a, b), _below(b, a))
+    if b.op is Op.CONST:
+        return where(a_won, g, ZERO), None
+    tie = where(_call(Op.EQUAL, a, b), mul(const(0.5), g), ZERO)
+    return where(a_won, g, tie), where(b_won, g, tie)
 
 
 def _sign(a: Expr) -> Expr:

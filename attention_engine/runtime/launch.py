@@ -17,6 +17,7 @@ from attention_engine.errors import NotYetSupported
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
+from attention_engine.passes.row_sums import RowSums
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.tuner.defaults import default_tiles
 
@@ -119,7 +120,7 @@ class Launcher:
             assert self.maths.refusal is not None
             raise self.maths.refusal
         if self.deterministic and kernels.scattered:
-            load = kernels.scattered[0][0]
+            load = kernels.scattered[0]
             raise NotYetSupported(
                 f"deterministic=True: the gradient of custom input '{load.name}', read at {load}, is summed by atomics.\n"
                 "  Leave deterministic out, or detach the input."
@@ -135,24 +136,39 @@ class Launcher:
         workspace = []
         if not kernels.over_queries:
             tile = kernels.tiles.backward.q
-            padded = -(-dim // 16) * 16
+            padded = -(-dim // 32) * 32
             workspace = [q.new_empty(batch, heads, length // tile, tile * padded, dtype=torch.float32)]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
         kernels.preprocess(finals).compiled(*inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        names = list(dict.fromkeys(load.name for load, _ in kernels.scattered))
+        names = list(dict.fromkeys(load.name for load in kernels.scattered))
         tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
         found = {n: torch.zeros(tensors[n].shape, dtype=torch.float32, device=q.device) for n in names}
         kernels.backward.compiled(*inputs, *gradient, *row_values, dk, dv, *workspace, *(found[n] for n in names))
         if kernels.over_queries:
-            sums = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in kernels.summed]
+            assert kernels.row_sums is not None
+            sums = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in kernels.row_sums.sums]
             kernels.backward_queries.compiled(*inputs, *gradient, *row_values, dq, *sums)
-            for (load, _), values in zip(kernels.summed, sums, strict=True):
-                self._add(found, load, values, q, k, tensors)
+            self._row_sums(kernels.row_sums, sums, found, saved, delta, q, k, tensors)
         else:
             kernels.postprocess.compiled(dq, *workspace)
         self._row_gradients(found, saved, delta, d_finals, q, k, tensors)
         return dq, dk, dv, {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found}
+
+    def _row_sums(self, plan: RowSums, sums: list[Tensor], found: dict[str, Tensor], saved: list[Tensor], delta: Tensor,
+                  q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:  # fmt: skip
+        """Gradients of reads from their row sums."""
+        assert self.maths.backward is not None
+        rows = {final_variable(n): r[..., None] for (n, _), r in zip(self.maths.backward.saved, saved, strict=True)}
+        evaluate = Evaluator({**self._indices(q, k), **rows}, tensors, torch.float32, q.device)
+        for gradient in plan.gradients:
+            total = sums[gradient.index]
+            if plan.delta is not None:
+                rounding = sums[plan.delta] - delta[..., : q.shape[1]]
+                for correction in gradient.corrections:
+                    slope = evaluate(correction.slope).expand(*rounding.shape, 1)[..., 0]
+                    total = total + torch.where(rounding == 0, 0.0, rounding * slope * sums[correction.index])
+            self._add(found, gradient.load, total, q, k, tensors)
 
     def _row_gradients(self, found: dict[str, Tensor], saved: list[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor],
                        q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:  # fmt: skip

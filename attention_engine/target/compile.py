@@ -52,7 +52,7 @@ class LoweredKernel:
         """The kernel as text: the TileLang program, or the CUDA made of it."""
         match form:
             case "tilelang":
-                return self.prim_func.script()
+                return str(self.prim_func.script())
             case "cuda":
                 return self.cuda
         raise ValueError(f"form={form!r} is neither 'tilelang' nor 'cuda'")

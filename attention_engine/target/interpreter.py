@@ -152,7 +152,7 @@ class _StatementCompiler(ExpressionCompiler):
             value = self.expression(node.value)
             place = self.place(node.value) if value.lanes else None
             slot, compute, may_be_view = self.bind(node.var, value), value.run, value.may_be_view
-            offset_slot = None if place is None else self.bind_place(node.var, place)
+            offset_slot = MASK if place is None else self.bind_place(node.var, place)
 
             def keep(frame: Frame) -> None:
                 result = compute(frame)

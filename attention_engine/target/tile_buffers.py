@@ -245,7 +245,8 @@ class BufferCompiler:
 
     def spans(self, indices: Sequence[Any]) -> list[Span] | None:
         """The window that the indices of an element access cover, or None where they need a gather."""
-        spans, extents = [], {lanes.axis: lanes.extent for lanes in self.axes}
+        spans: list[Span] = []
+        extents = {lanes.axis: lanes.extent for lanes in self.axes}
         for index in indices:
             place = self.place(index)
             if place is None or any(place.axis is not None and place.axis == span.axis for span in spans):
@@ -281,11 +282,7 @@ class BufferCompiler:
 
     def window(self, info: BufferInfo, spans: Sequence[Span], rank: int) -> Window:
         """A window; made once with its buffer where the buffer lies on chip and the place is known beforehand."""
-        fixed = info.on_chip and info.shape is not None
-        for span, limit in zip(spans, info.shape or ()):
-            known = span.const is not None and isinstance(span.extent, int)
-            fixed = fixed and known and span.const >= 0 and span.const + span.extent <= limit
-        if not fixed:
+        if not info.on_chip or info.shape is None or not all(_is_fixed(*pair) for pair in zip(spans, info.shape)):
             return Window(info, spans, rank)
         layout = tuple((span.const, span.extent, span.axis) for span in spans)
         if layout == tuple((0, limit, axis) for axis, limit in enumerate(info.shape)) and rank == len(spans):
@@ -311,3 +308,10 @@ def slot_reader(slot: int) -> Run:
         return frame[slot]
 
     return read
+
+
+def _is_fixed(span: Span, limit: int) -> bool:
+    """Whether a span is known before the run, and within the buffer."""
+    if span.const is None or not isinstance(span.extent, int):
+        return False
+    return span.const >= 0 and span.const + span.extent <= limit

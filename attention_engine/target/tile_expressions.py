@@ -237,8 +237,8 @@ class ExpressionCompiler(BufferCompiler):
 
     @staticmethod
     def _callee(node: Any) -> str:
-        first = node.args[0] if len(node.args) else None
-        return f" of {first.value}" if kind_of(first) == "StringImm" else ""
+        named = len(node.args) and kind_of(node.args[0]) == "StringImm"
+        return f" of {node.args[0].value}" if named else ""
 
     # Memory
 
@@ -252,7 +252,7 @@ class ExpressionCompiler(BufferCompiler):
             return Code(self._load_one(info, [index.run for index in indices]), info.dtype, may_be_view=True)
         spans = self.spans(node.indices)
         if spans is not None:
-            read = self.window(info, spans, self.rank).read
+            read: Run = self.window(info, spans, self.rank).read
         else:
             read = self._load_anywhere(info, [index.run for index in indices])
         if info.dtype in UNSIGNED_MASKS:

@@ -75,7 +75,7 @@ class Window:
                     bounds[0] = slice(0, 0)
                     continue
             else:
-                extent = span.extent if type(span.extent) is int else span.extent(frame)
+                extent = span.extent if isinstance(span.extent, int) else span.extent(frame)
                 size[axis], step[axis] = extent, stride
                 if first < 0 or first + extent > limit:
                     begin = min(max(-first, 0), extent)
@@ -122,7 +122,7 @@ class Window:
     def refuse_on_chip(self) -> None:
         """Raise for an access that no guard protects on a GPU."""
         if self.buffer.on_chip:
-            raise NotInterpretable(f"a store outside the {self.buffer.scope} buffer `{self.buffer.name}`")
+            raise store_outside(self.buffer)
 
 
 class Whole(Window):
@@ -142,6 +142,13 @@ class Whole(Window):
     def read(self, frame: Frame) -> torch.Tensor:
         """The view itself."""
         return frame[self.slot]
+
+
+def store_outside(buffer: BufferInfo) -> NotInterpretable:
+    """The error for a store that no guard protects on a GPU."""
+    return NotInterpretable(
+        f"a store outside the {buffer.scope} buffer `{buffer.name}`", "Guard it: a GPU would write over other memory."
+    )
 
 
 def cropped(value: Value, size: Sequence[int], crop: Crop) -> Value:
@@ -196,7 +203,7 @@ def scatter(
     active = torch.ones(list(lanes), dtype=torch.bool) if mask is None else mask.expand(lanes)
     chosen = active & inside
     if buffer.on_chip and not torch.equal(chosen, active):
-        raise NotInterpretable(f"a store outside the {buffer.scope} buffer `{buffer.name}`")
+        raise store_outside(buffer)
     values = torch.as_tensor(value).to(tensor.dtype).expand(lanes)[chosen]
     tensor.index_put_(tuple(column[chosen] for column in columns), values, accumulate=accumulate)
 

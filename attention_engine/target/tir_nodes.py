@@ -16,7 +16,7 @@ OPERANDS: dict[str, tuple[str, ...]] = {
 
 def handle_of(node: Any) -> int:
     """The identity of a TIR node, whose Python wrapper is made anew at each access."""
-    return node.__chandle__()
+    return int(node.__chandle__())
 
 
 def kind_of(node: Any) -> str:

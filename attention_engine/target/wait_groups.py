@@ -26,7 +26,7 @@ def install() -> None:
     with _lock:
         if _installed:
             return
-        lower = importlib.import_module("tilelang.engine.lower")
+        lower: Any = importlib.import_module("tilelang.engine.lower")
         prepare = lower._prepare_device_codegen_mod
         fix = _make_pass()
         lower._prepare_device_codegen_mod = lambda module: prepare(fix(module))

@@ -13,7 +13,7 @@ def default_tiles(problem: Problem, maths: Maths, target: Target) -> Tiles:
     if problem.dtype == "float32":
         return _fp32(wide, target)
     if isinstance(target, Arch) and not target.has_wgmma:
-        return _ampere(wide)
+        return _ampere(wide, target)
     return _hopper(problem)
 
 
@@ -30,17 +30,21 @@ def _fp32(wide: int, target: Target) -> Tiles:
 
 
 def _hopper(problem: Problem) -> Tiles:
-    wide = max(problem.dim, problem.dim_v)
-    if wide <= 128:
+    dim, dim_v = problem.dim, problem.dim_v
+    if max(dim, dim_v) <= 128:
         return Tiles(Tile(128, 128, 256, 2), Tile(64, 128, 256, 2), Tile(128, 64, 256, 2))
-    if wide <= 192:
-        return Tiles(Tile(128, 96, 256, 2), Tile(64, 64, 128, 1), Tile(64, 64, 128, 1))
-    return Tiles(Tile(128, 64, 256, 2), Tile(32, 64, 128, 1), Tile(64, 32, 128, 1))
+    if dim <= 192 and dim_v <= 128:
+        return Tiles(Tile(128, 128, 256, 2), Tile(64, 64, 256, 2, shared_weights=True), Tile(128, 64, 256, 2))
+    return Tiles(Tile(128, 64, 256, 2), Tile(64, 64, 256, 2, shared_weights=True), Tile(128, 32, 256, 2))
 
 
-def _ampere(wide: int) -> Tiles:
+def _ampere(wide: int, target: Arch) -> Tiles:
+    """Chosen by what fits without spills; not timed."""
+    roomy = target.shared_memory_per_block > 160 * 1024
     if wide <= 64:
-        return Tiles(Tile(128, 64, 128, 2), Tile(64, 64, 128, 1), Tile(64, 64, 128, 1))
+        return Tiles(Tile(128, 64, 128, 2) if roomy else Tile(64, 64, 128, 2), Tile(64, 64, 128, 2), Tile(64, 64, 128, 2))
     if wide <= 128:
-        return Tiles(Tile(64, 64, 128, 1), Tile(32, 64, 128, 1), Tile(64, 32, 128, 1))
-    return Tiles(Tile(64, 32, 128, 1), Tile(32, 32, 64, 1), Tile(32, 32, 64, 1))
+        forward, queries = Tile(128, 64 if roomy else 32, 256, 2), Tile(64, 64 if roomy else 32, 128, 2)
+        return Tiles(forward, Tile(64 if roomy else 32, 64, 256, 2, shared_weights=True), queries)
+    forward = Tile(128, 32, 256, 2) if roomy else Tile(64, 32, 128, 1)
+    return Tiles(forward, Tile(32, 32, 256, 2 if roomy else 1, shared_weights=True), Tile(32, 32, 64, 1))

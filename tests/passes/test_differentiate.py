@@ -128,26 +128,19 @@ def test_the_gradient_of_abs_at_0_is_0():
     check_gradients(make(Op.ABS, X), {X: torch.zeros(1, 1, 1, 2, dtype=torch.float64, requires_grad=True)})
 
 
-def test_what_a_branch_leaves_out_puts_no_nan_into_the_gradient():
-    kept = make(Op.WHERE, make(Op.LESS, const(0.0), X), make(Op.SQRT, X), const(0.0))
-    (slope,) = differentiate(kept, [X])
-    values = {X: torch.tensor([[[[-1.0, 4.0]]]], dtype=torch.float64)}
-    assert evaluated(slope, values)[0, 0, 0, 1] == 0.25
-
-
 def test_an_inner_node_can_be_a_target():
     total = make(Op.REDUCE, make(Op.EXP, X), arg="sum")
-    assert differentiate(X / total, [total])[0] is simplify(-X / (total * total))[0]
+    assert differentiate(X / total, [total])[0] is simplify(-(X / total / total))[0]
 
 
-def test_a_chain_of_5000_operations_is_differentiated_without_recursion():
+def test_a_deep_chain_is_differentiated_without_recursion():
     expr = X
-    for _ in range(2500):
-        expr = make(Op.SIN, make(Op.TANH, expr))
-    (slope,) = differentiate(expr, [X])
-    values = tensors(X)
-    expected = torch.autograd.grad(evaluated(expr, values).sum(), values[X])[0]
-    assert torch.allclose(evaluated(slope, values), expected, rtol=1e-9)
+    for n in range(2000):
+        expr = make(Op.MAXIMUM, expr, Y * (0.001 * n))
+    values = tensors(expr)
+    for leaf, slope in zip((X, Y), differentiate(expr, [X, Y]), strict=True):
+        (expected,) = torch.autograd.grad(evaluated(expr, values).sum(), values[leaf])
+        assert torch.allclose(evaluated(slope, values), expected, rtol=1e-9)
 
 
 def test_a_shared_value_is_differentiated_once():

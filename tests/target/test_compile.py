@@ -125,6 +125,19 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         target_compile.ptxas_report("", arch.H100())
 
 
+@needs_nvcc
+def test_a_failed_compilation_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[Errno 2] No such file or directory: 'nvcc'")
+
+    monkeypatch.setattr(target_compile.load_tilelang(), "compile", fail)
+    with pytest.raises(RuntimeError, match="No such file"):
+        target_compile.compile_kernel(None, arch.H100())
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(NoCudaCompiler):
+        target_compile.compile_kernel(None, arch.H100())
+
+
 def test_nvcc_is_found_in_cuda_home_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "bin" / "nvcc"
     compiler.parent.mkdir()

@@ -1,0 +1,70 @@
+"""Gradients of custom inputs that a row sums up, corrected for the rounding of the output.
+
+delta = dO . o is taken from an output already rounded to 16 bits. In dQ and dK that error averages out; in the gradient
+of a slope or a bias it does not, as every key of a row shares it. But delta is also the row sum of weight * dweight, and
+what a pair adds is affine in the rows that hold delta, so with exact sums D of weight * dweight and C_k of d pair / d row_k
+
+    gradient of the row = sum of pairs + (D - delta) * sum over k of C_k * d row_k / d delta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attention_engine.ir.expr import Axis, Expr, is_const, topological
+from attention_engine.ir.program import DELTA, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
+from attention_engine.passes.differentiate import differentiate
+from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.simplify import mul
+
+
+@dataclass(frozen=True)
+class Correction:
+    """(D - delta) * sums[index] * slope, slope = d row / d delta, of saved rows."""
+
+    index: int
+    slope: Expr
+
+
+@dataclass(frozen=True)
+class RowGradient:
+    """The gradient of a read: sums[index], and its corrections."""
+
+    load: Expr
+    index: int
+    corrections: tuple[Correction, ...]
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """sums: what a kernel sums over each row's kept pairs; delta: which of them is D (None: nothing needs it)."""
+
+    sums: tuple[Expr, ...]
+    delta: int | None
+    gradients: tuple[RowGradient, ...]
+
+
+def plan_row_sums(schedule: BackwardSchedule, backward: Backward) -> RowSums:
+    """The sums for every read whose place doesn't depend on the key."""
+    sums: dict[Expr, int] = {}
+
+    def index(expr: Expr) -> int:
+        return sums.setdefault(expr, len(sums))
+
+    gradients = []
+    for load, pair in schedule.pair_gradients:
+        if Axis.KEY in load.axes:
+            continue
+        main = index(pair)
+        corrections = []
+        for name, row in backward.rows:
+            if DELTA not in topological(row) or row_variable(name) not in topological(pair):
+                continue
+            (slope,) = differentiate(row, [DELTA])
+            (by_row,) = differentiate(pair, [row_variable(name)])
+            if not is_const(by_row, 0) and not is_const(slope, 0):
+                corrections.append(Correction(index(by_row), slope))
+        gradients.append(RowGradient(load, main, tuple(corrections)))
+    corrected = any(g.corrections for g in gradients)
+    delta = index(mul(WEIGHT, WEIGHT_GRADIENT)) if corrected else None
+    return RowSums(tuple(sums), delta, tuple(gradients))

@@ -1,0 +1,136 @@
+"""A program whose result depends on how a row is cut is refused; every right one is let through, quickly."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from attention_engine.errors import NotOnline
+from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.tracing import trace
+from attention_engine.library import OnlineSoftmax
+from attention_engine.passes.cut_test import CUTS, KEYS, check_online
+from tests.programs import EXAMPLES
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_right_program_passes(name):
+    check_online(EXAMPLES[name].trace())
+
+
+def test_the_test_is_quick():
+    program = EXAMPLES["softmax"].trace()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        check_online(program)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.04, f"{min(times) * 1e3:.1f} ms"  # 8 ms where nothing else runs
+
+
+def test_every_cut_holds_each_key_once():
+    assert len(CUTS) == len({c.tiles for c in CUTS}) == 9
+    for cut in CUTS:
+        assert sorted(j for tile in cut.tiles for j in tile) == list(range(KEYS)), cut.name
+    assert sum(not cut.tiles[0] for cut in CUTS) == 2  # a first tile that is masked whole
+
+
+class NoRescale(OnlineSoftmax):
+    """Forgets to rescale the output."""
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        weights, rows, _ = OnlineSoftmax.online_fwd(scores, online_rowscales, b, h, q_idx)
+        return weights, rows, 1
+
+
+class StaleSum(OnlineSoftmax):
+    """Forgets to rescale the sum."""
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        weights, rows, rescale = OnlineSoftmax.online_fwd(scores, online_rowscales, b, h, q_idx)
+        return weights, {**rows, "r": online_rowscales["r"] + weights.get_reduce("sum")}, rescale
+
+
+class StaleRow(OnlineFunc):
+    """The output is right and a returned row isn't: it holds the last tile's sum alone."""
+
+    def __init__(self):
+        super().__init__({"last": 0.0}, {"last": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        return scores, {"last": scores.get_reduce("sum")}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o, {"last": online_rowscales["last"]}
+
+
+class CountsTiles(OnlineFunc):
+    """Only a tile that keeps nothing shows it."""
+
+    def __init__(self):
+        super().__init__({"sum": 0.0, "started": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        total = online_rowscales["sum"] + scores.exp().get_reduce("sum")
+        return scores.exp(), {"sum": total, "started": online_rowscales["started"].max((1e-9 - total).relu() * 1e9)}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / online_rowscales["sum"] + online_rowscales["started"], {}
+
+
+class PerTile(OnlineFunc):
+    """Normalises each tile by itself."""
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        return scores / scores.get_reduce("abssum").max(1.0), {}, 1
+
+
+@pytest.mark.parametrize("func", [NoRescale, StaleSum, StaleRow, CountsTiles, PerTile], ids=lambda f: f.__name__)
+def test_a_wrong_program_is_refused(func):
+    with pytest.raises(NotOnline, match="depends on how a row is cut into tiles"):
+        check_online(trace(None, None, func(), CustomIO()))
+
+
+def test_a_masked_first_tile_is_what_finds_some_mistakes():
+    with pytest.raises(NotOnline, match="a masked tile, then one of all keys"):
+        check_online(trace(None, None, CountsTiles(), CustomIO()))
+
+
+def test_the_message_names_both_cuts_their_results_and_the_cause():
+    with pytest.raises(NotOnline) as error:
+        check_online(trace(None, None, StaleRow(), CustomIO()))
+    assert str(error.value) == (
+        "the returned row 'last' depends on how a row is cut into tiles. Of the same 10 keys:\n"
+        "    one tile: -3.61959\n"
+        "    tiles of 4 and 6 keys: -2.85552\n"
+        "  The usual cause is a forgotten rescale. The third result of online_fwd multiplies the output of earlier\n"
+        "  tiles; a state that sums weights needs it too: r * rescale + weights.get_reduce('sum')."
+    )
+
+
+def test_weights_that_no_key_changes_are_summed_over_the_keys():
+    class Mean(OnlineFunc):
+        """The mean of v."""
+
+        def __init__(self):
+            super().__init__({"n": 0.0})
+
+        @staticmethod
+        def online_fwd(scores, online_rowscales, b, h, q_idx):
+            ones = scores * 0.0 + 1.0
+            return 1.0, {"n": online_rowscales["n"] + ones.get_reduce("sum")}, 1
+
+        @staticmethod
+        def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+            return o / online_rowscales["n"], {}
+
+    check_online(trace(None, None, Mean(), CustomIO()))

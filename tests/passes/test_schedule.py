@@ -1,0 +1,246 @@
+"""A schedule, run step by step on Python numbers, gives what the program says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.tracing import trace
+from attention_engine.ir.evaluate import FOLDS, LOWEST, Value, evaluate, evaluate_all
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, topological
+from attention_engine.ir.program import OUTPUT, PRODUCT, SCORE, Program
+from attention_engine.library import OnlineSoftmax
+from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.schedule import (
+    KEEP,
+    TILE,
+    ForwardSchedule,
+    ReduceStep,
+    RowStep,
+    TileStep,
+    schedule_backward,
+    schedule_forward,
+)
+from tests.programs import EXAMPLES, Example, causal, scaled
+
+KEYS = 9
+KEPT = {
+    "all": [True] * KEYS,
+    "some": [True, False, True, True, False, False, True, True, False],
+    "first tile masked": [False] * 4 + [True] * 5,
+    "one": [False] * 8 + [True],
+    "none": [False] * KEYS,
+}
+CUTS = [[KEYS], [4, 5], [1, 3, 5]]
+
+
+def draw_values(*roots: Expr, seed: int = 0) -> dict[Expr, Value]:
+    """A value for every variable and every read of a custom input; a row where it depends on the key."""
+    draw = random.Random(seed)
+    values: dict[Expr, Value] = {}
+    for node in topological(*roots):
+        if node.op in (Op.VAR, Op.LOAD):
+            row = [draw.randrange(6) if node.dtype is Type.INT else draw.gauss(0, 1.5) for _ in range(KEYS)]
+            values[node] = row if Axis.KEY in node.axes else row[0]
+    return values
+
+
+def run_program(program: Program, values: dict[Expr, Value], v: Sequence[float], keep: Sequence[bool], rows: Sequence[Expr]):
+    """The output and these rows: the kept keys as one tile; 0 where nothing is kept."""
+    kept = [j for j, k in enumerate(keep) if k]
+    known = {n: [x[j] for j in kept] if isinstance(x, list) else x for n, x in values.items()}
+    score = evaluate(program.score, known, len(kept))
+    known[SCORE] = score if isinstance(score, list) else [score] * len(kept)
+    known |= {s.variable: max(min(s.initial, -LOWEST), LOWEST) for s in program.states}
+    weights, *updates = evaluate_all([program.weights, *(s.update for s in program.states)], known, len(kept))
+    weights = weights if isinstance(weights, list) else [weights] * len(kept)
+    known |= {s.variable: u for s, u in zip(program.states, updates, strict=True)}
+    known[OUTPUT] = math.fsum(w * v[j] for w, j in zip(weights, kept, strict=True))
+    return evaluate(program.output, known) if kept else 0.0, evaluate_all(rows, known)
+
+
+def run_schedule(schedule: ForwardSchedule, values: dict[Expr, Value], v: Sequence[float], keep: Sequence[bool], cut: list[int]):
+    """The same as a kernel does it: every pair of a tile is computed, and masked ones hold `fill`."""
+    known = dict(values)
+    for variable, expr in schedule.block:
+        known[variable] = evaluate(expr, known)
+    known |= dict(schedule.initial)
+    output, start = 0.0, 0
+    for length in cut:
+        keys = range(start, start + length)
+        start += length
+        tile = {n: [x[j] for j in keys] for n, x in known.items() if isinstance(x, list)}
+        tile[KEEP] = [keep[j] for j in keys]
+        at = {**known, **tile}
+        held = as_row(evaluate(schedule.score, at, length), length)
+        if schedule.fill is not None:
+            held = [x if k else schedule.fill for x, k in zip(held, tile[KEEP], strict=True)]
+        at[TILE] = held
+        for step in schedule.steps:
+            run_step(step, at, length)
+        if schedule.rescale is not None:
+            output *= at[schedule.rescale]
+        output += sum(w * v[j] for w, j in zip(at[TILE], keys, strict=True))
+        known |= {s: at[s] for s, _ in schedule.initial}
+    known |= zip((n for n, _ in schedule.output_rows.assignments),
+                 evaluate_all([e for _, e in schedule.output_rows.assignments], known), strict=True)  # fmt: skip
+    return evaluate(schedule.output, {**known, OUTPUT: output}), [evaluate(e, known) for _, e in schedule.rows]
+
+
+def as_row(value: Value, length: int) -> list:
+    return value if isinstance(value, list) else [value] * length
+
+
+def run_step(step: ReduceStep | RowStep | TileStep, at: dict[Expr, Value], length: int) -> None:
+    match step:
+        case ReduceStep(variable, kind, absolute, source):
+            row = as_row(at[TILE] if source is None else evaluate(source, at, length), length)
+            at[variable] = FOLDS[kind]([abs(x) for x in row] if absolute else row)
+        case RowStep(assignments):
+            assert all(Axis.KEY not in e.axes for _, e in assignments)
+            at |= zip((n for n, _ in assignments), evaluate_all([e for _, e in assignments], at, length), strict=True)
+        case TileStep(value):
+            at[TILE] = as_row(evaluate(value, at, length), length)
+
+
+def close(a: float, b: float) -> bool:
+    return a == b or abs(a - b) <= 1e-10 * max(1.0, abs(a), abs(b))
+
+
+def check(program: Program, kept: str, saved: tuple[tuple[str, Expr], ...] = ()) -> None:
+    schedule = schedule_forward(program, saved)
+    values = draw_values(*(e for _, e in program.named()))
+    values = {n: x for n, x in values.items() if n is not SCORE and n is not OUTPUT}
+    values.setdefault(PRODUCT, draw_values(PRODUCT)[PRODUCT])
+    v = draw_values(TILE, seed=5)[TILE]
+    rows = [e for _, e in (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))]
+    expected, expected_rows = run_program(program, values, v, KEPT[kept], rows)
+    for cut in CUTS:
+        output, found = run_schedule(schedule, values, v, KEPT[kept], cut)
+        assert close(output, expected), f"{output} for {expected} in tiles of {cut}\n{program}\n{schedule}"
+        assert all(close(a, b) for a, b in zip(found, expected_rows, strict=True)), f"rows {found} for {expected_rows}"
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_schedule_gives_what_the_program_says(name, kept):
+    program = EXAMPLES[name].trace()
+    check(program, kept, derive_backward(program).saved)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_backward_schedule_is_the_backward_pass(name):
+    program = EXAMPLES[name].trace(causal)
+    backward = derive_backward(program)
+    schedule = schedule_backward(program, backward)
+    before = [backward.weights, backward.product_gradient, *(e for _, e in backward.pair_gradients)]
+    after = [schedule.weights, schedule.product_gradient, *(e for _, e in schedule.pair_gradients)]
+    values = draw_values(*before)
+    at = values | {variable: evaluate(expr, values) for variable, expr in schedule.block}
+    expected, found = evaluate_all(before, values, KEYS), evaluate_all(after, at, KEYS)
+    for i, (e, f) in enumerate(zip(expected, found, strict=True)):
+        scale = schedule.scale if i == 1 else 1.0
+        assert all(close(a, scale * b) for a, b in zip(as_row(e, KEYS), as_row(f, KEYS), strict=True))
+    assert schedule.mask is program.mask
+
+
+FILLS = {
+    "softmax": -math.inf, "softmax one": -math.inf, "softcap": -math.inf, "alibi": -math.inf, "sigmoid bias": -math.inf,
+    "relu": -math.inf, "relu2": -math.inf, "relu2 row sum": -math.inf, "retention": 0.0, "live retention": 0.0,
+    "identity": 0.0, "sink": -math.inf,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_masked_pairs_are_filled_with(name):
+    assert schedule_forward(EXAMPLES[name].trace(causal)).fill == FILLS[name]
+
+
+class Shifted(OnlineFunc):
+    """No filling leaves a pair out of both the max of exp(x) + 1 and the sum of cos."""
+
+    def __init__(self):
+        super().__init__({"r": 0.0, "low": math.inf})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        r, low = online_rowscales["r"], online_rowscales["low"]
+        states = {"r": r + scores.cos().get_reduce("sum"), "low": low.min((scores.exp() + 1.0).get_reduce("min"))}
+        return scores.cos(), states, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / (online_rowscales["r"] + 20.0) / online_rowscales["low"], {}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_where_no_filling_does_the_mask_is_asked(kept):
+    program = trace(scaled, None, Shifted(), CustomIO())
+    schedule = schedule_forward(program)
+    assert schedule.fill is None
+    assert KEEP in topological(*(s.value for s in schedule.steps if isinstance(s, TileStep)))
+    check(program, kept)
+
+
+class ShiftedOutput(OnlineFunc):
+    """An output that isn't 0 where nothing is summed."""
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o + 1.0, {}
+
+
+class ShiftedRelu(OnlineFunc):
+    """A state that a row may leave as it began though it keeps pairs."""
+
+    def __init__(self):
+        super().__init__({"r": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        f = (scores - 100.0).relu()
+        return f, {"r": online_rowscales["r"] + f.get_reduce("sum")}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / (online_rowscales["r"] + 1.0) + 2.0, {}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("func", [ShiftedOutput, ShiftedRelu], ids=lambda f: f.__name__)
+def test_an_empty_row_gives_0_whatever_the_epilogue_says(func, kept):
+    check(trace(scaled, None, func(), CustomIO()), kept)
+
+
+def test_the_scale_of_a_softmax_costs_nothing():
+    """The tile holds q . k itself; the scale and log2(e) are one factor of one multiply-add."""
+    schedule = schedule_forward(Example(OnlineSoftmax).trace())
+    assert schedule.score is PRODUCT
+    (weights,) = [s.value for s in schedule.steps if isinstance(s, TileStep)]
+    assert weights.op is Op.EXP2
+    assert [n.op for n in topological(weights) if n.op not in (Op.VAR, Op.CONST)] == [Op.MUL, Op.ADD, Op.EXP2]
+
+
+def test_what_a_head_alone_decides_is_computed_once_a_block():
+    schedule = schedule_forward(EXAMPLES["retention"].trace())
+    assert [v.name for v, _ in schedule.block] == ["block0"]
+    assert Op.LOG2 not in {n.op for n in topological(schedule.score)}
+
+
+def test_a_row_keeps_its_own_names_apart():
+    """Every variable that a step writes is written once, but states."""
+    for name, example in EXAMPLES.items():
+        schedule = schedule_forward(example.trace())
+        written = [s.variable for s in schedule.steps if isinstance(s, ReduceStep)]
+        written += [n for s in schedule.steps if isinstance(s, RowStep) for n, _ in s.assignments]
+        assert len(written) == len(set(written)), name
+
+
+def test_a_number_is_no_block_value():
+    assert schedule_forward(Example(lambda: None, None).trace()).block == ()
+    assert const(1.0).axes == frozenset()
