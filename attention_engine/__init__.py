@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from attention_engine.errors import AttentionEngineError
     from attention_engine.frontend.custom_io import CustomIO
     from attention_engine.frontend.meta import meta_tensor
-    from attention_engine.frontend.online_func import OnlineFunc
-    from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, SymbolScalar, Var, where
+    from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
+    from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, where
     from attention_engine.runtime.masks import create_block_mask, create_mask
     from attention_engine.runtime.module import AttentionEngine
 
@@ -24,10 +24,10 @@ _WHERE = {
     "AttentionEngineError": "errors",
     "CustomIO": "frontend.custom_io",
     "OnlineFunc": "frontend.online_func",
-    "SymbolScalar": "frontend.symbols",
+    "SymbolScalar": "frontend.online_func",
     "SymbolicArray": "frontend.symbols",
     "SymbolicTensor": "frontend.symbols",
-    "Var": "frontend.symbols",
+    "Var": "frontend.online_func",
     "create_block_mask": "runtime.masks",
     "create_mask": "runtime.masks",
     "meta_tensor": "frontend.meta",

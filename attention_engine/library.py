@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from attention_engine.frontend.online_func import OnlineFunc
-from attention_engine.frontend.symbols import SymbolScalar, Var
+from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
 
 Mask = Callable[..., Any]
-Rows = Mapping[str, Any]
 
 
 class OnlineSoftmax(OnlineFunc):
@@ -48,7 +46,7 @@ class OnlineSoftmaxOne(OnlineSoftmax):
 
 
 class OnlineSigmoid(OnlineFunc):
-    """w_j = 1 / (1 + exp(-x_j)); a bias, often -log(keys), belongs in score_mod. Ramapuram et al., 2024 (arXiv 2409.04431)."""
+    """w_j = 1 / (1 + exp(-x_j)); a bias, often -log(keys), belongs in score_mod. Ramapuram et al., arXiv 2409.04431."""
 
     @staticmethod
     def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:

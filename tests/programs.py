@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.frontend.custom_io import CustomIO
-from attention_engine.frontend.online_func import OnlineFunc
-from attention_engine.frontend.symbols import SymbolScalar, Var
+from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.program import Program
 from attention_engine.library import OnlineRelu, OnlineRetention, OnlineSigmoid, OnlineSoftmax, OnlineSoftmaxOne

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Union
 
 from attention_engine.errors import BadCustomInput, UnknownCustomInput
-from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, convert, lift, where_from
+from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, where_from, wrap
 from attention_engine.ir.expr import Expr, Op, Type, const, make
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
-AxisSpec = Union[int, str]
+AxisSpec = int | str
 INDEX = {"batch": B, "heads": H, "seq_len": Q_IDX, "seq_len_kv": KV_IDX}
 
 
@@ -22,6 +21,10 @@ class CustomSpec:
 
     name: str
     axes: tuple[AxisSpec, ...]
+
+
+def _is_axis(axis: object) -> bool:
+    return axis in INDEX if isinstance(axis, str) else type(axis) is int and axis > 0
 
 
 class CustomIO:
@@ -38,7 +41,7 @@ class CustomIO:
                     f"{where_from()}custom input '{name}': axes are {axes!r}. Write a tuple: '{name}': ({axes!r},)."
                 )
             for axis in axes:
-                if isinstance(axis, bool) or not (axis in INDEX if isinstance(axis, str) else isinstance(axis, int) and axis > 0):
+                if not _is_axis(axis):
                     raise BadCustomInput(
                         f"{where_from()}custom input '{name}': {axis!r} is no axis.\n"
                         f"  Use a positive int, or one of {', '.join(map(repr, INDEX))}."
@@ -94,11 +97,13 @@ class CustomRead(SymbolicTensor):
     def expr(self) -> Expr:  # type: ignore[override]
         return self._input.value()
 
-    def __getitem__(self, indices: object) -> SymbolicTensor | SymbolicArray:
-        from attention_engine.frontend.symbols import wrap
+    def get_reduce(self, kind: str) -> Symbol:
+        """The reduction over the keys of a row, where the value depends on the key."""
+        return wrap(self.expr).get_reduce(kind)  # type: ignore[no-any-return]
 
+    def __getitem__(self, indices: object) -> Symbol:  # type: ignore[override]
         listed = indices if isinstance(indices, tuple) else (indices,)
-        return wrap(self._input.read(listed))  # type: ignore[return-value]
+        return wrap(self._input.read(listed))
 
 
 class CustomInputs:
@@ -111,6 +116,9 @@ class CustomInputs:
     def input_tensors(self) -> CustomInputs:
         """This mapping itself, for code that was written so."""
         return self
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._io.specs
 
     def __getitem__(self, name: str) -> CustomRead:
         spec = self._io.specs.get(name)

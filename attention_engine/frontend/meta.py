@@ -38,7 +38,9 @@ def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any 
     meta = Meta(batch, heads, length, dim, dtype)
     for name, value in (("heads", heads), ("dim", dim)):
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise BadMeta(f"meta_tensor: {name} is {value!r}. Give a positive int: meta_tensor(batch, heads, length, dim).")
+            raise BadMeta(
+                f"meta_tensor: {name} is {value!r}. Give a positive int: meta_tensor(batch, heads, length, dim)."
+            )
     for name, hint in (("batch", batch), ("length", length)):
         if isinstance(hint, int) and hint < 0:
             raise BadMeta(f"meta_tensor: {name} is {hint}. Give an int of at least 0, a name or None.")

@@ -1,11 +1,43 @@
-"""The base class of online row normalisers: what users write to say how a row of scores becomes weights."""
+"""What users write to say how a row of scores becomes weights: row states and their first values, and the base class."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from attention_engine.frontend.symbols import SymbolScalar
+from attention_engine.errors import BadInitialValue
+from attention_engine.frontend.symbols import where_from
+
+Rows = Mapping[str, Any]
+
+
+class Var:
+    """The first value of a row state: a number, or its text ("-inf", "0.0")."""
+
+    def __init__(self, value: str | float) -> None:
+        try:
+            self.value = float(value)
+        except (TypeError, ValueError):
+            self.value = math.nan
+        if math.isnan(self.value):
+            raise BadInitialValue(
+                f"{where_from()}Var({value!r}) is no number. Write Var('-inf'), Var('0.0') or Var(1.0)."
+            )
+
+    def __repr__(self) -> str:
+        return f'Var("{self.value}")'
+
+
+class SymbolScalar:
+    """Declares a row state or a returned row: SymbolScalar("m", Var("-inf")). The key it stands under is its name."""
+
+    def __init__(self, name: str, value: Var | float) -> None:
+        self.name = name
+        self.value = value if isinstance(value, Var) else Var(value)
+
+    def __repr__(self) -> str:
+        return f'SymbolScalar("{self.name}", {self.value})'
 
 
 class OnlineFunc:
@@ -36,11 +68,11 @@ class OnlineFunc:
         self.final_rowscales = dict(final_rowscales or {})
 
     @staticmethod
-    def online_fwd(scores: Any, online_rowscales: Mapping[str, Any], b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
         """Weights are the scores, unless a subclass says otherwise."""
         return scores, dict(online_rowscales), 1.0
 
     @staticmethod
-    def online_fwd_epilogue(o: Any, online_rowscales: Mapping[str, Any], b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
         """The output is the sum of weights times v, unless a subclass says otherwise."""
         return o, {}

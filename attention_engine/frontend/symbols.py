@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from attention_engine.errors import BadInitialValue, BranchOnSymbol, UnsupportedOperation
+from attention_engine.errors import BranchOnSymbol, UnsupportedOperation
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -174,15 +176,25 @@ class Symbol:
             "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), not math's or Python's."
         )
 
-    __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = _no_number  # type: ignore[assignment]
+    __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = __round__ = _no_number  # type: ignore[assignment]
+
+    def _no_operator(self, *others: object) -> NoReturn:
+        raise UnsupportedOperation(
+            f"{where_from()}this operator has no meaning on a symbolic value, {self.expr}.\n  {known_functions()}"
+        )
+
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __divmod__ = __rdivmod__ = _no_operator
+    __matmul__ = __rmatmul__ = __getitem__ = __contains__ = _no_operator  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         function = Symbol.FUNCTIONS.get(name)
         if function is None:
             raise UnsupportedOperation(f"{where_from()}symbolic values have no `{name}`.\n  {known_functions()}")
-        return lambda *args, **named: function(self, *args, **named)
+        if name == "where" and self.expr.dtype is not Type.BOOL:  # x.where(condition, other), as torch's
+            return lambda condition, other: where(condition, self, other)
+        return lambda *args, **named: _call(name, function, (self, *args), named)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Symbol:
@@ -191,7 +203,7 @@ class Symbol:
         known = Symbol.FUNCTIONS.get(name)
         if known is None:
             raise UnsupportedOperation(f"{where_from()}torch.{name} has no meaning in a mod.\n  {known_functions()}")
-        return known(*args, **(kwargs or {}))
+        return _call(name, known, args, kwargs or {})
 
 
 class SymbolicTensor(Symbol):
@@ -224,32 +236,6 @@ class SymbolicArray(Symbol):
             f'{where_from()}get_reduce("{kind}") on {self.expr}, which is the same for every key.\n'
             "  Reduce the scores, or what you computed from them."
         )
-
-
-class Var:
-    """The first value of a row state: a number, or its text ("-inf", "0.0")."""
-
-    def __init__(self, value: str | float) -> None:
-        try:
-            self.value = float(value)
-        except (TypeError, ValueError):
-            raise BadInitialValue(
-                f"{where_from()}Var({value!r}) is no number. Write Var('-inf'), Var('0.0') or Var(1.0)."
-            ) from None
-
-    def __repr__(self) -> str:
-        return f'Var("{self.value}")'
-
-
-class SymbolScalar:
-    """Declares a row state or a returned row: SymbolScalar("m", Var("-inf")). The key it stands under is its name."""
-
-    def __init__(self, name: str, value: Var | float) -> None:
-        self.name = name
-        self.value = value if isinstance(value, Var) else Var(value)
-
-    def __repr__(self) -> str:
-        return f'SymbolScalar("{self.name}", {self.value})'
 
 
 def wrap(expr: Expr) -> Symbol:
@@ -314,7 +300,20 @@ def _to(a: object, dtype: object) -> Symbol:
     return wrap(convert(lift(a), kind))
 
 
-def _call_sum(a: object, *args: object, **named: object) -> NoReturn:
+def _call(name: str, function: Callable[..., Symbol], args: tuple[object, ...], named: dict[str, object]) -> Symbol:
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except TypeError as mismatch:
+        raise UnsupportedOperation(f"{where_from()}{name} on a symbolic value: {mismatch}.") from None
+    return function(*args, **named)
+
+
+def _infix(function: Callable[[Symbol, object], Symbol]) -> Callable[[object, object], Symbol]:
+    """An operator as a function, also of a number or a tensor of one number on its left."""
+    return lambda a, b: function(wrap(lift(a)), b)
+
+
+def _no_sum(a: object, *args: object, **named: object) -> NoReturn:
     raise UnsupportedOperation(
         f"{where_from()}`sum` over a row is scores.get_reduce('sum'); a sum of two values is a + b."
     )
@@ -328,10 +327,11 @@ Symbol.FUNCTIONS.update(
         **{op.value: _elementwise(op) for op in _UNARY},
         "abs": abs,
         "absolute": abs,
-        "relu": lambda a: MAXIMUM(a, 0.0),
+        "relu": lambda a, inplace=False: MAXIMUM(a, 0.0),
         "square": lambda a: a * a,  # type: ignore[operator]
         "reciprocal": lambda a: 1.0 / a,  # type: ignore[operator]
-        "neg": lambda a: -a,  # type: ignore[operator]
+        "neg": operator.neg,
+        "negative": operator.neg,
         "max": MAXIMUM,
         "maximum": MAXIMUM,
         "min": MINIMUM,
@@ -339,34 +339,37 @@ Symbol.FUNCTIONS.update(
         "clamp": _clamp,
         "clip": _clamp,
         "where": where,
-        "pow": lambda a, b: a**b,
-        "add": lambda a, b: a + b,
-        "sub": lambda a, b: a - b,
-        "mul": lambda a, b: a * b,
-        "div": lambda a, b: a / b,
-        "true_divide": lambda a, b: a / b,
+        "pow": _infix(operator.pow),
+        "add": _infix(operator.add),
+        "sub": _infix(operator.sub),
+        "subtract": _infix(operator.sub),
+        "mul": _infix(operator.mul),
+        "multiply": _infix(operator.mul),
+        "div": _infix(operator.truediv),
+        "divide": _infix(operator.truediv),
+        "true_divide": _infix(operator.truediv),
         "remainder": _remainder,
         "floor_divide": _floor_divide,
         "logical_and": lambda a, b: _logical(Op.AND, a, b),
         "logical_or": lambda a, b: _logical(Op.OR, a, b),
         "logical_not": lambda a: wrap(make(Op.NOT, _truth(a))),
-        "eq": lambda a, b: wrap(make(Op.EQUAL, *unify(a, b))),
-        "ne": lambda a, b: wrap(make(Op.NOT, make(Op.EQUAL, *unify(a, b)))),
-        "lt": lambda a, b: wrap(make(Op.LESS, *unify(a, b))),
-        "gt": lambda a, b: wrap(make(Op.LESS, *unify(b, a))),
-        "le": lambda a, b: wrap(make(Op.LESS_EQUAL, *unify(a, b))),
-        "ge": lambda a, b: wrap(make(Op.LESS_EQUAL, *unify(b, a))),
+        "eq": _infix(operator.eq),
+        "ne": _infix(operator.ne),
+        "lt": _infix(operator.lt),
+        "gt": _infix(operator.gt),
+        "le": _infix(operator.le),
+        "ge": _infix(operator.ge),
         "to": _to,
         "float": lambda a: wrap(convert(lift(a), Type.FLOAT)),
         "int": lambda a: wrap(convert(lift(a), Type.INT)),
         "long": lambda a: wrap(convert(lift(a), Type.INT)),
         "bool": lambda a: wrap(convert(lift(a), Type.BOOL)),
         "detach": lambda a: wrap(make(Op.DETACH, lift(a))),
-        "sum": _call_sum,
+        "sum": _no_sum,
     }
 )
 
 
 def known_functions() -> str:
     """The sentence that lists what symbols can do."""
-    return "Known: + - * / ** // % < <= == & | ~, " + ", ".join(sorted(Symbol.FUNCTIONS)) + ", get_reduce."
+    return "Known: + - * / ** // %, comparisons, & | ~, " + ", ".join(sorted(Symbol.FUNCTIONS)) + ", get_reduce."

@@ -8,8 +8,8 @@ from typing import Any
 
 from attention_engine.errors import BadInitialValue, UnknownState, WrongArity, WrongResult
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
-from attention_engine.frontend.online_func import OnlineFunc
-from attention_engine.frontend.symbols import Symbol, SymbolScalar, convert, lift, wrap
+from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
+from attention_engine.frontend.symbols import Symbol, convert, lift, wrap
 from attention_engine.ir.expr import Axis, Expr, Type, const
 from attention_engine.ir.program import (
     DELTA,
@@ -49,14 +49,16 @@ def call(function: Callable[..., Any], arguments: str, values: list[Any], custom
         return function(*values)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return function(*values)
-    count = len([p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = len([p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD])
-    if count >= len(values) + 1 and custom is not None:
-        return function(*values, custom)
+    count = len(placed)
+    more = placed[len(values)] if count > len(values) else None
+    if more is not None and custom is not None and (more.default is more.empty or more.name.startswith("custom")):
+        values = [*values, custom]
     if count >= len(values) >= needed:
         return function(*values)
-    more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
-    raise WrongArity(f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){more}.")
+    one_more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
+    raise WrongArity(f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){one_more}.")
 
 
 def _number(function: Callable[..., Any], what: str, value: object, allowed: frozenset[Axis] = PAIR_AXES) -> Expr:
@@ -105,7 +107,7 @@ class _Rowscales(dict[str, Symbol]):
 def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
     if isinstance(scalar, SymbolScalar):
         return scalar.value.value
-    if isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+    if isinstance(scalar, (int, float)) and not isinstance(scalar, bool) and scalar == scalar:
         return float(scalar)
     raise BadInitialValue(
         f"{type(owner).__name__}: the row state {name!r} starts at {scalar!r}. "
@@ -116,11 +118,13 @@ def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
 def _check_keys(function: Callable[..., Any], what: str, given: object, declared: Mapping[str, object]) -> None:
     if not isinstance(given, Mapping):
         raise WrongResult(f"{place_of(function)} returned {type(given).__name__} where a dict of {what}s belongs.")
+    known = ", ".join(map(repr, declared)) or "none"
     if missing := [n for n in declared if n not in given]:
-        raise UnknownState(f"{place_of(function)} returned no {what} {missing[0]!r}. Declared: {', '.join(map(repr, declared))}.")
+        raise UnknownState(f"{place_of(function)} returned no {what} {missing[0]!r}. Declared: {known}.")
     if extra := [n for n in given if n not in declared]:
-        known = ", ".join(map(repr, declared)) or "none"
-        raise UnknownState(f"{place_of(function)} returned a {what} {extra[0]!r} that isn't declared. Declared: {known}.")
+        raise UnknownState(
+            f"{place_of(function)} returned a {what} {extra[0]!r} that isn't declared. Declared: {known}."
+        )
 
 
 def _unpack(function: Callable[..., Any], result: object, names: str, count: int) -> tuple[Any, ...]:
@@ -142,7 +146,9 @@ class _OnlineTrace:
         self.finals = self._scales("returned row", {n: wrap(final_variable(n)) for n in self.final_names})
         self._online()
         self._epilogue()
-        self.forward = self._optional("forward", "scores, final_rowscales, b, h, q_idx, kv_idx", [wrap(SCORE), self.finals])
+        self.forward = self._optional(
+            "forward", "scores, final_rowscales, b, h, q_idx, kv_idx", [wrap(SCORE), self.finals]
+        )
         self.backward = self._optional(
             "backward",
             "dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx",
@@ -154,25 +160,29 @@ class _OnlineTrace:
 
     def _online(self) -> None:
         function = self.func.online_fwd
-        result = call(function, "scores, online_rowscales, b, h, q_idx", [wrap(SCORE), self._copy(), *_indices()[:3]], self.custom)
+        values = [wrap(SCORE), self._copy(), *_indices()[:3]]
+        result = call(function, "scores, online_rowscales, b, h, q_idx", values, self.custom)
         weights, states, rescale = _unpack(function, result, "weights, new_rowscales, rescale", 3)
         _check_keys(function, "row state", states, self.initial)
         self.weights = _number(function, "weights", weights)
-        self.updates = {n: _number(function, f"the row state {n!r}", states[n], frozenset(ROW)) for n in self.initial}
+        row = frozenset(ROW)
+        self.updates = {n: _number(function, f"the row state {n!r}", states[n], row) for n in self.initial}
         if isinstance(rescale, SymbolScalar):  # SymbolScalar("o_scale", Var("1")) says "no rescale"
             rescale = rescale.value.value
-        self.rescale = _number(function, "rescale", rescale, frozenset(ROW))
+        self.rescale = _number(function, "rescale", rescale, row)
 
     def _copy(self) -> _Rowscales:
         return self._scales("row state", dict(self.states))
 
     def _epilogue(self) -> None:
         function = self.func.online_fwd_epilogue
-        result = call(function, "o, online_rowscales, b, h, q_idx", [wrap(OUTPUT), self._copy(), *_indices()[:3]], self.custom)
+        values = [wrap(OUTPUT), self._copy(), *_indices()[:3]]
+        result = call(function, "o, online_rowscales, b, h, q_idx", values, self.custom)
         output, finals = _unpack(function, result, "o, final_rowscales", 2)
         _check_keys(function, "returned row", finals, dict.fromkeys(self.final_names))
-        self.output = _number(function, "the output", output, frozenset(ROW) | {Axis.CHANNEL})
-        self.final_exprs = [(n, _number(function, f"the returned row {n!r}", finals[n], frozenset(ROW))) for n in self.final_names]
+        row = frozenset(ROW)
+        self.output = _number(function, "the output", output, row | {Axis.CHANNEL})
+        self.final_exprs = [(n, _number(function, f"the returned row {n!r}", finals[n], row)) for n in self.final_names]
 
     def _optional(self, method: str, arguments: str, values: list[Any]) -> Expr | None:
         function = getattr(self.func, method, None)

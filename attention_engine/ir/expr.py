@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import Union
 from weakref import WeakValueDictionary
 
 
@@ -70,8 +69,8 @@ class Op(Enum):
 
 
 LEAVES = frozenset({Op.CONST, Op.VAR})
-Number = Union[bool, int, float]
-Argument = Union[Number, str, Type, tuple[str, frozenset[Axis]], None]
+Number = bool | int | float
+Argument = Number | str | Type | tuple[str, frozenset[Axis]] | None
 
 
 class Expr:
@@ -92,6 +91,15 @@ class Expr:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an expression is never written on: {name}")
 
+    def __copy__(self) -> Expr:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Expr:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Expr], tuple[object, ...]]:
+        return _restore, (self.op, self.args, self.arg, self.dtype)
+
     def __add__(self, other: Expr | Number) -> Expr:
         return make(Op.ADD, self, as_expr(other, self.dtype))
 
@@ -99,7 +107,7 @@ class Expr:
         return make(Op.MUL, self, as_expr(other, self.dtype))
 
     def __neg__(self) -> Expr:
-        return self * (-1 if self.dtype is Type.INT else -1.0)
+        return make(Op.MUL, const(-1, self.dtype), self)
 
     def __sub__(self, other: Expr | Number) -> Expr:
         return self + -as_expr(other, self.dtype)
@@ -176,6 +184,11 @@ def make(op: Op, *args: Expr, arg: Argument = None, dtype: Type | None = None) -
                 object.__setattr__(node, field, value)
             _nodes[digest] = node
         return node
+
+
+def _restore(op: Op, args: tuple[Expr, ...], arg: Argument, dtype: Type) -> Expr:
+    """The node of a pickle: this process's own."""
+    return make(op, *args, arg=arg, dtype=dtype)
 
 
 def const(value: Number, dtype: Type | None = None) -> Expr:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, is_const, topological
 
-INFIX = {Op.ADD: ("+", 4), Op.MUL: ("*", 5), Op.FLOORDIV: ("//", 5), Op.MOD: ("%", 5), Op.LESS: ("<", 3),
-         Op.LESS_EQUAL: ("<=", 3), Op.EQUAL: ("==", 3), Op.AND: ("&", 2), Op.OR: ("|", 1)}  # fmt: skip
-ATOM = 9
+# As Python binds them: comparisons least, then |, &, sums, products, signs.
+INFIX = {Op.LESS: ("<", 1), Op.LESS_EQUAL: ("<=", 1), Op.EQUAL: ("==", 1), Op.OR: ("|", 2), Op.AND: ("&", 3),
+         Op.ADD: ("+", 4), Op.MUL: ("*", 5), Op.FLOORDIV: ("//", 5), Op.MOD: ("%", 5)}  # fmt: skip
+COMPARISON, SUM, PRODUCT, SIGN, ATOM = 1, 4, 5, 6, 9
+LONGEST = 60  # nodes of one formula; what is larger is named in parts, or shortened
 
 
 def _number(value: object) -> str:
@@ -16,12 +18,10 @@ def _number(value: object) -> str:
 
 
 def _negated(expr: Expr, names: Mapping[Expr, str]) -> Expr | None:
-    """e where expr is -1 * e or a negative constant, and is spelled in place."""
-    if expr in names:
+    """e where expr is -1 * e and is spelled in place."""
+    if expr in names or expr.op is not Op.MUL:
         return None
-    if expr.op is Op.MUL and is_const(expr.args[0], -1):
-        return expr.args[1]
-    return None
+    return expr.args[1] if is_const(expr.args[0], -1) else None
 
 
 def _spell(expr: Expr, names: Mapping[Expr, str]) -> tuple[str, int]:
@@ -36,50 +36,70 @@ def _spell(expr: Expr, names: Mapping[Expr, str]) -> tuple[str, int]:
     op, args = expr.op, expr.args
     if op is Op.CONST:
         text = _number(expr.value)
-        return text, ATOM if not text.startswith("-") else 6
+        return text, SIGN if text.startswith("-") else ATOM
     if op is Op.VAR:
         return expr.name, ATOM
     if op is Op.LOAD:
-        return f"{expr.name}[{', '.join(inner(a, 0) for a in args)}]", ATOM
-    if op is Op.ADD and (minus := _negated(args[1], names)) is not None:
-        return f"{inner(args[0], 4)} - {inner(minus, 5)}", 4
-    if op is Op.ADD and (minus := _negated(args[0], names)) is not None:
-        return f"{inner(args[1], 4)} - {inner(minus, 5)}", 4
-    if op is Op.MUL and (minus := _negated(expr, names)) is not None:
-        return f"-{inner(minus, 6)}", 6
-    if op is Op.MUL and args[1].op is Op.RECIP and args[1] not in names:
-        return f"{inner(args[0], 5)} / {inner(args[1].args[0], 6)}", 5
-    if op is Op.MUL and args[0].op is Op.RECIP and args[0] not in names:
-        return f"{inner(args[1], 5)} / {inner(args[0].args[0], 6)}", 5
-    if op is Op.RECIP:
-        return f"1 / {inner(args[0], 6)}", 5
+        return f"{expr.name}[{', '.join(inner(a, 0) for a in args) or '()'}]", ATOM
+    if op is Op.NOT:
+        return f"~{inner(args[0], ATOM)}", SIGN
+    if (signed := _spell_signed(expr, names, inner)) is not None:
+        return signed
     if op in INFIX:
         sign, bind = INFIX[op]
-        return f"{inner(args[0], bind)} {sign} {inner(args[1], bind + 1)}", bind
-    if op is Op.NOT:
-        return f"~{inner(args[0], ATOM)}", 6
+        left = bind + 1 if bind == COMPARISON else bind  # a < b < c would mean something else
+        return f"{inner(args[0], left)} {sign} {inner(args[1], bind + 1)}", bind
     called = expr.arg.value if isinstance(expr.arg, Type) else f"row_{expr.arg}" if op is Op.REDUCE else op.value
     return f"{called}({', '.join(inner(a, 0) for a in args)})", ATOM
 
 
+def _spell_signed(expr: Expr, names: Mapping[Expr, str], inner: Callable[[Expr, int], str]) -> tuple[str, int] | None:
+    """Differences, negations and quotients, which are sums and products inside."""
+    op, args = expr.op, expr.args
+    if op is Op.ADD:
+        for a, b in (args, args[::-1]):
+            if (minus := _negated(b, names)) is not None:
+                return f"{inner(a, SUM)} - {inner(minus, PRODUCT)}", SUM
+    if (minus := _negated(expr, names)) is not None:
+        return f"-{inner(minus, SIGN)}", SIGN
+    if op is Op.MUL:
+        for a, b in (args, args[::-1]):
+            if b.op is Op.RECIP and b not in names:
+                return f"{inner(a, PRODUCT)} / {inner(b.args[0], SIGN)}", PRODUCT
+    return (f"1 / {inner(args[0], SIGN)}", PRODUCT) if op is Op.RECIP else None
+
+
 def formula(expr: Expr, names: Mapping[Expr, str] | None = None) -> str:
-    """One expression as one formula; `names` replaces nodes by names."""
-    return _spell(expr, names or {})[0]
+    """One expression as one formula; `names` replaces nodes by names, and what is too deep by "..."."""
+    names = names or {}
+    return _spell(expr, {**names, **_too_deep(expr, names)})[0]
+
+
+def _too_deep(expr: Expr, names: Mapping[Expr, str]) -> dict[Expr, str]:
+    """The nodes at which a formula ends that would be longer than LONGEST nodes: what stands highest is kept."""
+    level, spelled = [expr], 0
+    while level:
+        if spelled + len(level) > LONGEST:
+            return {node: "..." for node in level if node.args and node is not expr}
+        spelled += len(level)
+        level = [a for node in level if node not in names for a in node.args]
+    return {}
 
 
 def lines(results: Iterable[tuple[str, Expr]], prefix: str = "v") -> list[str]:
-    """Assignments, in order, that compute the results; what is used twice gets a name of its own."""
+    """Assignments, in order, that compute the results; what is used twice, or is long, gets a name of its own."""
     results = list(results)
     roots = [e for _, e in results]
     uses = count_uses(*roots)
-    wanted = {e for e in topological(*roots) if uses[e] > 1 and e.args and e.op is not Op.LOAD}
     names: dict[Expr, str] = {}
+    sizes: dict[Expr, int] = {}
     out: list[str] = []
     for node in topological(*roots):
-        if node in wanted:
-            text = formula(node, names)
+        sizes[node] = 1 + sum(1 if a in names else sizes[a] for a in node.args)
+        if node.args and node.op is not Op.LOAD and (uses[node] > 1 or sizes[node] > LONGEST // 2):
+            text = _spell(node, names)[0]
             names[node] = f"{prefix}{len(names)}"
             out.append(f"{names[node]} = {text}")
     for name, expr in results:
-        out.append(f"{name} = {formula(expr, names)}")
+        out.append(f"{name} = {_spell(expr, names)[0]}")
     return out

@@ -15,9 +15,11 @@ from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import PRODUCT, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
 from attention_engine.kernels.common import (
     FLOAT,
+    Accumulator,
     Operand,
     Place,
     Sizes,
+    accumulate,
     assign,
     block_values,
     build,
@@ -79,8 +81,8 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
             gradients = T.alloc_fragment([tile.kv, tile.q], FLOAT)
             weights_in = Operand(problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
             gradients_in = Operand(problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
-            dk = T.alloc_fragment([tile.kv, dim], FLOAT)
-            dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
+            dk_sums, dv_sums = Accumulator(problem, (tile.kv, dim)), Accumulator(problem, (tile.kv, dim_v))
+            dk, dv = dk_sums.sum, dv_sums.sum
             row_tiles = {row_variable(n): T.alloc_shared([tile.q], FLOAT) for n, _ in rows.rows}
             kv0 = block * tile.kv
             load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
@@ -111,7 +113,7 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
                     if partial:
                         maths.mask(weights)
                 load(weights_in, weights)
-                multiply(weights_in, do, dv, rows=not tile.shared_weights)
+                accumulate(weights_in, do, dv_sums, rows=not tile.shared_weights)
                 for read, expr in by_pair(schedule):
                     maths.scatter(products, weights, gradients, read, expr, buffers[f"d_custom_{read.name}"])
                 maths.differentiate(products, weights, gradients)
@@ -121,7 +123,7 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
                     if partial:
                         maths.mask(gradients)
                 load(gradients_in, gradients)
-                multiply(gradients_in, q, dk, rows=not tile.shared_weights)
+                accumulate(gradients_in, q, dk_sums, rows=not tile.shared_weights)
                 if with_dq:
                     gradients_out = gradients_in.in_shared_memory(problem)
                     if gradients_out is not gradients_in:

@@ -13,9 +13,11 @@ from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.backward import PairMaths, keeps_products
 from attention_engine.kernels.common import (
     FLOAT,
+    Accumulator,
     Operand,
     Place,
     Sizes,
+    accumulate,
     block_values,
     build,
     either,
@@ -56,7 +58,8 @@ def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backwar
             gradients = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             contribution = T.alloc_fragment([tile.q, tile.kv], FLOAT) if len(summed) > 0 else None
             gradients_in = Operand(problem, (tile.q, tile.kv), fragment=True)
-            dq = T.alloc_fragment([tile.q, dim], FLOAT)
+            dq_sums = Accumulator(problem, (tile.q, dim))
+            dq = dq_sums.sum
             row_tiles = {row_variable(n): T.alloc_fragment([tile.q], FLOAT) for n, _ in rows.rows}
             sums = [T.alloc_fragment([tile.q], FLOAT) for _ in summed]
             q0 = block * tile.q
@@ -92,7 +95,7 @@ def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backwar
                     if partial:
                         maths.mask(gradients)
                 load(gradients_in, gradients)
-                multiply(gradients_in, k, dq)
+                accumulate(gradients_in, k, dq_sums)
             if schedule.scale != 1:
                 for i, d in T.Parallel(tile.q, dim):
                     dq[i, d] *= schedule.scale

@@ -261,3 +261,28 @@ def multiply(a: Operand, b: Operand, c: Any, transpose_A: bool = False, transpos
         T.gemm(a.low, b.whole, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)
         T.gemm(a.whole, b.low, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)
     T.gemm(a.whole, b.whole, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)
+
+
+class Accumulator:
+    """A sum of products over the steps of a loop.
+
+    Tensor cores truncate as they accumulate (arXiv 2203.03341), and over many steps that adds up: where fp32 accuracy is
+    asked for, each step's product starts from zero and is added in registers.
+    """
+
+    def __init__(self, problem: Problem, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.sum = T.alloc_fragment(shape, FLOAT)
+        self.step = T.alloc_fragment(shape, FLOAT) if problem.splits else None
+
+
+@T.macro
+def accumulate(a: Operand, b: Operand, c: Accumulator, rows: bool = True) -> None:
+    """c += a @ b."""
+    if c.step is None:
+        multiply(a, b, c.sum, rows=rows)
+    else:
+        T.clear(c.step)
+        multiply(a, b, c.step, rows=rows)
+        for i, j in T.Parallel(c.shape[0], c.shape[1]):
+            c.sum[i, j] += c.step[i, j]

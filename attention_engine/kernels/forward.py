@@ -12,9 +12,11 @@ from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import OUTPUT, PRODUCT
 from attention_engine.kernels.common import (
     FLOAT,
+    Accumulator,
     Operand,
     Place,
     Sizes,
+    accumulate,
     assign,
     block_values,
     build,
@@ -73,7 +75,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             weights = Operand(problem, (tile.q, tile.kv), fragment=True)
             scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if temporaries else None
-            output = T.alloc_fragment([tile.q, dim_v], FLOAT)
+            sums = Accumulator(problem, (tile.q, dim_v))
+            output = sums.sum
             rows = {variable: T.alloc_fragment([tile.q], FLOAT) for variable in row_variables(schedule)}
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
             q0 = block * tile.q
@@ -104,7 +107,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                     for i, d in T.Parallel(tile.q, dim_v):
                         output[i, d] *= rows[schedule.rescale][i]
                 load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
-                multiply(weights, v, output)
+                accumulate(weights, v, sums)
             maths.finish(output, dim_v)
             T.copy(output, window(buffers["o"], batch, head, q0, tile.q, dim_v))
             for name, expr in schedule.rows:

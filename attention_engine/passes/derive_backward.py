@@ -222,7 +222,8 @@ def merge_row_factor(weight: Expr) -> Expr:
     if inner is None or not positive:
         return weight
     logs = [
-        mul(const(-1.0), make(Op.LOG, p.args[0])) if p.op is Op.RECIP else simplify(make(Op.LOG, p))[0] for p in positive
+        mul(const(-1.0), make(Op.LOG, p.args[0])) if p.op is Op.RECIP else simplify(make(Op.LOG, p))[0]
+        for p in positive
     ]
     others = [p for p in parts if p is not inner and p not in positive]
     return mul(const(float(number)), *others, make(Op.EXP, add(inner.args[0], *logs)))

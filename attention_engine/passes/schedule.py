@@ -6,17 +6,18 @@ something and the number joins the later formulas (for softmax: one multiply-add
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import random
 from dataclasses import dataclass
-from typing import Union
 
-from attention_engine.ir.evaluate import LOWEST, evaluate
+from attention_engine.ir.evaluate import LOWEST, Value, evaluate
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, substitute, topological, var
-from attention_engine.ir.program import OUTPUT, PAIR, ROW, SCORE, Backward, Program, State
+from attention_engine.ir.program import OUTPUT, PAIR, ROW, SCORE, Backward, Program, State, state_variable
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.row_values import largest
-from attention_engine.passes.simplify import add, mul, reduce, simplify, split_coefficient, where
+from attention_engine.passes.simplify import mul, reduce, simplify, split_coefficient, where
 from attention_engine.passes.strength import lighten, use_exp2
 
 TILE = var("tile", PAIR)
@@ -48,7 +49,7 @@ class TileStep:
     value: Expr
 
 
-Step = Union[ReduceStep, RowStep, TileStep]
+Step = ReduceStep | RowStep | TileStep
 
 
 @dataclass(frozen=True)
@@ -87,34 +88,42 @@ class BackwardSchedule:
 
 
 def guard_empty_rows(program: Program) -> Program:
-    """The program with an output of 0 for rows that keep no pair, which show by every state being as it began."""
-    start = {s.variable: float(_finite(s.initial)) for s in program.states}
-    zero = {n: 0.3 for n in topological(program.output) if n.op in (Op.VAR, Op.LOAD) and n.dtype is Type.FLOAT}
-    zero |= {n: 1 for n in topological(program.output) if n.op in (Op.VAR, Op.LOAD) and n.dtype is not Type.FLOAT}
-    at_start = evaluate(program.output, {**zero, **start, OUTPUT: 0.0})
-    if at_start == 0:
+    """The program with an output of 0 for rows that keep no pair."""
+    if _is_zero_at_start(program):
         return program
-    states = program.states
-    if not states:  # nothing in the program tells: count the kept pairs' presence
-        kept = State("_kept", 0.0, simplify(make(Op.MAXIMUM, var("state._kept", ROW), make(Op.REDUCE, const(1.0), arg="max")))[0])
-        states = (kept,)
-    empty = const(True)
-    for state in states:
-        same = make(Op.EQUAL, state.variable, const(float(_finite(state.initial))))
-        empty = make(Op.AND, empty, same)
-    (empty,) = simplify(empty)
     (factor,) = differentiate(program.output, [OUTPUT])
     (rest,) = simplify(substitute(program.output, {OUTPUT: const(0.0)}))
-    if OUTPUT not in topological(factor) and is_const(rest, 0):
-        output = mul(OUTPUT, where(empty, const(0.0), factor))
+    scales = OUTPUT not in topological(factor) and is_const(rest, 0)
+    states = program.states
+    if scales and states:  # where every state is as it began, the factor has no meaning, kept pairs or not
+        (empty,) = simplify(functools.reduce(functools.partial(make, Op.AND), map(_is_as_it_began, states)))
     else:
-        output = where(empty, const(0.0), program.output)
-    return Program(program.score, program.mask, states, program.weights, program.rescale, output, program.finals,
-                   program.forward, program.backward, program.custom)  # fmt: skip
+        kept = State("_kept", 0.0, make(Op.MAXIMUM, state_variable("_kept"), make(Op.REDUCE, const(1.0), arg="max")))
+        states = (*states, kept)
+        empty = make(Op.EQUAL, kept.variable, const(0.0))
+    guarded = mul(OUTPUT, where(empty, const(0.0), factor)) if scales else where(empty, const(0.0), program.output)
+    return dataclasses.replace(program, states=states, output=guarded)
+
+
+def _is_zero_at_start(program: Program) -> bool:
+    values: dict[Expr, Value] = {
+        n: 0.3 if n.dtype is Type.FLOAT else 1 for n in topological(program.output) if n.op in (Op.VAR, Op.LOAD)
+    }
+    start = {s.variable: _finite(s.initial) for s in program.states}
+    return bool(evaluate(program.output, values | start | {OUTPUT: 0.0}) == 0)
+
+
+def _is_as_it_began(state: State) -> Expr:
+    """Did no kept pair touch the state? One that starts at -inf may have met a masked tile's LOWEST times some scale."""
+    if state.initial <= LOWEST:
+        return make(Op.LESS, state.variable, const(LOWEST * 1e-10))
+    if state.initial >= -LOWEST:
+        return make(Op.LESS, const(LOWEST * -1e-10), state.variable)
+    return make(Op.EQUAL, state.variable, const(state.initial))
 
 
 def _finite(value: float) -> float:
-    return max(min(value, -LOWEST), LOWEST)
+    return float(max(min(value, -LOWEST), LOWEST))
 
 
 def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ()) -> ForwardSchedule:
@@ -156,7 +165,9 @@ def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     scale, product = (float(number), rest) if rest is not None else (1.0, roots[1])
     weights, product, *gradients = lighten(roots[0], product, *roots[2:])
     loads = (load for load, _ in backward.pair_gradients)
-    return BackwardSchedule(tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask)
+    return BackwardSchedule(
+        tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask
+    )
 
 
 def _hoist(roots: list[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
@@ -174,7 +185,12 @@ def _row_values(roots: list[Expr], prefix: str) -> tuple[list[tuple[Expr, Expr]]
 
     def is_row(node: Expr) -> bool:
         plain = node.op in (Op.CONST, Op.VAR)
-        return node.dtype is Type.FLOAT and not plain and not node.axes & {Axis.KEY, Axis.CHANNEL} and Axis.QUERY in node.axes
+        return (
+            node.dtype is Type.FLOAT
+            and not plain
+            and not node.axes & {Axis.KEY, Axis.CHANNEL}
+            and Axis.QUERY in node.axes
+        )
 
     found = {node: var(f"{prefix}{i}", node.axes) for i, node in enumerate(largest(roots, is_row))}
     return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
@@ -254,7 +270,9 @@ def _gives(expr: Expr, fill: float, neutral: float) -> bool:
         values = {}
         for node in topological(expr, closed=frozenset({Op.REDUCE})):
             if node.op in (Op.VAR, Op.LOAD, Op.REDUCE):
-                values[node] = draw.randrange(9) if node.dtype is Type.INT else draw.gauss(0, 3) * 10 ** draw.randrange(-1, 2)
+                values[node] = (
+                    draw.randrange(9) if node.dtype is Type.INT else draw.gauss(0, 3) * 10 ** draw.randrange(-1, 2)
+                )
         at = evaluate(expr, {**values, TILE: fill})
         left_out = at <= neutral if neutral == LOWEST else at >= neutral if neutral == -LOWEST else at == neutral
         if not left_out:
@@ -276,7 +294,3 @@ def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:
     out = [done[r] for r in roots]
     out[weights] = where(KEEP, out[weights], const(0.0))
     return out
-
-
-__all__ = ["KEEP", "TILE", "BackwardSchedule", "ForwardSchedule", "ReduceStep", "RowStep", "Step", "TileStep", "add",
-           "schedule_backward", "schedule_forward"]  # fmt: skip

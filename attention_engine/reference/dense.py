@@ -136,7 +136,9 @@ class Gradients:
     custom: dict[str, Tensor]
 
 
-def saved_rows(program: Program, backward: Backward, q: Tensor, k: Tensor, custom: Custom, blocks: Tensor | None = None) -> list[Tensor]:
+def saved_rows(
+    program: Program, backward: Backward, q: Tensor, k: Tensor, custom: Custom, blocks: Tensor | None = None
+) -> list[Tensor]:
     """The rows (batch, heads, queries) that the forward pass keeps for this backward pass."""
     asked = Program(program.score, program.mask, program.states, program.weights, program.rescale, program.output,
                     backward.saved, custom=program.custom)  # fmt: skip

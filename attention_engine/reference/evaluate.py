@@ -81,7 +81,11 @@ class Evaluator:
         operands = [self.done[a] for a in node.args]
         match node.op:
             case Op.CONST:
-                value = max(min(node.value, -self.lowest), self.lowest) if node.dtype is Type.FLOAT and node.value == node.value else node.value
+                value = (
+                    max(min(node.value, -self.lowest), self.lowest)
+                    if node.dtype is Type.FLOAT and node.value == node.value
+                    else node.value
+                )
                 return torch.full((), value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
             case Op.CAST:
                 return operands[0].to(DTYPES.get(node.dtype, self.dtype))
@@ -135,6 +139,8 @@ def add_at(total: Tensor, load: Expr, gradient: Tensor, evaluate: Evaluator) -> 
             gradient = gradient.sum(position, keepdim=True)
     if not load.args:
         return total + gradient.sum()
+    if total.numel() == 0:
+        return total
     indices = [evaluate(i).expand(gradient.shape) for i in load.args]
     inside = torch.ones_like(gradient, dtype=torch.bool)
     for index, length in zip(indices, total.shape, strict=True):

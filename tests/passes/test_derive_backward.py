@@ -44,11 +44,15 @@ def exact_gradients(program: Program, given: dict[str, Tensor], custom: dict[str
     return o.detach(), rows, dict(zip(leaves, filled, strict=True))
 
 
-def derived_gradients(program: Program, given: dict[str, Tensor], custom: dict[str, Tensor], d_rows: dict[str, Tensor], o: Tensor):
+def derived_gradients(
+    program: Program, given: dict[str, Tensor], custom: dict[str, Tensor], d_rows: dict[str, Tensor], o: Tensor
+):
     backward = derive_backward(program)
     saved = saved_rows(program, backward, given["q"], given["k"], custom)
     delta = (o * given["do"]).sum(-1)
-    found = attend_backward(program, backward, given["q"], given["k"], given["v"], custom, saved, delta, given["do"], d_rows)
+    found = attend_backward(
+        program, backward, given["q"], given["k"], given["v"], custom, saved, delta, given["do"], d_rows
+    )
     return {"q": found.q, "k": found.k, "v": found.v, **found.custom}
 
 
@@ -66,7 +70,9 @@ def compare(program: Program, custom: dict[str, Tensor], returned_rows: bool = F
         assert gradient.isfinite().all(), f"the yardstick of d{name} is not finite"
         assert found[name].shape == gradient.shape
         error = (found[name] - gradient).abs().max().item()
-        assert error <= LIMIT * max(1.0, gradient.abs().max().item()), f"d{name} is off by {error}\n{program}\n{derive_backward(program)}"
+        assert error <= LIMIT * max(1.0, gradient.abs().max().item()), (
+            f"d{name} is off by {error}\n{program}\n{derive_backward(program)}"
+        )
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -77,7 +83,9 @@ def test_the_derived_backward_agrees_with_autograd(name, mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", ["softmax", "softmax one", "relu2 row sum", "sink", "tempered", "live retention", "gated"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "softmax one", "relu2 row sum", "sink", "tempered", "live retention", "gated"]
+)
 def test_the_gradient_of_a_returned_row_agrees_with_autograd(name, mask):
     example = EXAMPLES[name]
     compare(example.trace(MASKS[mask]), example.custom(), returned_rows=True)
@@ -98,7 +106,9 @@ class WithMaximum(OnlineSoftmax):
 
 def test_a_returned_maximum_has_no_gradient_and_the_others_keep_theirs():
     program = Example(WithMaximum).trace()
-    assert derive_backward(program).undifferentiated == (("m", "it holds row_max(score), whose gradient is not derived"),)
+    assert derive_backward(program).undifferentiated == (
+        ("m", "it holds row_max(score), whose gradient is not derived"),
+    )
     compare(program, {}, returned_rows=True)
 
 

@@ -58,7 +58,9 @@ def check_gradients(expr: Expr, values: dict[Expr, Tensor]) -> None:
         torchs = torch.autograd.grad(result, [values[v] for v in leaves], seed, allow_unused=True)
     g = var("g", expr.axes)
     for leaf, expected, ours in zip(leaves, torchs, differentiate(expr, leaves, g), strict=True):
-        full = torch.broadcast_to(evaluated(ours, {**values, g: seed}), torch.broadcast_shapes(seed.shape, values[leaf].shape))
+        full = torch.broadcast_to(
+            evaluated(ours, {**values, g: seed}), torch.broadcast_shapes(seed.shape, values[leaf].shape)
+        )
         found = full.sum_to_size(values[leaf].shape)  # a derivative has the root's axes: sum over what the leaf hasn't
         expected = torch.zeros_like(found) if expected is None else expected
         scale = max(1.0, full.abs().max().item())

@@ -1,0 +1,310 @@
+"""What mods may say: every operator, method and torch function on symbols means what torch means on numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention_engine.errors import BadInitialValue, BranchOnSymbol, UnsupportedOperation
+from attention_engine.frontend.online_func import SymbolScalar, Var
+from attention_engine.frontend.symbols import Symbol, SymbolicArray, SymbolicTensor, wrap
+from attention_engine.ir.evaluate import evaluate
+from attention_engine.ir.expr import Expr, Op, Type, const, make, topological
+from attention_engine.ir.program import KV_IDX, Q_IDX, SCORE, B, H, state_variable
+
+S, M = wrap(SCORE), wrap(state_variable("m"))
+I, J, HEAD = wrap(Q_IDX), wrap(KV_IDX), wrap(H)
+NUMBERS = {
+    SCORE: torch.tensor([-2.5, -1.0, 0.0, 0.3, 1.75, 4.0], dtype=torch.float64),
+    state_variable("m"): torch.tensor(1.25, dtype=torch.float64),
+    Q_IDX: torch.tensor(5), KV_IDX: torch.tensor([0, 1, 4, 5, 6, 7]), H: torch.tensor(3), B: torch.tensor(1),
+}  # fmt: skip
+
+
+def value(expr: Expr) -> Tensor:
+    """The expression on NUMBERS."""
+    values = {n: NUMBERS[n].tolist() for n in topological(expr) if n.op is Op.VAR}
+    return torch.tensor(evaluate(expr, values, 6), dtype=torch.float64)
+
+
+def on_torch(function: Callable[..., Any]) -> Tensor:
+    """The function on NUMBERS themselves."""
+    return function(*(NUMBERS[e] for e in (SCORE, state_variable("m"), Q_IDX, KV_IDX, H)))
+
+
+def positive(x: Any) -> Any:
+    return x * x + 0.5
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "s + m": lambda s, m, i, j, h: s + m,
+    "s + 2": lambda s, m, i, j, h: s + 2,
+    "2 + s": lambda s, m, i, j, h: 2 + s,
+    "s - m": lambda s, m, i, j, h: s - m,
+    "2 - s": lambda s, m, i, j, h: 2 - s,
+    "s * i": lambda s, m, i, j, h: s * i,
+    "0.5 * s": lambda s, m, i, j, h: 0.5 * s,
+    "s / m": lambda s, m, i, j, h: s / m,
+    "i / 2": lambda s, m, i, j, h: i / 2,
+    "i / j": lambda s, m, i, j, h: i / (j + 1),
+    "1 / s": lambda s, m, i, j, h: 1 / positive(s),
+    "i // 2": lambda s, m, i, j, h: i // 2,
+    "-i // 2": lambda s, m, i, j, h: (-i - j) // 2,
+    "17 // j": lambda s, m, i, j, h: 17 // (j + 1),
+    "s // m": lambda s, m, i, j, h: s // m,
+    "j % 3": lambda s, m, i, j, h: j % 3,
+    "(j - i) % 3": lambda s, m, i, j, h: (j - i) % 3,
+    "17 % j": lambda s, m, i, j, h: 17 % (j + 1),
+    "s % m": lambda s, m, i, j, h: s % m,
+    "s ** 2": lambda s, m, i, j, h: s**2,
+    "s ** m": lambda s, m, i, j, h: positive(s) ** m,
+    "2.0 ** s": lambda s, m, i, j, h: 2.0**s,
+    "2.0 ** -h": lambda s, m, i, j, h: 2.0 ** (-5 - h),
+    "i ** 3": lambda s, m, i, j, h: i**3,
+    "s ** -1": lambda s, m, i, j, h: positive(s) ** -1,
+    "s ** 0.5": lambda s, m, i, j, h: positive(s) ** 0.5,
+    "-s": lambda s, m, i, j, h: -s,
+    "+s": lambda s, m, i, j, h: +s,
+    "-i": lambda s, m, i, j, h: -i,
+    "abs(s)": lambda s, m, i, j, h: abs(s),
+    "abs(i - j)": lambda s, m, i, j, h: abs(i - j),
+    "s < m": lambda s, m, i, j, h: s < m,
+    "s <= 0": lambda s, m, i, j, h: s <= 0,
+    "s > m": lambda s, m, i, j, h: s > m,
+    "0 >= s": lambda s, m, i, j, h: s <= 0,
+    "i == j": lambda s, m, i, j, h: i == j,
+    "i != j": lambda s, m, i, j, h: i != j,
+    "5 == j": lambda s, m, i, j, h: j == 5,
+    "i <= j + 0.5": lambda s, m, i, j, h: i <= j + 0.5,
+    "& |": lambda s, m, i, j, h: (i > j) & (s < m) | (j == 7),
+    "~": lambda s, m, i, j, h: ~(i >= j),
+    "True &": lambda s, m, i, j, h: True & (i >= j),
+    "condition * s": lambda s, m, i, j, h: (i >= j) * s,
+    "a += b": lambda s, m, i, j, h: sum((s, m), 0.0),
+    "a loop": lambda s, m, i, j, h: sum((s * 0.5**n for n in range(3)), 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator(name):
+    function = OPERATORS[name]
+    expected = on_torch(function)
+    found = function(S, M, I, J, HEAD)
+    assert isinstance(found, Symbol)
+    precision = 1e-6 if expected.dtype is torch.float32 else 1e-12  # torch divides ints in fp32
+    assert torch.allclose(value(found.expr), expected.double().expand(value(found.expr).shape), rtol=precision)
+    kind = Type.BOOL if expected.dtype is torch.bool else Type.FLOAT if expected.is_floating_point() else Type.INT
+    assert found.expr.dtype is kind
+
+
+METHODS: dict[str, Callable[[Any, Any], Any]] = {
+    "exp": lambda s, m: s.exp(), "exp2": lambda s, m: s.exp2(), "log": lambda s, m: positive(s).log(),
+    "log2": lambda s, m: positive(s).log2(), "log1p": lambda s, m: positive(s).log1p(),
+    "sqrt": lambda s, m: positive(s).sqrt(), "rsqrt": lambda s, m: positive(s).rsqrt(), "tanh": lambda s, m: s.tanh(),
+    "sigmoid": lambda s, m: s.sigmoid(), "relu": lambda s, m: s.relu(), "erf": lambda s, m: s.erf(),
+    "sin": lambda s, m: s.sin(), "cos": lambda s, m: s.cos(), "abs": lambda s, m: s.abs(),
+    "absolute": lambda s, m: s.absolute(), "floor": lambda s, m: s.floor(), "square": lambda s, m: s.square(),
+    "reciprocal": lambda s, m: positive(s).reciprocal(), "neg": lambda s, m: s.neg(), "negative": lambda s, m: s.negative(),
+    "clamp": lambda s, m: s.clamp(-1, 1), "clamp min": lambda s, m: s.clamp(min=0.5), "clamp max": lambda s, m: s.clamp(max=0.5),
+    "clip": lambda s, m: s.clip(-1.0, 1.0), "maximum": lambda s, m: s.maximum(m), "minimum": lambda s, m: s.minimum(m),
+    "where": lambda s, m: s.where(s > 0, m), "pow": lambda s, m: s.pow(2), "add": lambda s, m: s.add(1), "sub": lambda s, m: s.sub(m),
+    "subtract": lambda s, m: s.subtract(m), "mul": lambda s, m: s.mul(m), "multiply": lambda s, m: s.multiply(m),
+    "div": lambda s, m: s.div(m), "divide": lambda s, m: s.divide(m), "true_divide": lambda s, m: s.true_divide(m),
+    "remainder": lambda s, m: s.remainder(m), "floor_divide": lambda s, m: s.floor_divide(m),
+    "logical_and": lambda s, m: (s > 0).logical_and(s < m), "logical_or": lambda s, m: (s > 0).logical_or(s < m),
+    "logical_not": lambda s, m: (s > 0).logical_not(), "eq": lambda s, m: s.eq(0), "ne": lambda s, m: s.ne(0),
+    "lt": lambda s, m: s.lt(m), "gt": lambda s, m: s.gt(m), "le": lambda s, m: s.le(m), "ge": lambda s, m: s.ge(m),
+    "to": lambda s, m: (s > 0).to(torch.float32), "to int": lambda s, m: s.to(torch.int32), "float": lambda s, m: (s > 0).float(),
+    "int": lambda s, m: s.int(), "long": lambda s, m: s.long(), "bool": lambda s, m: s.bool(), "detach": lambda s, m: s.detach(),
+    "max of two": lambda s, m: s.max(m) if isinstance(s, Symbol) else s.maximum(m),
+    "min of two": lambda s, m: s.min(0.0) if isinstance(s, Symbol) else s.clamp(max=0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method(name):
+    found = METHODS[name](S, M)
+    expected = METHODS[name](NUMBERS[SCORE], NUMBERS[state_variable("m")])
+    assert torch.allclose(value(found.expr), expected.double(), rtol=1e-12)
+
+
+def test_every_known_function_is_tried():
+    tried = {name.split()[0] for name in METHODS}
+    assert set(Symbol.FUNCTIONS) - tried == {"sum"}  # which says how a row is summed
+
+
+TORCH = {
+    "exp": lambda s, m: torch.exp(s), "where": lambda s, m: torch.where(s > 0, s, m),
+    "where number": lambda s, m: torch.where(s > 0, s, 0.0), "number where": lambda s, m: torch.where(s > 0, 1.0, s),
+    "maximum": lambda s, m: torch.maximum(s, m), "minimum": lambda s, m: torch.minimum(s, m),
+    "max": lambda s, m: torch.max(s, m), "min": lambda s, m: torch.min(s, m), "clamp": lambda s, m: torch.clamp(s, min=0),
+    "relu": lambda s, m: torch.relu(s), "F.relu": lambda s, m: torch.nn.functional.relu(s),
+    "sigmoid": lambda s, m: torch.sigmoid(s), "tanh": lambda s, m: torch.tanh(s), "pow": lambda s, m: torch.pow(2.0, s),
+    "sub": lambda s, m: torch.sub(s, m), "logical_and": lambda s, m: torch.logical_and(s > 0, s < m),
+    "abs": lambda s, m: torch.abs(s), "remainder": lambda s, m: torch.remainder(s, m), "gt": lambda s, m: torch.gt(s, m),
+    "tensor + s": lambda s, m: torch.tensor(2.0) + s, "tensor - s": lambda s, m: torch.tensor(2.0) - s,
+    "tensor * s": lambda s, m: torch.tensor(2.0) * s, "tensor / s": lambda s, m: torch.tensor(2.0) / positive(s),
+    "tensor ** s": lambda s, m: torch.tensor(2.0) ** s, "tensor < s": lambda s, m: torch.tensor(0.5) < s,
+    "s * tensor": lambda s, m: s * torch.tensor(2.0), "maximum tensor": lambda s, m: torch.maximum(s, torch.tensor(0.25)),
+    "numpy * s": lambda s, m: np.float32(2) * s, "s - numpy": lambda s, m: s - np.float64(0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_torch_function(name):
+    found = TORCH[name](S, M)
+    expected = TORCH[name](NUMBERS[SCORE], NUMBERS[state_variable("m")])
+    assert isinstance(found, Symbol)
+    assert torch.allclose(value(found.expr), torch.as_tensor(expected).double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("sum", 2.55), ("max", 4.0), ("min", -2.5), ("abssum", 9.55), ("absmax", 4.0)]
+)
+def test_a_row_reduction(kind, expected):
+    found = S.get_reduce(kind)
+    assert isinstance(found, SymbolicArray)
+    assert evaluate(found.expr, {SCORE: NUMBERS[SCORE].tolist()}, 6) == pytest.approx(expected)
+
+
+def test_a_condition_is_counted():
+    assert evaluate((S > 0).get_reduce("sum").expr, {SCORE: NUMBERS[SCORE].tolist()}, 6) == 3.0
+
+
+def test_what_depends_on_the_key_can_be_reduced_and_nothing_else():
+    assert isinstance(J * 2, SymbolicTensor)
+    assert isinstance(I * 2, SymbolicArray)
+    assert isinstance(J + I, SymbolicTensor)
+
+
+def test_a_symbol_shows_its_formula_and_stands_in_sets():
+    assert repr(S * 2 - M) == "score * 2 - state.m"
+    assert len({S, M, S}) == 2
+
+
+def test_private_names_are_no_functions():
+    """Debuggers and copies look for them."""
+    assert not hasattr(S, "__deepcopy__") and not hasattr(S, "_ipython_display_")
+
+
+BRANCH = (
+    "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around comparisons);\n"
+    "  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
+)
+KNOWN = (
+    "  Known: + - * / ** // %, comparisons, & | ~, abs, absolute, add, bool, clamp, clip, cos, detach, div, divide, eq, "
+    "erf, exp, exp2, float, floor, floor_divide, ge, gt, int, le, log, log1p, log2, logical_and, logical_not, logical_or, "
+    "long, lt, max, maximum, min, minimum, mul, multiply, ne, neg, negative, pow, reciprocal, relu, remainder, rsqrt, "
+    "sigmoid, sin, sqrt, square, sub, subtract, sum, tanh, to, true_divide, where, get_reduce."
+)
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """The file and line of a lambda, as messages begin."""
+    return f"{__file__.rsplit('/', 1)[-1]}:{function.__code__.co_firstlineno}: "
+
+
+def fails(error: type[Exception], function: Callable[[], Any], message: str) -> None:
+    with pytest.raises(error) as caught:
+        function()
+    assert str(caught.value) == line_of(function) + message
+
+
+BRANCHES = {
+    "if": (lambda: 1 if I > 4 else 0, "4 < q_idx"),
+    "and": (lambda: (I > 4) and (J < 3), "4 < q_idx"),
+    "or": (lambda: (S < 0) or (J < 3), "score < 0"),
+    "not": (lambda: not (I == J), "q_idx == kv_idx"),
+    "chained": (lambda: 0 < I < 4, "0 < q_idx"),
+    "max": (lambda: max(S, 0), "score < 0"),
+    "bool": (lambda: bool(I >= J), "kv_idx <= q_idx"),
+    "any": (lambda: any([I > J]), "kv_idx < q_idx"),
+    "in": (lambda: S in [1, 2], "score == 1"),
+    "sorted": (lambda: sorted([I, J]), "kv_idx < q_idx"),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_on_a_symbol_is_refused_at_the_users_line(name):
+    function, condition = BRANCHES[name]
+    fails(BranchOnSymbol, function, f"Python asked for the truth of a symbolic value, {condition}.\n{BRANCH}")
+    assert issubclass(BranchOnSymbol, TypeError)
+
+
+NO_NUMBER = (
+    "a symbolic value, score, has no number yet.\n"
+    "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), not math's or Python's."
+)
+NO_OPERATOR = f"this operator has no meaning on a symbolic value, score.\n{KNOWN}"
+REFUSED = {
+    "math.exp": (lambda: math.exp(S), NO_NUMBER),
+    "math.floor": (lambda: math.floor(S), NO_NUMBER),
+    "float()": (lambda: float(S), NO_NUMBER),
+    "int()": (lambda: int(S), NO_NUMBER),
+    "round": (lambda: round(S), NO_NUMBER),
+    "len": (lambda: len(S), NO_NUMBER),
+    "iterate": (lambda: list(S), NO_NUMBER),
+    "index": (lambda: [1, 2][S], NO_NUMBER),
+    "^": (lambda: S ^ S, NO_OPERATOR),
+    "<<": (lambda: S << 1, NO_OPERATOR),
+    "@": (lambda: S @ S, NO_OPERATOR),
+    "divmod": (lambda: divmod(S, 2), NO_OPERATOR),
+    "s[0]": (lambda: S[0], NO_OPERATOR),
+    "1 in s": (lambda: 1 in S, NO_OPERATOR),
+    "method": (lambda: S.softmax(-1), f"symbolic values have no `softmax`.\n{KNOWN}"),
+    "attribute": (lambda: S.shape, f"symbolic values have no `shape`.\n{KNOWN}"),
+    "torch function": (lambda: torch.cumsum(S, -1), f"torch.cumsum has no meaning in a mod.\n{KNOWN}"),
+    "arguments": (lambda: S.exp(2), "exp on a symbolic value: too many positional arguments."),
+    "keyword": (lambda: S.clamp(low=1), "clamp on a symbolic value: got an unexpected keyword argument 'low'."),
+    "s.max()": (lambda: S.max(), "max takes two values: a.max(b). For the max over a row, scores.get_reduce('max')."),
+    "s.min()": (lambda: S.min(), "min takes two values: a.min(b). For the min over a row, scores.get_reduce('min')."),
+    "s.sum()": (lambda: S.sum(), "`sum` over a row is scores.get_reduce('sum'); a sum of two values is a + b."),
+    "& of numbers": (lambda: S & (I > J), "&, | and ~ join conditions, and score is a number.\n"
+                     "  Put brackets around comparisons: (a < b) & (c < d)."),
+    "~ of a number": (lambda: ~S, "&, | and ~ join conditions, and score is a number.\n"
+                      "  Put brackets around comparisons: (a < b) & (c < d)."),
+    "tensor": (lambda: S * torch.ones(3), "a Tensor can't be mixed with symbolic values.\n  Use Python numbers, or pass the "
+               "tensor as a custom input: CustomIO({'name': axes}) and custom['name']."),
+    "text": (lambda: S + "a", "a str can't be mixed with symbolic values.\n  Use Python numbers, or pass the tensor as a "
+             "custom input: CustomIO({'name': axes}) and custom['name']."),
+    "reduction": (lambda: S.get_reduce("mean"),
+                  'get_reduce("mean") is unknown. Choose "sum", "max", "min", "abssum" or "absmax".'),
+    "reduced row": (lambda: M.get_reduce("sum"), 'get_reduce("sum") on state.m, which is the same for every key.\n'
+                    "  Reduce the scores, or what you computed from them."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_meaning_is_refused_at_the_users_line(name):
+    function, message = REFUSED[name]
+    fails(UnsupportedOperation, function, message)
+
+
+@pytest.mark.parametrize("value", ["text", None, "nan", float("nan"), [1]])
+def test_a_first_value_that_is_no_number_is_refused(value):
+    def declare():
+        return Var(value)
+
+    with pytest.raises(BadInitialValue) as error:
+        declare()
+    line = declare.__code__.co_firstlineno + 1
+    shown = f"test_symbols.py:{line}: Var({value!r}) is no number. Write Var('-inf'), Var('0.0') or Var(1.0)."
+    assert str(error.value) == shown
+
+
+def test_declarations_show_what_was_written():
+    assert SymbolScalar("m", Var("-inf")).value.value == -math.inf
+    assert SymbolScalar("m", 2).value.value == 2.0
+    assert repr(SymbolScalar("m", Var("0.5"))) == 'SymbolScalar("m", Var("0.5"))'
+
+
+def test_numbers_keep_their_type():
+    assert (I + 1).expr.dtype is Type.INT
+    assert (I + 1.0).expr.dtype is Type.FLOAT
+    assert (S + 1).expr is make(Op.ADD, SCORE, const(1.0))
