@@ -34,7 +34,8 @@ _WHERE = {
     "where": "frontend.symbols",
 }
 __all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "OnlineFunc", "SymbolScalar", "SymbolicArray",
-           "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask", "library", "meta_tensor", "where"]  # fmt: skip
+           "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask", "library", "meta_tensor",
+           "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Union
+from typing import Any
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived
@@ -16,7 +16,7 @@ from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 
-Target = Union[Arch, str]  # an architecture, or "interpret"
+Target = Arch | str  # an architecture, or "interpret"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def pass_configs(problem: Problem) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Maths:
-    """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, where there is none."""
+    """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, if there is none."""
 
     program: Program
     backward: Backward | None
@@ -87,7 +87,9 @@ def analyse(program: Program) -> Maths:
     except BackwardNotDerived as error:
         refusal = error
     forward_schedule = schedule_forward(program, backward.saved if backward else ())
-    return Maths(program, backward, refusal, forward_schedule, schedule_backward(program, backward) if backward else None)
+    return Maths(
+        program, backward, refusal, forward_schedule, schedule_backward(program, backward) if backward else None
+    )
 
 
 class Kernels:
@@ -99,7 +101,9 @@ class Kernels:
         self.row_sums = plan_row_sums(schedule, maths.backward) if schedule and maths.backward else None
         pairs = schedule.pair_gradients if schedule else ()
         self.scattered = [load for load, _ in pairs if Axis.KEY in load.axes]  # whose gradients are summed by atomics
-        self.over_queries = deterministic or bool(self.row_sums and self.row_sums.gradients)  # then dQ needs no atomics either
+        self.over_queries = deterministic or bool(
+            self.row_sums and self.row_sums.gradients
+        )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
         self._preprocess: dict[tuple[str, ...], Kernel] = {}
 
@@ -144,7 +148,9 @@ class Kernels:
         from attention_engine.kernels.backward import backward
 
         return self._kernel(
-            lambda: backward(self.problem, self._schedule, self._backward, self.tiles.backward, self.vectors, not self.over_queries)
+            lambda: backward(
+                self.problem, self._schedule, self._backward, self.tiles.backward, self.vectors, not self.over_queries
+            )
         )
 
     @cached_property

@@ -39,7 +39,7 @@ def run(
     engine = make_engine(_meta(args.batch, heads, kv_heads, length, dim), backend=backend)
     if args.show:
         print(engine, engine.program(), sep="\n\n")
-        print("\nthe forward kernel begins", *engine.source("forward").splitlines()[:30], "...\n", sep="\n")
+        print("\nthe forward kernel begins", *engine.source("forward").splitlines()[:80], "...\n", sep="\n")
     errors = _check(engine, plain, tensors, extra)
     print(f"length {length}: mean error against float64, and that of the same in PyTorch")
     for name, (ours, eager) in errors.items():

@@ -1,4 +1,4 @@
-"""Programs that the tests of ir, passes and reference share: each as a user writes it, with the custom inputs it reads."""
+"""Programs that the tests of ir, passes and reference share, as a user writes them, with their custom inputs."""
 
 from __future__ import annotations
 

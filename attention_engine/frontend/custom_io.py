@@ -78,9 +78,10 @@ class CustomInput:
             elif axis == 1:
                 indices.append(const(0))
             else:
+                places = ", ".join("..." for _ in self.spec.axes)
                 raise BadCustomInput(
-                    f"{where_from()}custom input '{self.spec.name}' has an axis of length {axis}, which no loop runs over.\n"
-                    f"  Read it at an index: custom['{self.spec.name}'][{', '.join('...' for _ in self.spec.axes)}]."
+                    f"{where_from()}custom input '{self.spec.name}' has an axis of length {axis}, which no loop runs "
+                    f"over.\n  Read it at an index: custom['{self.spec.name}'][{places}]."
                 )
         return make(Op.LOAD, *indices, arg=self.spec.name, dtype=self.dtype)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from attention_engine.errors import BadMeta, HeadsDoNotGroup
 
-Length = Union[int, str, None]
+Length = int | str | None
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -65,6 +65,7 @@ def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     if q.heads % k.heads:
         divisors = ", ".join(str(n) for n in range(1, q.heads + 1) if q.heads % n == 0)
         raise HeadsDoNotGroup(
-            f"{q.heads} query heads cannot share {k.heads} key heads evenly. Choose key heads that divide {q.heads}: {divisors}."
+            f"{q.heads} query heads cannot share {k.heads} key heads evenly. "
+            f"Choose key heads that divide {q.heads}: {divisors}."
         )
     return q, k, v

@@ -1,4 +1,4 @@
-"""What users write to say how a row of scores becomes weights: row states and their first values, and the base class."""
+"""What users write to say how a row of scores becomes weights: row states, their first values, and the base class."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class OnlineFunc:
       the states so far; `rescale` is the factor for the output so far (1 for none).
     - `online_fwd_epilogue(o, online_rowscales, b, h, q_idx) -> (o, final_rowscales)`: the end of the row.
     - optional `forward(scores, final_rowscales, b, h, q_idx, kv_idx) -> weights`: final weights from scores.
-    - optional `backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx) -> dscores`: the gradient of
-      the scores; `scores` are the final weights, `dp` = dO . v, `doosum_rowscales` = the row sum of O * dO.
+    - optional `backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx) -> dscores`: the gradient
+      of the scores; `scores` are the final weights, `dp` = dO . v, `doosum_rowscales` = the row sum of O * dO.
 
     Each may take the custom inputs as one more, last argument. What isn't written is derived. States are fp32 numbers,
     one for each (batch, head, query).

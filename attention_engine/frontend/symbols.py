@@ -166,14 +166,15 @@ class Symbol:
     def __bool__(self) -> NoReturn:
         raise BranchOnSymbol(
             f"{where_from()}Python asked for the truth of a symbolic value, {self.expr}.\n"
-            "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around comparisons);\n"
-            "  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
+            "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around "
+            "comparisons);\n  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
         )
 
     def _no_number(self) -> NoReturn:
         raise UnsupportedOperation(
             f"{where_from()}a symbolic value, {self.expr}, has no number yet.\n"
-            "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), not math's or Python's."
+            "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), "
+            "not math's or Python's."
         )
 
     __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = __round__ = _no_number  # type: ignore[assignment]
@@ -275,7 +276,8 @@ def _extremum(op: Op, name: str) -> Callable[..., Symbol]:
     def build(a: object, *others: object) -> Symbol:
         if len(others) != 1:
             raise UnsupportedOperation(
-                f"{where_from()}{name} takes two values: a.{name}(b). For the {name} over a row, scores.get_reduce('{name}')."
+                f"{where_from()}{name} takes two values: a.{name}(b). For the {name} over a row, "
+                f"scores.get_reduce('{name}')."
             )
         return wrap(make(op, *unify(a, others[0], least=Type.INT)))
 

@@ -10,9 +10,9 @@ class Problem:
     """One attention problem, without its batch and lengths, which are run-time values.
 
     heads, kv_heads: query and key heads (query head h reads key head h // (heads / kv_heads)); dim, dim_v: of q and k,
-    and of v; dtype: "float16", "bfloat16" or "float32" of q, k, v and o; tf32: may fp32 products run as one tf32 product;
-    stride_unit: what divides every stride of q, k, v and do (8 keeps copies 16 bytes wide); custom: for each custom input
-    its name, dtype and shape, in which a string names a run-time length.
+    and of v; dtype: "float16", "bfloat16" or "float32" of q, k, v and o; tf32: may fp32 products run as one tf32
+    product; stride_unit: what divides every stride of q, k, v and do (8 keeps copies 16 bytes wide); custom: for each
+    custom input its name, dtype and shape, in which a string names a run-time length.
     """
 
     heads: int
@@ -37,10 +37,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline (0: no pipeline).
+    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline (0: no).
 
-    shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers, so
-    that warps can share rows where a tile has fewer rows than the warps of a block need.
+    shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers,
+    so that warps can share rows where a tile has fewer rows than the warps of a block need.
     """
 
     q: int

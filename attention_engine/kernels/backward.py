@@ -50,7 +50,9 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
     return PRODUCT in topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
 
 
-def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool) -> Any:
+def backward(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool
+) -> Any:
     """The PrimFunc: (q, k, v, custom..., do, rows..., dk, dv, [workspace], d_custom...).
 
     d_custom: fp32, like the custom inputs whose reads depend on the key; the caller zeroes them.
@@ -64,14 +66,18 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
     parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
     if with_dq:
         parameters["workspace"] = workspace(sizes, problem, tile)
-    for name in dict.fromkeys(load.name for load, _ in by_pair(schedule)):
+    for name in dict.fromkeys(read.name for read, _ in by_pair(schedule)):
         parameters[f"d_custom_{name}"] = T.Tensor(customs[name].shape, FLOAT)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     plan = analyse_mask(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch, threads=tile.threads) as (block, kv_head, batch):
+        with T.Kernel(T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch, threads=tile.threads) as (
+            block,
+            kv_head,
+            batch,
+        ):
             k = Operand(problem, (tile.kv, dim))
             v = Operand(problem, (tile.kv, dim_v))
             q = Operand(problem, (tile.q, dim))
@@ -132,7 +138,9 @@ def backward(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile:
                     T.clear(dq)
                     multiply(gradients_out, k, dq, transpose_A=True, rows=False)
                     for i, d in T.Parallel(tile.q, dim):
-                        T.atomic_add(buffers["workspace"][batch, head, q_tile, place_in_workspace(i, d, dim, vectors)], dq[i, d])
+                        T.atomic_add(
+                            buffers["workspace"][batch, head, q_tile, place_in_workspace(i, d, dim, vectors)], dq[i, d]
+                        )
             if schedule.scale != 1:
                 for j, d in T.Parallel(tile.kv, dim):
                     dk[j, d] *= schedule.scale

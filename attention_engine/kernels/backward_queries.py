@@ -1,5 +1,7 @@
-"""The backward pass over queries: a block holds a tile of queries and walks over the keys. No atomics: dQ, and gradients
-of custom inputs that a row sums up, are bitwise the same in every run."""
+"""The backward pass over queries: a block holds a tile of queries and walks over the keys.
+
+No atomics: dQ, and gradients of custom inputs that a row sums up, are bitwise the same in every run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import BackwardSchedule
 
 
-def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile) -> Any:
+def backward_queries(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile
+) -> Any:
     """The PrimFunc: (q, k, v, custom..., do, rows..., dq, sums...), sums fp32 (batch, heads, queries): the row sums
     of the expressions `summed` over kept pairs."""
     sizes = Sizes()
@@ -48,7 +52,11 @@ def backward_queries(problem: Problem, schedule: BackwardSchedule, rows: Backwar
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (block, head, batch):
+        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (
+            block,
+            head,
+            batch,
+        ):
             q = Operand(problem, (tile.q, dim))
             do = Operand(problem, (tile.q, dim_v))
             k = Operand(problem, (tile.kv, dim))

@@ -99,7 +99,10 @@ def reader(buffers: Buffers) -> Reader:
                 continue
             within = T.And(index >= 0, index < length)
             inside = within if inside is None else T.And(inside, within)
-        safe = [i if isinstance(i, int) or _is_zero(i) else T.max(T.min(i, n - 1), 0) for i, n in zip(indices, buffer.shape, strict=True)]
+        safe = [
+            i if isinstance(i, int) or _is_zero(i) else T.max(T.min(i, n - 1), 0)
+            for i, n in zip(indices, buffer.shape, strict=True)
+        ]
         value = T.cast(buffer[tuple(safe)], DTYPES[dtype])
         return value if inside is None else T.if_then_else(inside, value, T.cast(0, DTYPES[dtype]))
 
@@ -225,14 +228,16 @@ class Operand:
     """
 
     def __init__(self, problem: Problem, shape: tuple[int, int], fragment: bool = False) -> None:
-        in_registers = fragment and problem.dtype != "float32"  # fp32 sums and tf32 operands lie differently in registers
+        in_registers = (
+            fragment and problem.dtype != "float32"
+        )  # fp32 sums and tf32 operands lie differently in registers
         self.shape = shape
         self.whole = T.alloc_fragment(shape, problem.dtype) if in_registers else T.alloc_shared(shape, problem.dtype)
         self.low = T.alloc_shared(shape, problem.dtype) if problem.splits else None
         self.in_registers = in_registers
 
     def in_shared_memory(self, problem: Problem) -> Operand:
-        """An operand of this shape that may stand on either side, transposed or not: itself, or a new one to copy to."""
+        """An operand that may stand on either side of a product, transposed or not: itself, or a new one to fill."""
         return Operand(problem, self.shape) if self.in_registers else self
 
 
@@ -254,7 +259,9 @@ def _high(value: Any) -> Any:
 
 
 @T.macro
-def multiply(a: Operand, b: Operand, c: Any, transpose_A: bool = False, transpose_B: bool = False, rows: bool = True) -> None:
+def multiply(
+    a: Operand, b: Operand, c: Any, transpose_A: bool = False, transpose_B: bool = False, rows: bool = True
+) -> None:
     """c += a @ b; `rows`: each warp has whole rows of c (so that row reductions stay inside it)."""
     policy = T.GemmWarpPolicy.FullRow if rows else T.GemmWarpPolicy.Square
     if a.low is not None:
@@ -266,8 +273,8 @@ def multiply(a: Operand, b: Operand, c: Any, transpose_A: bool = False, transpos
 class Accumulator:
     """A sum of products over the steps of a loop.
 
-    Tensor cores truncate as they accumulate (arXiv 2203.03341), and over many steps that adds up: where fp32 accuracy is
-    asked for, each step's product starts from zero and is added in registers.
+    Tensor cores truncate as they accumulate (arXiv 2203.03341), and over many steps that adds up: where fp32 accuracy
+    is asked for, each step's product starts from zero and is added in registers.
     """
 
     def __init__(self, problem: Problem, shape: tuple[int, int]) -> None:

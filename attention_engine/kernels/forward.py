@@ -57,7 +57,7 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
 
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
-    """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries) in the schedule's order."""
+    """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
     sizes = Sizes()
     parameters = sizes.inputs(problem)
     parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
@@ -68,7 +68,11 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (block, head, batch):
+        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (
+            block,
+            head,
+            batch,
+        ):
             q = Operand(problem, (tile.q, dim))
             k = Operand(problem, (tile.kv, dim))
             v = Operand(problem, (tile.kv, dim_v))
@@ -95,7 +99,9 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 multiply(q, k, scores, transpose_B=True)
                 maths.score(kv0)
                 if schedule.fill is not None:
-                    partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), kv0 + tile.kv > sizes.kv)
+                    partial = either(
+                        is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), kv0 + tile.kv > sizes.kv
+                    )
                     if partial is True:
                         maths.mask(kv0)
                     else:
@@ -120,7 +126,10 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
 class _Maths:
     """The schedule's steps on the kernel's buffers."""
 
-    def __init__(self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], scores: Any, other: Any, q0: Any, sizes: Sizes) -> None:  # fmt: skip
+    def __init__(
+        self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], scores: Any, other: Any,
+        q0: Any, sizes: Sizes,
+    ) -> None:  # fmt: skip
         self.schedule, self.tile, self.place, self.rows = schedule, tile, place, rows
         self.scores, self.other, self.q0, self.sizes = scores, other, q0, sizes
 

@@ -1,4 +1,4 @@
-"""Row kernels around the backward pass: before it, delta and what pairs read of a row; after it, dQ in the tensors' dtype."""
+"""Row kernels around the backward pass: delta and what pairs read of a row before it; dQ in its dtype after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import DELTA, Backward, final_gradient, final_variable
 from attention_engine.kernels.common import (
@@ -46,7 +46,9 @@ def reads_delta(backward: Backward) -> bool:
     return bool(exprs) and DELTA in topological(*exprs)
 
 
-def preprocess(problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, threads: int = 128) -> Any:
+def preprocess(
+    problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, threads: int = 128
+) -> Any:
     """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace]) -> the last ones.
 
     finals: the returned rows that a gradient arrives at. Rows are padded to ROW_PAD queries; those past the end get 0.
@@ -90,7 +92,10 @@ def preprocess(problem: Problem, backward: Backward, finals: tuple[str, ...], ti
     return build("backward_preprocess", parameters, body)
 
 
-def _read_rows(problem: Problem, backward: Backward, finals: tuple[str, ...], place: Place, buffers: Any, delta: Any, row0: Any, sizes: Sizes) -> None:  # fmt: skip
+def _read_rows(
+    problem: Problem, backward: Backward, finals: tuple[str, ...], place: Place, buffers: Any, delta: Any, row0: Any,
+    sizes: Sizes,
+) -> None:  # fmt: skip
     """Writes the row values that the backward's pairs read."""
 
     def value(name: str, i: Any) -> Any:
@@ -100,11 +105,10 @@ def _read_rows(problem: Problem, backward: Backward, finals: tuple[str, ...], pl
     def entry(i: Any) -> None:
         values: dict[Expr, Any] = {DELTA: delta[i]}
         values.update({final_variable(n): value(f"saved_{n}", i) for n, _ in backward.saved})
-        for name, expr in backward.rows:
-            for node in topological(expr):
-                if node.arg and node.op.value == "var" and node.name.startswith("dfinal."):
-                    final = node.name.removeprefix("dfinal.")
-                    values[final_gradient(final)] = value(f"d_{final}", i) if final in finals else T.float32(0)
+        for node in topological(*(e for _, e in backward.rows)):
+            if node.op is Op.VAR and node.name.startswith("dfinal."):
+                final = node.name.removeprefix("dfinal.")
+                values[final_gradient(final)] = value(f"d_{final}", i) if final in finals else T.float32(0)
         splice = place.splice(row0 + i, None, values)
         results = splice(*(e for _, e in backward.rows))
         for (name, _), result in zip(backward.rows, results, strict=True):
@@ -135,5 +139,3 @@ def postprocess(problem: Problem, tile: Tile, scale: float, vectors: bool, threa
             T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
 
     return build("backward_postprocess", parameters, body)
-
-

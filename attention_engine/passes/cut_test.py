@@ -101,8 +101,8 @@ def _compare(whole: Mapping[str, float], cut: Cut, found: Mapping[str, float]) -
                 f"{what} depends on how a row is cut into tiles. Of the same {KEYS} keys:\n"
                 f"    {CUTS[0].name}: {expected:.6g}\n"
                 f"    {cut.name}: {got:.6g}\n"
-                "  The usual cause is a forgotten rescale. The third result of online_fwd multiplies the output of earlier\n"
-                "  tiles; a state that sums weights needs it too: r * rescale + weights.get_reduce('sum')."
+                "  The usual cause is a forgotten rescale. The third result of online_fwd multiplies the output of "
+                "earlier\n  tiles; a state that sums weights needs it too: r * rescale + weights.get_reduce('sum')."
             )
 
 

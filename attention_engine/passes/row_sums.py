@@ -1,8 +1,9 @@
 """Gradients of custom inputs that a row sums up, corrected for the rounding of the output.
 
 delta = dO . o is taken from an output already rounded to 16 bits. In dQ and dK that error averages out; in the gradient
-of a slope or a bias it does not, as every key of a row shares it. But delta is also the row sum of weight * dweight, and
-what a pair adds is affine in the rows that hold delta, so with exact sums D of weight * dweight and C_k of d pair / d row_k
+of a slope or a bias it does not, as every key of a row shares it. But delta is also the row sum of weight * dweight,
+and what a pair adds is affine in the rows that hold delta, so with exact sums D of weight * dweight and C_k of
+d pair / d row_k
 
     gradient of the row = sum of pairs + (D - delta) * sum over k of C_k * d row_k / d delta.
 """

@@ -13,11 +13,11 @@ import random
 from dataclasses import dataclass
 
 from attention_engine.ir.evaluate import LOWEST, Value, evaluate
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, substitute, topological, var
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, rebuild, substitute, topological, var
 from attention_engine.ir.program import OUTPUT, PAIR, ROW, SCORE, Backward, Program, State, state_variable
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.row_values import largest
-from attention_engine.passes.simplify import mul, reduce, simplify, split_coefficient, where
+from attention_engine.passes.simplify import construct, mul, reduce, simplify, split_coefficient, where
 from attention_engine.passes.strength import lighten, use_exp2
 
 TILE = var("tile", PAIR)
@@ -76,8 +76,8 @@ class ForwardSchedule:
 
 @dataclass(frozen=True)
 class BackwardSchedule:
-    """A backward kernel's maths: block values; weights, of PRODUCT and row variables; the gradient of PRODUCT without its
-    factor `scale`, and the gradients of reads in pairs, of PRODUCT, WEIGHT, WEIGHT_GRADIENT and row variables."""
+    """A backward kernel's maths: block values; weights, of PRODUCT and row variables; the gradient of PRODUCT without
+    its factor `scale`, and the gradients of reads in pairs, of PRODUCT, WEIGHT, WEIGHT_GRADIENT and row variables."""
 
     block: tuple[tuple[Expr, Expr], ...]
     weights: Expr
@@ -114,7 +114,7 @@ def _is_zero_at_start(program: Program) -> bool:
 
 
 def _is_as_it_began(state: State) -> Expr:
-    """Did no kept pair touch the state? One that starts at -inf may have met a masked tile's LOWEST times some scale."""
+    """Did no kept pair touch the state? One that starts at -inf may have met a masked tile: LOWEST times a scale."""
     if state.initial <= LOWEST:
         return make(Op.LESS, state.variable, const(LOWEST * 1e-10))
     if state.initial >= -LOWEST:
@@ -289,8 +289,7 @@ def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:
             kind = str(node.arg)
             done[node] = reduce(kind, where(KEEP, args[0], const(NEUTRAL[kind])))
         else:
-            done[node] = node if not args else simplify(make(node.op, *args, arg=node.arg,
-                                                             dtype=node.dtype if node.op is Op.LOAD else None))[0]  # fmt: skip
+            done[node] = construct(rebuild(node, args))
     out = [done[r] for r in roots]
     out[weights] = where(KEEP, out[weights], const(0.0))
     return out

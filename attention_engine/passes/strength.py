@@ -53,5 +53,5 @@ def _lighten(node: Expr) -> Expr:
 
 
 def lighten(*roots: Expr) -> tuple[Expr, ...]:
-    """number * (pair * row) as pair * (number * row), multiplied once a row; the last pass, as this leaves normal form."""
+    """number * (pair * row) as pair * (number * row), multiplied once a row; the last pass: this is no normal form."""
     return tuple(transform(roots, _lighten))

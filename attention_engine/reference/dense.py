@@ -94,7 +94,7 @@ def attend(
     program: Program, q: Tensor, k: Tensor, v: Tensor, custom: Custom | None = None, blocks: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The output (batch, heads, queries, DV) in q's dtype and the returned rows (batch, heads, queries) in compute dtype.
+    """The output (batch, heads, queries, DV) in q's dtype, the returned rows (batch, heads, queries) in compute dtype.
 
     q: (batch, query heads, queries, D); k: (batch, key heads, keys, D); v: (batch, key heads, keys, DV); blocks: bool,
     broadcasts over pairs, what an outside block mask keeps; dtype: to compute in, if not in at least fp32.

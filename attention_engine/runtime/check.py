@@ -47,10 +47,14 @@ class CheckReport:
         head = f"{'':14}{'error':>10} {'eager':>10} {'ratio':>7}  worst at"
         body = [f"{r.name:14}{r.error:10.2e} {r.eager:10.2e} {r.ratio:7.2f}  {r.worst}" for r in self.rows]
         verdict = "ok" if self.ok else "NOT ok"
-        return "\n".join([head, *body, f"{verdict}: the limit is {self.limit} x the error of eager PyTorch in the same dtype"])
+        return "\n".join(
+            [head, *body, f"{verdict}: the limit is {self.limit} x the error of eager PyTorch in the same dtype"]
+        )
 
 
-def compare(engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None) -> CheckReport:
+def compare(
+    engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None
+) -> CheckReport:
     """Runs the engine, the dense maths in float64, and the dense maths in the tensors' dtype, on the same gradients."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
     output, rows = engine(*leaves, block_mask=blocks, return_rowscales=True)
@@ -60,7 +64,9 @@ def compare(engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor, custom: Se
     exact = _dense(engine, leaves, d_output, torch.float64, blocks)
     eager = _dense(engine, leaves, d_output, q.dtype, blocks)
     names = ["o", *rows, "dq", "dk", "dv", *(f"d{n}" for n in engine.custom_io.specs)]
-    names = names[: len(names) - len(custom)] + [n for n, c in zip(names[len(names) - len(custom) :], custom, strict=True) if c.is_floating_point()]
+    names = names[: len(names) - len(custom)] + [
+        n for n, c in zip(names[len(names) - len(custom) :], custom, strict=True) if c.is_floating_point()
+    ]
     made = [_row(n, a, b, c) for n, a, b, c in zip(names, ours, exact, eager, strict=True)]
     return CheckReport(tuple(made), LIMITS.get(q.dtype, 10.0))
 
@@ -71,7 +77,9 @@ def _gradients(output: Tensor, leaves: Sequence[Tensor], d_output: Tensor) -> li
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True)]
 
 
-def _dense(engine: AttentionEngine, tensors: Sequence[Tensor], d_output: Tensor, dtype: torch.dtype, blocks: Tensor | None) -> list[Tensor]:
+def _dense(
+    engine: AttentionEngine, tensors: Sequence[Tensor], d_output: Tensor, dtype: torch.dtype, blocks: Tensor | None
+) -> list[Tensor]:
     leaves = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in tensors]
     program, names, extra = engine._dense_program(tensors, blocks)
     heads = [t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:3]]

@@ -23,7 +23,14 @@ from attention_engine.tuner.defaults import default_tiles
 
 ROW_PAD = 128  # as in kernels/common.py, which can't be imported without TileLang
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-CUSTOM_NAMES = {**NAMES, torch.int32: "int32", torch.int64: "int64", torch.uint8: "uint8", torch.int16: "int16", torch.int8: "int8"}
+CUSTOM_NAMES = {
+    **NAMES,
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.int16: "int16",
+    torch.int8: "int8",
+}
 
 
 def allows_tf32() -> bool:
@@ -38,7 +45,10 @@ def stride_unit(*dims: int) -> int:
 
 def with_strides(tensor: Tensor, unit: int) -> list[int | Tensor]:
     """The strides in units and the tensor; a copy where a stride doesn't fit a kernel's wide reads."""
-    strides = [step if size > 1 else unit * tensor.shape[3] for size, step in zip(tensor.shape[:3], tensor.stride(), strict=False)]
+    strides = [
+        step if size > 1 else unit * tensor.shape[3]
+        for size, step in zip(tensor.shape[:3], tensor.stride(), strict=False)
+    ]
     aligned = tensor.data_ptr() % 16 == 0 or unit == 1
     if tensor.stride(3) != 1 or not aligned or any(s <= 0 or s % unit for s in strides):
         return with_strides(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor), unit)
@@ -85,11 +95,26 @@ class Launcher:
 
     def kernels(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Kernels:
         """The kernels for these tensors."""
-        key = (q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.device, allows_tf32(), *(c.dtype for c in custom))
+        key = (
+            q.dtype,
+            q.shape[2],
+            k.shape[2],
+            q.shape[3],
+            v.shape[3],
+            q.device,
+            allows_tf32(),
+            *(c.dtype for c in custom),
+        )
         found = self._kernels.get(key)
         if found is None:
             problem, target = self.problem(q, k, v, custom), self.target(q)
-            found = Kernels(self.maths, problem, self.tiles or default_tiles(problem, self.maths, target), target, self.deterministic)
+            found = Kernels(
+                self.maths,
+                problem,
+                self.tiles or default_tiles(problem, self.maths, target),
+                target,
+                self.deterministic,
+            )
             self._kernels[key] = found
         return found
 
@@ -104,7 +129,9 @@ class Launcher:
         kernels.forward.compiled(*inputs, output, *rows)
         return output, rows
 
-    def _inputs(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> list[int | Tensor]:
+    def _inputs(
+        self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+    ) -> list[int | Tensor]:
         unit = kernels.problem.stride_unit
         return [*with_strides(q, unit), *with_strides(k, unit), *with_strides(v, unit), *custom]
 
@@ -122,7 +149,7 @@ class Launcher:
         if self.deterministic and kernels.scattered:
             load = kernels.scattered[0]
             raise NotYetSupported(
-                f"deterministic=True: the gradient of custom input '{load.name}', read at {load}, is summed by atomics.\n"
+                f"deterministic=True: the gradient of custom input '{load.name}', read as {load}, needs atomics.\n"
                 "  Leave deterministic out, or detach the input."
             )
         written = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
@@ -132,14 +159,18 @@ class Launcher:
         length = -(-queries // ROW_PAD) * ROW_PAD
         inputs = self._inputs(kernels, q, k, v, custom)
         gradient = with_strides(d_output, kernels.problem.stride_unit)
-        delta, *row_values = (q.new_empty(batch, heads, length, dtype=torch.float32) for _ in range(1 + len(backward.rows)))
+        delta, *row_values = (
+            q.new_empty(batch, heads, length, dtype=torch.float32) for _ in range(1 + len(backward.rows))
+        )
         workspace = []
         if not kernels.over_queries:
             tile = kernels.tiles.backward.q
             padded = -(-dim // 32) * 32
             workspace = [q.new_empty(batch, heads, length // tile, tile * padded, dtype=torch.float32)]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
-        kernels.preprocess(finals).compiled(*inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace)
+        kernels.preprocess(finals).compiled(
+            *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
+        )
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         names = list(dict.fromkeys(load.name for load in kernels.scattered))
         tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
@@ -153,7 +184,12 @@ class Launcher:
         else:
             kernels.postprocess.compiled(dq, *workspace)
         self._row_gradients(found, saved, delta, d_finals, q, k, tensors)
-        return dq, dk, dv, {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found}
+        return (
+            dq,
+            dk,
+            dv,
+            {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found},
+        )
 
     def _row_sums(self, plan: RowSums, sums: list[Tensor], found: dict[str, Tensor], saved: list[Tensor], delta: Tensor,
                   q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:  # fmt: skip
@@ -170,19 +206,25 @@ class Launcher:
                     total = total + torch.where(rounding == 0, 0.0, rounding * slope * sums[correction.index])
             self._add(found, gradient.load, total, q, k, tensors)
 
-    def _row_gradients(self, found: dict[str, Tensor], saved: list[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor],
-                       q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:  # fmt: skip
+    def _row_gradients(
+        self, found: dict[str, Tensor], saved: list[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor], q: Tensor,
+        k: Tensor, tensors: dict[str, Tensor],
+    ) -> None:  # fmt: skip
         """Gradients of reads outside the sums (a sink): from rows alone, so torch makes them."""
         backward = self.maths.backward
         assert backward is not None
         if not backward.row_gradients:
             return
-        values: dict[Expr, Tensor] = {final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)}
+        values: dict[Expr, Tensor] = {
+            final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)
+        }
         values[DELTA] = delta[..., : q.shape[1], None]
         silent = values[DELTA] == 0
         for name, _ in self.maths.program.finals:
             arriving = d_finals.get(name)
-            values[final_gradient(name)] = torch.zeros_like(values[DELTA]) if arriving is None else arriving[..., None].float()
+            values[final_gradient(name)] = (
+                torch.zeros_like(values[DELTA]) if arriving is None else arriving[..., None].float()
+            )
             silent = silent & (values[final_gradient(name)] == 0)
         evaluate = Evaluator({**self._indices(q, k), **values}, tensors, torch.float32, q.device)
         for load, expr in backward.row_gradients:
@@ -190,10 +232,17 @@ class Launcher:
             self._add(found, load, torch.where(silent, 0.0, value)[..., 0], q, k, tensors)  # an empty row adds nothing
 
     def _indices(self, q: Tensor, k: Tensor) -> dict[Expr, Tensor]:
-        sizes = ((B, q.shape[0], (-1, 1, 1, 1)), (H, q.shape[2], (1, -1, 1, 1)), (Q_IDX, q.shape[1], (1, 1, -1, 1)), (KV_IDX, k.shape[1], (1, 1, 1, -1)))
+        sizes = (
+            (B, q.shape[0], (-1, 1, 1, 1)),
+            (H, q.shape[2], (1, -1, 1, 1)),
+            (Q_IDX, q.shape[1], (1, 1, -1, 1)),
+            (KV_IDX, k.shape[1], (1, 1, 1, -1)),
+        )
         return {v: torch.arange(n, device=q.device).view(shape) for v, n, shape in sizes}
 
-    def _add(self, found: dict[str, Tensor], load: Expr, values: Tensor, q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:
+    def _add(
+        self, found: dict[str, Tensor], load: Expr, values: Tensor, q: Tensor, k: Tensor, tensors: dict[str, Tensor]
+    ) -> None:
         """Adds what each row contributes, (batch, heads, queries), to the entries that it read."""
         evaluate = Evaluator(self._indices(q, k), tensors, torch.float32, q.device)
         total = found.setdefault(load.name, torch.zeros(tensors[load.name].shape, dtype=torch.float32, device=q.device))

@@ -32,7 +32,9 @@ def _sizes(mask_mod: Callable[..., Any], B_: int | None, H_: int | None) -> tupl
     return (B_ or 1) if B.axes <= axes else 1, (H_ or 1) if H.axes <= axes else 1
 
 
-def create_mask(mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None) -> Tensor:
+def create_mask(
+    mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None
+) -> Tensor:
     """The mask as bool (B or 1, H or 1, Sq, Skv), True where a pair is kept: for looking at, not for the kernels."""
     batch, heads = _sizes(mask_mod, B, H)
     axes = [torch.arange(n, device=device) for n in (batch, heads, Sq, Skv)]

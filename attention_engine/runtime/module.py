@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Kernel, Kernels, Maths, analyse
-from attention_engine.errors import BadInput, NoDevice, NotYetSupported, UnknownOption
+from attention_engine.errors import NoDevice, UnknownOption
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_metas
 from attention_engine.frontend.online_func import OnlineFunc
@@ -22,10 +22,21 @@ from attention_engine.ir.program import Program
 from attention_engine.passes.cut_test import check_online
 from attention_engine.runtime import op
 from attention_engine.runtime.check import CheckReport, compare
-from attention_engine.runtime.launch import CUSTOM_NAMES, Launcher
+from attention_engine.runtime.inputs import (
+    BLOCKS,
+    check_blocks,
+    check_custom,
+    check_options,
+    check_qkv,
+    check_ranks,
+    check_tuning,
+    check_type,
+    follow_autocast,
+    order_custom,
+    type_of,
+)
+from attention_engine.runtime.launch import Launcher
 
-BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
-BLOCKS = "_block_mask"
 KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
 
 
@@ -45,26 +56,32 @@ class AttentionEngine(torch.nn.Module):
     """
 
     def __init__(
-        self, qkv_meta: Sequence[Meta], custom_fwd_inputs: CustomIO | None = None, score_mod: Callable[..., Any] | None = None,
-        mask_mod: Callable[..., Any] | None = None, online_func: OnlineFunc | None = None, mask_value: str | None = None, *,
-        block_mask: Callable[..., Any] | Tensor | None = None, block_size: tuple[int, int] = (128, 128), layout: str = "bshd",
-        device: Arch | None = None, backend: str = "auto", tune: bool = False, tune_file: str | None = None, tune_bwd: bool = False,
-        tune_file_bwd: str | None = None, deterministic: bool = False,
+        self, qkv_meta: Sequence[Meta], custom_fwd_inputs: CustomIO | None = None,
+        score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
+        online_func: OnlineFunc | None = None, mask_value: str | None = None, *,
+        block_mask: Callable[..., Any] | Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+        layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
+        tune_file: str | None = None, tune_bwd: bool = False, tune_file_bwd: str | None = None,
+        deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.qkv_meta = check_metas(qkv_meta)
         self.custom_io = custom_fwd_inputs if custom_fwd_inputs is not None else CustomIO()
-        _check_options(backend, layout, mask_value, device, block_size, {"tune": tune, "tune_bwd": tune_bwd, "tune_file_bwd": tune_file_bwd})
-        _check_type("custom_fwd_inputs", self.custom_io, CustomIO)
-        _check_type("online_func", online_func, OnlineFunc, optional=True)
+        check_options(backend, layout, mask_value, device, block_size)
+        check_tuning({"tune": tune, "tune_file": tune_file, "tune_bwd": tune_bwd, "tune_file_bwd": tune_file_bwd})
+        check_type("custom_fwd_inputs", self.custom_io, CustomIO)
+        check_type("online_func", online_func, OnlineFunc, optional=True)
         if callable(block_mask) and not isinstance(block_mask, Tensor):
             if mask_mod is not None:
-                raise UnknownOption("block_mask is a function and mask_mod is given too. A function is a mask_mod: join them with and_masks.")
+                raise UnknownOption(
+                    "block_mask is a function and mask_mod is given too. A function is a mask_mod: join them with\n"
+                    "  attention_engine.library.and_masks."
+                )
             mask_mod, block_mask = block_mask, None
         self.score_mod, self.mask_mod, self.online_func = score_mod, mask_mod, online_func
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
-        self.block_size = tuple(block_size)
+        self.block_size = (block_size[0], block_size[1])
         self.tune_file = tune_file
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._keys: dict[object, str] = {}
@@ -108,7 +125,10 @@ class AttentionEngine(torch.nn.Module):
                 raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")
             return "tilelang" if cuda else "reference"
         if self.backend == "tilelang" and not cuda:
-            raise NoDevice(f'backend="tilelang" needs CUDA tensors, and these are on \'{device}\'. On a CPU use "reference" or "interpret".')
+            raise NoDevice(
+                f"backend=\"tilelang\" needs CUDA tensors, and these are on '{device}'.\n"
+                '  On a CPU use "reference" or "interpret".'
+            )
         if self.backend == "interpret" and device.type != "cpu":
             raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
         return self.backend
@@ -138,106 +158,29 @@ class AttentionEngine(torch.nn.Module):
         q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
         order, or by name. Raises BadInput for tensors that don't fit.
         """
-        tensors = self._custom(custom, named)
-        q, k, v = self._autocast(q, k, v)
+        tensors = order_custom(self.custom_io, custom, named)
+        check_ranks(self.layout, q, k, v)
+        q, k, v = follow_autocast(q, k, v)
         if self.layout == "bhsd":
-            q, k, v = (_flip(n, t) for n, t in (("q", q), ("k", k), ("v", v)))
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         backend = self._backend_for(q.device)
-        self._check_inputs(q, k, v, backend)
+        check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         blocks = self._blocks(block_mask, q, k)
         tensors = tensors if blocks is None else [*tensors, blocks]
         variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
         specs = self._io(variant).specs.values()
-        self._check_custom(tensors, specs, q, k)
-        types = tuple((s.name, _type(t)) for s, t in zip(specs, tensors, strict=True))
+        check_custom(specs, tensors, q, k)
+        types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
         output, rows = op.run(self._key(backend, types, variant), q, k, v, tensors)
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         if not return_rowscales:
             return output
         return output, dict(zip((n for n, _ in self._program.finals), rows, strict=True))
 
-    def _custom(self, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
-        names = list(self.custom_io.specs)
-        known = ", ".join(map(repr, names)) or "none"
-        if len(given) > len(names):
-            raise BadInput(f"{len(given)} custom inputs were given by position. Declared: {known}.")
-        found = dict(zip(names, given, strict=False))
-        for name, tensor in named.items():
-            if name not in self.custom_io.specs:
-                raise BadInput(f"{name!r} is no argument and no custom input. Declared custom inputs: {known}.")
-            if name in found:
-                raise BadInput(f"custom input {name!r} was given twice, by position and by name.")
-            found[name] = tensor
-        if missing := [n for n in names if n not in found]:
-            raise BadInput(f"custom input {missing[0]!r} is missing. Declared: {known}; give them after q, k, v, or by name.")
-        for name, tensor in found.items():
-            if not isinstance(tensor, Tensor):
-                raise BadInput(f"custom input {name!r} is {type(tensor).__name__}. Give a tensor: torch.tensor({tensor!r}).")
-        return [found[n] for n in names]
-
-    def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """As scaled_dot_product_attention does: under autocast q, k, v have autocast's dtype."""
-        kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-        if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
-            return tensors
-        dtype = torch.get_autocast_dtype(kind)
-        return tuple(t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors)
-
-    def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
-        order = "(batch, length, heads, dim)" if self.layout == "bshd" else "(batch, heads, length, dim)"
-        for name, tensor, meta in zip("qkv", (q, k, v), self.qkv_meta, strict=True):
-            if tensor.ndim != 4:
-                raise BadInput(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give {order}.")
-            heads, dim = tensor.shape[2], tensor.shape[3]
-            if (heads, dim) != (meta.heads, meta.dim):
-                raise BadInput(
-                    f"{name} has {heads} heads of dim {dim}, and the engine was built for {meta.heads} of {meta.dim}.\n"
-                    f"  Its shape must be {order}, layout=\"{self.layout}\"."
-                )
-            if tensor.device != q.device:
-                raise BadInput(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
-            if tensor.dtype != q.dtype:
-                raise BadInput(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
-        if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
-            raise BadInput(
-                f"q, k, v have batches {q.shape[0]}, {k.shape[0]}, {v.shape[0]} and lengths {q.shape[1]}, {k.shape[1]}, {v.shape[1]}.\n"
-                "  Batches must be equal, and so must the lengths of k and v."
-            )
-        if not q.is_floating_point():
-            raise BadInput(f"q, k and v are {q.dtype}. Give floating tensors.")
-        under = torch.is_autocast_enabled(q.device.type) if q.device.type in ("cuda", "cpu") else False
-        if backend != "reference" and not under and str(q.dtype).removeprefix("torch.") != self.qkv_meta[0].dtype_name:
-            raise BadInput(f"q, k and v are {q.dtype}, and the engine was built for {self.qkv_meta[0].dtype}. Convert them, or build another.")
-
-    def _check_custom(self, tensors: Sequence[Tensor], specs: Any, q: Tensor, k: Tensor) -> None:
-        sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
-        for spec, tensor in zip(specs, tensors, strict=True):
-            if spec.name == BLOCKS:
-                continue
-            expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)
-            if tuple(tensor.shape) != expected and not (tensor.ndim == 0 and expected in ((), (1,))):
-                raise BadInput(f"custom input {spec.name!r} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}.")
-            if tensor.device != q.device:
-                raise BadInput(f"custom input {spec.name!r} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
-            if tensor.dtype not in CUSTOM_NAMES and tensor.dtype not in (torch.bool, torch.float64):
-                raise BadInput(f"custom input {spec.name!r} is {tensor.dtype}. Give a floating, integer or bool tensor.")
-
     def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """The block mask of a call: its own, or the engine's."""
         blocks = given if given is not None else self.block_mask
-        if blocks is None:
-            return None
-        rows, columns = (-(-t.shape[1] // size) for t, size in ((q, self.block_size[0]), (k, self.block_size[1])))
-        fits = blocks.ndim == 4 and blocks.shape[0] in (1, q.shape[0]) and blocks.shape[1] in (1, q.shape[2])
-        if not fits or tuple(blocks.shape[2:]) != (rows, columns):
-            raise BadInput(
-                f"block_mask has shape {tuple(blocks.shape)}. With block_size={self.block_size} and lengths {q.shape[1]}, {k.shape[1]} "
-                f"give ({q.shape[0]} or 1, {q.shape[2]} or 1, {rows}, {columns})."
-            )
-        if blocks.dtype not in (torch.int8, torch.bool):
-            raise BadInput(f"block_mask is {blocks.dtype}. Give int8 or bool, 1 (True) where a block exists.")
-        if blocks.device != q.device:
-            raise BadInput(f"block_mask is on '{blocks.device}' and q on '{q.device}'. Put them on one device.")
-        return blocks.to(torch.int8)
+        return None if blocks is None else check_blocks(blocks, self.block_size, q, k)
 
     def _maths(self) -> Maths:
         return analyse(self._program)
@@ -249,7 +192,7 @@ class AttentionEngine(torch.nn.Module):
         return f"{maths.program}\n\n{backward}"
 
     def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
-        """The kernel as text: "forward", "backward", "backward_queries", "backward_preprocess" or "backward_postprocess".
+        """A kernel as text: "forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess".
 
         form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
         of other dtypes than fp32 the kernels of a call differ in those loads.
@@ -275,7 +218,9 @@ class AttentionEngine(torch.nn.Module):
     def _kernels(self, form: str) -> Kernels:
         interpret = form == "tilelang" and self.device is None and not torch.cuda.is_available()
         if form == "cuda" and self.device is None and not torch.cuda.is_available():
-            raise NoDevice("there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100()).")
+            raise NoDevice(
+                "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
+            )
         maths = self._maths()
         launcher = Launcher(maths, list(self.custom_io.specs.values()), interpret, self.device, self.deterministic)
         place = torch.device("cuda" if torch.cuda.is_available() and not interpret else "cpu")
@@ -283,21 +228,25 @@ class AttentionEngine(torch.nn.Module):
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
         return launcher.kernels(q, k, v, [torch.empty(1, device=place) for _ in launcher.specs])
 
-    def _dense_program(self, tensors: Sequence[Tensor], block_mask: Tensor | None) -> tuple[Program, list[str], list[Tensor]]:
+    def _dense_program(
+        self, tensors: Sequence[Tensor], block_mask: Tensor | None
+    ) -> tuple[Program, list[str], list[Tensor]]:
         """The program of a call with these tensors, its custom inputs' names, and the blocks that stand among them."""
         q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
         blocks = self._blocks(block_mask, q, k)
         extra = [] if blocks is None else [blocks]
         variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
         names = list(self._io(variant).specs)
-        types = {n: _type(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
+        types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
         return self._trace(types, variant), names, extra
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor) -> CheckReport:
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor
+    ) -> CheckReport:
         """Compares every output and gradient of the active backend with float64; prints a table and returns it."""
-        tensors = self._custom(custom, named)
+        tensors = order_custom(self.custom_io, custom, named)
         report = compare(self, q, k, v, tensors, block_mask)
-        print(report)
+        print(report)  # noqa: T201 - a table to read is what this method is for
         return report
 
     def __repr__(self) -> str:
@@ -313,36 +262,3 @@ class AttentionEngine(torch.nn.Module):
         parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
         return f"AttentionEngine({', '.join(parts)})"
 
-
-def _type(tensor: Tensor) -> Type:
-    return Type.FLOAT if tensor.is_floating_point() else Type.BOOL if tensor.dtype is torch.bool else Type.INT
-
-
-def _flip(name: str, tensor: Tensor) -> Tensor:
-    if tensor.ndim != 4:
-        raise BadInput(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give (batch, heads, length, dim).")
-    return tensor.transpose(1, 2)
-
-
-def _check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
-    if isinstance(value, kind) or (optional and value is None):
-        return
-    hint = f" (is it missing brackets: {value.__name__}()?)" if isinstance(value, type) else ""
-    raise UnknownOption(f"{name} is {value!r}. Give an instance of {kind.__name__}{hint}.")
-
-
-def _check_options(backend: str, layout: str, mask_value: object, device: object, block_size: object, later: Mapping[str, object]) -> None:
-    if backend not in BACKENDS:
-        raise UnknownOption(f"backend is {backend!r}. Choose {', '.join(map(repr, BACKENDS))}.")
-    if layout not in ("bshd", "bhsd"):
-        raise UnknownOption(f'layout is {layout!r}. Choose "bshd" (batch, length, heads, dim) or "bhsd" (batch, heads, length, dim).')
-    if mask_value not in (None, "-inf", "0"):
-        raise UnknownOption(f'mask_value is {mask_value!r}. Choose "-inf" or "0"; both mean that a masked pair is left out.')
-    if device is not None and not isinstance(device, Arch):
-        raise UnknownOption(f"device is {device!r}. Give an architecture, attention_engine.arch.H100(), or None for the tensors' own.")
-    sizes = block_size if isinstance(block_size, (tuple, list)) else ()
-    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise UnknownOption(f"block_size is {block_size!r}. Give (queries, keys) of a block: (128, 128).")
-    for name, value in later.items():
-        if value:
-            raise NotYetSupported(f"{name}={value!r}: tuning is not in this version. Leave it out: default tiles are used.")

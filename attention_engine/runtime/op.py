@@ -68,7 +68,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) ->
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
     attention = ATTENTIONS[key]
-    rows = compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
+    rows = (
+        compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
+    )
     return (
         q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3]),
         [q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=rows) for _ in attention.row_names],
@@ -76,14 +78,17 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: st
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor, d_rows: list[Tensor],
-    given: list[int], key: str,
+    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
+    d_rows: list[Tensor], given: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     attention = ATTENTIONS[key]
     d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)}
     if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
         dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals)
-        d_custom = [found[s.name].to(c.dtype) if s.name in found else torch.zeros_like(c) for s, c in zip(attention.specs, custom, strict=True)]
+        d_custom = [
+            found[s.name].to(c.dtype) if s.name in found else torch.zeros_like(c)
+            for s, c in zip(attention.specs, custom, strict=True)
+        ]
         return dq, dk, dv, [d.contiguous() for d in d_custom]
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
@@ -93,8 +98,8 @@ def _backward(
 
 
 def _backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor, d_rows: list[Tensor],
-    given: list[int], key: str,
+    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
+    d_rows: list[Tensor], given: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     return dq, dk, dv, [c.new_empty(c.shape) for c in custom]
@@ -159,7 +164,9 @@ class AttentionFunction(torch.autograd.Function):
         _refuse_rows(attention, given)
         if d_o is None:
             d_o = torch.zeros_like(output)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: the reference can do that
+        if (
+            torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        ):  # create_graph=True: the reference can do that
             d_finals = {attention.row_names[n]: d_rows[n] for n in given}
             return (None, *differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True))
         dq, dk, dv, d_custom = BACKWARD(q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, ctx.key)

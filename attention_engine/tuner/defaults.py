@@ -42,7 +42,9 @@ def _ampere(wide: int, target: Arch) -> Tiles:
     """Chosen by what fits without spills; not timed."""
     roomy = target.shared_memory_per_block > 160 * 1024
     if wide <= 64:
-        return Tiles(Tile(128, 64, 128, 2) if roomy else Tile(64, 64, 128, 2), Tile(64, 64, 128, 2), Tile(64, 64, 128, 2))
+        return Tiles(
+            Tile(128, 64, 128, 2) if roomy else Tile(64, 64, 128, 2), Tile(64, 64, 128, 2), Tile(64, 64, 128, 2)
+        )
     if wide <= 128:
         forward, queries = Tile(128, 64 if roomy else 32, 256, 2), Tile(64, 64 if roomy else 32, 128, 2)
         return Tiles(forward, Tile(64 if roomy else 32, 64, 256, 2, shared_weights=True), queries)

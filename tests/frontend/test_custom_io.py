@@ -106,7 +106,8 @@ MISTAKES = [
     (lambda: CustomIO({"x": (2.0,)}), f"custom input 'x': 2.0 is no axis.{NO_AXIS}"),
     (
         lambda: reads({"x": ("heads", 10)})["x"] * 2,
-        "custom input 'x' has an axis of length 10, which no loop runs over.\n  Read it at an index: custom['x'][..., ...].",
+        "custom input 'x' has an axis of length 10, which no loop runs over.\n"
+        "  Read it at an index: custom['x'][..., ...].",
     ),
     (
         lambda: reads({"x": ("heads", 10)})["x"][3],
@@ -122,7 +123,7 @@ def test_a_bad_declaration_or_read_is_refused_at_the_users_line(function, messag
 
 def test_an_input_that_is_not_declared_is_refused_with_the_known_ones():
     custom, nothing = reads({"slopes": ("heads",), "bias": (1,)}), reads({})
-    fails(UnknownCustomInput, lambda: custom["slope"], "no custom input is called 'slope'. Declared: 'slopes', 'bias'.\n"
-          "  Add it to CustomIO({...}).")  # fmt: skip
+    fails(UnknownCustomInput, lambda: custom["slope"], "no custom input is called 'slope'. Declared: 'slopes', "
+          "'bias'.\n  Add it to CustomIO({...}).")  # fmt: skip
     fails(UnknownCustomInput, lambda: nothing["slope"], "no custom input is called 'slope'. Declared: none.\n"
           "  Add it to CustomIO({...}).")  # fmt: skip

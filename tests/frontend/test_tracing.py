@@ -285,8 +285,8 @@ def test_a_method_with_a_wrong_number_of_arguments():
             return scores, {}, 1
 
     assert message_of(WrongArity, online_func=Few()) == (
-        f"{place(Few.online_fwd)} takes 2 arguments. It is called with (scores, online_rowscales, b, h, q_idx), and one "
-        "more, custom, if it reads custom inputs."
+        f"{place(Few.online_fwd)} takes 2 arguments. It is called with (scores, online_rowscales, b, h, q_idx), "
+        "and one more, custom, if it reads custom inputs."
     )
 
 
@@ -308,13 +308,14 @@ def a_word(b, h, q_idx, kv_idx):
 
 def branching(b, h, q_idx, kv_idx):
     if q_idx > kv_idx:
-        return True
-    return False
+        return b == 0
+    return h == 0
 
 
 def test_a_score_mod_that_returns_no_value():
     assert message_of(WrongResult, score_mod=nothing) == (
-        f"{place(nothing)} returned NoneType as the score. Return a symbolic value, or a number (is a `return` missing?)."
+        f"{place(nothing)} returned NoneType as the score. Return a symbolic value, or a number "
+        "(is a `return` missing?)."
     )
     assert message_of(WrongResult, score_mod=text) == (
         f"{place(text)} returned str as the score. Return a symbolic value, or a number."
@@ -361,14 +362,16 @@ MISTAKES = {
                         f"{ONLINE} returned a row state 'm' that isn't declared. Declared: 'r'."),
     "forgets a state": (UnknownState, func({"r": 0.0, "m": 0.0}, lambda s, rows: (s, {"r": 1.0}, 1)),
                         f"{ONLINE} returned no row state 'm'. Declared: 'r', 'm'."),
-    "forgets a row": (UnknownState, func(finals={"lse": 0.0}), f"{EPILOGUE} returned no returned row 'lse'. Declared: 'lse'."),
+    "forgets a row": (UnknownState, func(finals={"lse": 0.0}),
+                      f"{EPILOGUE} returned no returned row 'lse'. Declared: 'lse'."),
     "unknown row": (UnknownState, func(epilogue=lambda o, rows: (o, {"lse": 1.0})),
                     f"{EPILOGUE} returned a returned row 'lse' that isn't declared. Declared: none."),
     "two results": (WrongResult, func(online=lambda s, rows: (s, {})),
                     f"{ONLINE} returned a tuple of 2. Return (weights, new_rowscales, rescale)."),
     "no tuple": (WrongResult, func(online=lambda s, rows: s),
                  f"{ONLINE} returned SymbolicTensor. Return (weights, new_rowscales, rescale)."),
-    "one result": (WrongResult, func(epilogue=lambda o, rows: o), f"{EPILOGUE} returned SymbolicArray. Return (o, final_rowscales)."),
+    "one result": (WrongResult, func(epilogue=lambda o, rows: o),
+                   f"{EPILOGUE} returned SymbolicArray. Return (o, final_rowscales)."),
     "no dict": (WrongResult, func(R, lambda s, rows: (s, [rows["r"]], 1)),
                 f"{ONLINE} returned list where a dict of row states belongs."),
     "unreduced state": (WrongResult, func(R, lambda s, rows: (s, {"r": rows["r"] + s}, 1)),
@@ -378,14 +381,16 @@ MISTAKES = {
                           f"{ONLINE} returned rescale that still holds a value of each key: score. "
                           "Reduce it: x.get_reduce('sum')."),
     "rescale None": (WrongResult, func(online=lambda s, rows: (s, {}, None)),
-                     f"{ONLINE} returned NoneType as rescale. Return a symbolic value, or a number (is a `return` missing?)."),
+                     f"{ONLINE} returned NoneType as rescale. Return a symbolic value, or a number "
+                     "(is a `return` missing?)."),
     "output in a row": (WrongResult, func(finals={"lse": 0.0}, epilogue=lambda o, rows: (o, {"lse": o * 2})),
                         f"{EPILOGUE} returned the returned row 'lse' that still holds the output: o * 2. "
                         "Reduce it: x.get_reduce('sum')."),
     "first value": (BadInitialValue, func({"m": "-inf"}),
                     "Func: the row state 'm' starts at '-inf'. Write SymbolScalar(\"m\", Var(\"0.0\")), or a number."),
     "first value True": (BadInitialValue, func({"m": True}),
-                         "Func: the row state 'm' starts at True. Write SymbolScalar(\"m\", Var(\"0.0\")), or a number."),
+                         "Func: the row state 'm' starts at True. "
+                         'Write SymbolScalar("m", Var("0.0")), or a number.'),
     "first value nan": (BadInitialValue, func({"m": math.nan}),
                         "Func: the row state 'm' starts at nan. Write SymbolScalar(\"m\", Var(\"0.0\")), or a number."),
 }  # fmt: skip

@@ -307,8 +307,8 @@ class NoProduct(OnlineFunc):
 
 REFUSALS = {
     BentOutput: (
-        "the epilogue's output is tanh(o / row_sum(exp(score - row_max(score)))), which is not the output so far times a "
-        "factor of the row.\n  Return o times or divided by row values; apply the rest to the engine's output."
+        "the epilogue's output is tanh(o / row_sum(exp(score - row_max(score)))), which is not the output so far times "
+        "a factor of the row.\n  Return o times or divided by row values; apply the rest to the engine's output."
     ),
     ShiftedOutput: (
         "the epilogue's output is o + 1, which is not the output so far times a factor of the row.\n"
@@ -327,12 +327,12 @@ REFUSALS = {
         "  Keep it in a state (online_rowscales), or write the static method `backward`."
     ),
     Nested: (
-        "row_sum(sigmoid(score + row_sum(score * score))) depends on row_sum(score * score), which has a gradient of its "
-        "own.\n  Detach the inner one (`.detach()`), or write the static method `backward`."
+        "row_sum(sigmoid(score + row_sum(score * score))) depends on row_sum(score * score), which has a gradient of "
+        "its own.\n  Detach the inner one (`.detach()`), or write the static method `backward`."
     ),
     NoProduct: (
-        "the final weight sigmoid(score - row_sum(score * score)) is not a factor of the score times a factor of the row "
-        "(seen at row_sum(score * score)).\n  Write the static method `backward`."
+        "the final weight sigmoid(score - row_sum(score * score)) is not a factor of the score times a factor of "
+        "the row (seen at row_sum(score * score)).\n  Write the static method `backward`."
     ),
 }
 

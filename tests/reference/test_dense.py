@@ -87,9 +87,11 @@ def test_the_returned_row_is_the_log_of_the_sum_of_exponentials(kind, mask):
 
 
 SHIPPED = {
-    "softmax": (OnlineSoftmax, scaled), "softmax one": (OnlineSoftmaxOne, softcapped), "sigmoid": (OnlineSigmoid, scaled),
+    "softmax": (OnlineSoftmax, scaled),
+    "softmax one": (OnlineSoftmaxOne, softcapped),
+    "sigmoid": (OnlineSigmoid, scaled),
     "relu": (OnlineRelu, scaled),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mask", [None, late])

@@ -1,0 +1,170 @@
+"""What an engine is given, held against what it was built for: options, q, k, v, custom inputs and block masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention_engine.arch import Arch
+from attention_engine.errors import BadInput, NotYetSupported, UnknownOption
+from attention_engine.frontend.custom_io import CustomIO, CustomSpec
+from attention_engine.frontend.meta import Meta
+from attention_engine.ir.expr import Type
+from attention_engine.runtime.launch import CUSTOM_NAMES
+
+BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
+ORDERS = {"bshd": "(batch, length, heads, dim)", "bhsd": "(batch, heads, length, dim)"}
+BLOCKS = "_block_mask"  # the custom input that an outside block mask becomes
+
+
+def check_options(backend: str, layout: str, mask_value: object, device: object, block_size: object) -> None:
+    """Options whose values are few; UnknownOption for another."""
+    if backend not in BACKENDS:
+        raise UnknownOption(f"backend is {backend!r}. Choose {', '.join(map(repr, BACKENDS))}.")
+    if layout not in ORDERS:
+        known = " or ".join(f'"{name}" {order}' for name, order in ORDERS.items())
+        raise UnknownOption(f"layout is {layout!r}. Choose {known}.")
+    if mask_value not in (None, "-inf", "0"):
+        raise UnknownOption(
+            f'mask_value is {mask_value!r}. Choose "-inf" or "0"; both mean that a masked pair is left out.'
+        )
+    if device is not None and not isinstance(device, Arch):
+        raise UnknownOption(
+            f"device is {device!r}. Give an architecture, attention_engine.arch.H100(), or None for the tensors' own."
+        )
+    sizes = block_size if isinstance(block_size, (tuple, list)) else ()
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise UnknownOption(f"block_size is {block_size!r}. Give (queries, keys) of a block: (128, 128).")
+
+
+def check_tuning(options: Mapping[str, object]) -> None:
+    """Tuning is to come: an option that would have an effect then is refused now.
+
+    A tune file that isn't there yet holds nothing to use, so that its name may stand in the call.
+    """
+    for name, value in options.items():
+        if isinstance(value, str) and not Path(value).exists():
+            continue
+        if value:
+            raise NotYetSupported(
+                f"{name}={value!r}: this version has no tuner and reads no tune files.\n"
+                "  Leave the option out: default tiles are used."
+            )
+
+
+def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
+    """UnknownOption unless the value is an instance of the class (or None, where optional)."""
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    hint = f" (is it missing brackets: {value.__name__}()?)" if isinstance(value, type) else ""
+    raise UnknownOption(f"{name} is {value!r}. Give an instance of {kind.__name__}{hint}.")
+
+
+def type_of(tensor: Tensor) -> Type:
+    """What a custom input holds."""
+    return Type.FLOAT if tensor.is_floating_point() else Type.BOOL if tensor.dtype is torch.bool else Type.INT
+
+
+def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Custom inputs in declared order, from those given by position and by name."""
+    names = list(io.specs)
+    known = ", ".join(map(repr, names)) or "none"
+    if len(given) > len(names):
+        raise BadInput(f"{len(given)} custom inputs were given by position. Declared: {known}.")
+    found = dict(zip(names, given, strict=False))
+    for name, tensor in named.items():
+        if name not in io.specs:
+            raise BadInput(f"{name!r} is no argument and no custom input. Declared custom inputs: {known}.")
+        if name in found:
+            raise BadInput(f"custom input {name!r} was given twice, by position and by name.")
+        found[name] = tensor
+    if missing := [n for n in names if n not in found]:
+        raise BadInput(
+            f"custom input {missing[0]!r} is missing. Declared: {known}; give them after q, k, v, or by name."
+        )
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            given_as = type(tensor).__name__
+            raise BadInput(f"custom input {name!r} is {given_as}. Give a tensor: torch.tensor({tensor!r}).")
+    return [found[n] for n in names]
+
+
+def follow_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As scaled_dot_product_attention does: under autocast q, k, v have autocast's dtype."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors)
+
+
+def check_ranks(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """BadInput unless q, k, v are tensors of four dimensions."""
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(tensor, Tensor):
+            raise BadInput(f"{name} is {type(tensor).__name__}. Give a tensor {ORDERS[layout]}.")
+        if tensor.ndim != 4:
+            raise BadInput(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give {ORDERS[layout]}.")
+
+
+def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """BadInput unless q, k, v, as (batch, length, heads, dim), fit the description (the dtype too, for kernels)."""
+    for name, tensor, meta in zip("qkv", (q, k, v), metas, strict=True):
+        heads, dim = tensor.shape[2], tensor.shape[3]
+        if (heads, dim) != (meta.heads, meta.dim):
+            raise BadInput(
+                f"{name} has {heads} heads of dim {dim}, and the engine was built for {meta.heads} of {meta.dim}.\n"
+                f'  Its shape must be {ORDERS[layout]}, layout="{layout}".'
+            )
+        if tensor.device != q.device:
+            raise BadInput(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
+        if tensor.dtype != q.dtype:
+            raise BadInput(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
+    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
+        batches, lengths = (", ".join(str(t.shape[n]) for t in (q, k, v)) for n in (0, 1))
+        raise BadInput(
+            f"q, k, v have batches {batches} and lengths {lengths}.\n"
+            "  Batches must be equal, and so must the lengths of k and v."
+        )
+    if not q.is_floating_point():
+        raise BadInput(f"q, k and v are {q.dtype}. Give floating tensors.")
+    cast = q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
+    if kernels and not cast and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
+        raise BadInput(
+            f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
+        )
+
+
+def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor) -> None:
+    """BadInput unless the custom inputs have the shapes that their axes ask for, on q's device."""
+    sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if spec.name == BLOCKS:
+            continue
+        what = f"custom input {spec.name!r}"
+        expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)
+        if tuple(tensor.shape) != expected and not (tensor.ndim == 0 and expected in ((), (1,))):
+            raise BadInput(f"{what} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}.")
+        if tensor.device != q.device:
+            raise BadInput(f"{what} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
+        if tensor.dtype not in CUSTOM_NAMES and tensor.dtype not in (torch.bool, torch.float64):
+            raise BadInput(f"{what} is {tensor.dtype}. Give a floating, integer or bool tensor.")
+
+
+def check_blocks(blocks: Tensor, block_size: tuple[int, int], q: Tensor, k: Tensor) -> Tensor:
+    """An outside block mask as int8; BadInput unless its shape is that of the blocks."""
+    rows, columns = (-(-t.shape[1] // size) for t, size in zip((q, k), block_size, strict=True))
+    fits = blocks.ndim == 4 and blocks.shape[0] in (1, q.shape[0]) and blocks.shape[1] in (1, q.shape[2])
+    if not fits or tuple(blocks.shape[2:]) != (rows, columns):
+        raise BadInput(
+            f"block_mask has shape {tuple(blocks.shape)}. With block_size={block_size} and lengths {q.shape[1]}, "
+            f"{k.shape[1]} give ({q.shape[0]} or 1, {q.shape[2]} or 1, {rows}, {columns})."
+        )
+    if blocks.dtype not in (torch.int8, torch.bool):
+        raise BadInput(f"block_mask is {blocks.dtype}. Give int8 or bool, 1 (True) where a block exists.")
+    if blocks.device != q.device:
+        raise BadInput(f"block_mask is on '{blocks.device}' and q on '{q.device}'. Put them on one device.")
+    return blocks.to(torch.int8)
