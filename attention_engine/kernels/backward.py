@@ -28,6 +28,7 @@ from attention_engine.kernels.common import (
     load,
     loop,
     multiply,
+    named,
     over_pairs,
     padded,
     q_range,
@@ -78,18 +79,19 @@ def backward(
             kv_head,
             batch,
         ):
-            k = Operand(problem, (tile.kv, dim))
-            v = Operand(problem, (tile.kv, dim_v))
-            q = Operand(problem, (tile.q, dim))
-            do = Operand(problem, (tile.q, dim_v))
+            k = Operand("k", problem, (tile.kv, dim))
+            v = Operand("v", problem, (tile.kv, dim_v))
+            q = Operand("q", problem, (tile.q, dim))
+            do = Operand("do", problem, (tile.q, dim_v))
             products = T.alloc_fragment([tile.kv, tile.q], FLOAT)
             weights = T.alloc_fragment([tile.kv, tile.q], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.kv, tile.q], FLOAT)
-            weights_in = Operand(problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
-            gradients_in = Operand(problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
-            dk_sums, dv_sums = Accumulator(problem, (tile.kv, dim)), Accumulator(problem, (tile.kv, dim_v))
+            weights_in = Operand("weights_in", problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
+            gradients_in = Operand("gradients_in", problem, (tile.kv, tile.q), fragment=not tile.shared_weights)
+            dk_sums = Accumulator("dk", problem, (tile.kv, dim))
+            dv_sums = Accumulator("dv", problem, (tile.kv, dim_v))
             dk, dv = dk_sums.sum, dv_sums.sum
-            row_tiles = {row_variable(n): T.alloc_shared([tile.q], FLOAT) for n, _ in rows.rows}
+            row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_shared([tile.q], FLOAT)) for n, _ in rows.rows}
             kv0 = block * tile.kv
             load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
             load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))

@@ -28,6 +28,7 @@ from attention_engine.kernels.common import (
     load,
     loop,
     multiply,
+    named,
     padded,
     reader,
     window,
@@ -57,18 +58,18 @@ def backward_queries(
             head,
             batch,
         ):
-            q = Operand(problem, (tile.q, dim))
-            do = Operand(problem, (tile.q, dim_v))
-            k = Operand(problem, (tile.kv, dim))
-            v = Operand(problem, (tile.kv, dim_v))
+            q = Operand("q", problem, (tile.q, dim))
+            do = Operand("do", problem, (tile.q, dim_v))
+            k = Operand("k", problem, (tile.kv, dim))
+            v = Operand("v", problem, (tile.kv, dim_v))
             products = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             weights = T.alloc_fragment([tile.q, tile.kv], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             contribution = T.alloc_fragment([tile.q, tile.kv], FLOAT) if len(summed) > 0 else None
-            gradients_in = Operand(problem, (tile.q, tile.kv), fragment=True)
-            dq_sums = Accumulator(problem, (tile.q, dim))
+            gradients_in = Operand("gradients_in", problem, (tile.q, tile.kv), fragment=True)
+            dq_sums = Accumulator("dq", problem, (tile.q, dim))
             dq = dq_sums.sum
-            row_tiles = {row_variable(n): T.alloc_fragment([tile.q], FLOAT) for n, _ in rows.rows}
+            row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_fragment([tile.q], FLOAT)) for n, _ in rows.rows}
             sums = [T.alloc_fragment([tile.q], FLOAT) for _ in summed]
             q0 = block * tile.q
             kv_head = head // problem.group

@@ -8,6 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder, _patch_prim_func_attrs
+from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Type
@@ -111,6 +112,11 @@ def reader(buffers: Buffers) -> Reader:
 
 def _is_zero(index: Any) -> bool:
     return getattr(index, "value", None) == 0
+
+
+def named(name: str, buffer: Any) -> Any:
+    """A buffer under a name that the printed kernel shows."""
+    return IRBuilder.name(name.replace(".", "_"), buffer)
 
 
 def store(buffer: Any, value: Any, *indices: Any) -> None:
@@ -227,18 +233,20 @@ class Operand:
     Source of the split: Ootomo and Yokota, 2022 (arXiv 2203.03341); the product of the two low parts is left out.
     """
 
-    def __init__(self, problem: Problem, shape: tuple[int, int], fragment: bool = False) -> None:
+    def __init__(self, name: str, problem: Problem, shape: tuple[int, int], fragment: bool = False) -> None:
         in_registers = (
             fragment and problem.dtype != "float32"
         )  # fp32 sums and tf32 operands lie differently in registers
         self.shape = shape
-        self.whole = T.alloc_fragment(shape, problem.dtype) if in_registers else T.alloc_shared(shape, problem.dtype)
-        self.low = T.alloc_shared(shape, problem.dtype) if problem.splits else None
+        allocate = T.alloc_fragment if in_registers else T.alloc_shared
+        self.name = name
+        self.whole = named(f"{name}_tile", allocate(shape, problem.dtype))
+        self.low = named(f"{name}_low", T.alloc_shared(shape, problem.dtype)) if problem.splits else None
         self.in_registers = in_registers
 
     def in_shared_memory(self, problem: Problem) -> Operand:
         """An operand that may stand on either side of a product, transposed or not: itself, or a new one to fill."""
-        return Operand(problem, self.shape) if self.in_registers else self
+        return Operand(f"{self.name}_shared", problem, self.shape) if self.in_registers else self
 
 
 @T.macro
@@ -277,10 +285,10 @@ class Accumulator:
     is asked for, each step's product starts from zero and is added in registers.
     """
 
-    def __init__(self, problem: Problem, shape: tuple[int, int]) -> None:
+    def __init__(self, name: str, problem: Problem, shape: tuple[int, int]) -> None:
         self.shape = shape
-        self.sum = T.alloc_fragment(shape, FLOAT)
-        self.step = T.alloc_fragment(shape, FLOAT) if problem.splits else None
+        self.sum = named(f"{name}_sum", T.alloc_fragment(shape, FLOAT))
+        self.step = named(f"{name}_step", T.alloc_fragment(shape, FLOAT)) if problem.splits else None
 
 
 @T.macro

@@ -27,6 +27,7 @@ from attention_engine.kernels.common import (
     load,
     loop,
     multiply,
+    named,
     over_pairs,
     over_rows,
     padded,
@@ -73,15 +74,15 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             head,
             batch,
         ):
-            q = Operand(problem, (tile.q, dim))
-            k = Operand(problem, (tile.kv, dim))
-            v = Operand(problem, (tile.kv, dim_v))
-            weights = Operand(problem, (tile.q, tile.kv), fragment=True)
+            q = Operand("q", problem, (tile.q, dim))
+            k = Operand("k", problem, (tile.kv, dim))
+            v = Operand("v", problem, (tile.kv, dim_v))
+            weights = Operand("weights", problem, (tile.q, tile.kv), fragment=True)
             scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if temporaries else None
-            sums = Accumulator(problem, (tile.q, dim_v))
+            sums = Accumulator("output", problem, (tile.q, dim_v))
             output = sums.sum
-            rows = {variable: T.alloc_fragment([tile.q], FLOAT) for variable in row_variables(schedule)}
+            rows = {v: named(v.name, T.alloc_fragment([tile.q], FLOAT)) for v in row_variables(schedule)}
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
             q0 = block * tile.q
             kv_head = head // problem.group

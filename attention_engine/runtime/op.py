@@ -5,7 +5,8 @@ Tensors are (batch, length, heads, dim) here; rows are (batch, heads, queries), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,20 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
+def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """q, k, v were cast where the engine was called; the reference's own products keep their dtype."""
+
+    @functools.wraps(run)
+    def plain(q: Tensor, *rest: Any) -> Any:
+        if q.device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(q.device.type):
+            return run(q, *rest)
+        with torch.autocast(q.device.type, enabled=False):
+            return run(q, *rest)
+
+    return plain
+
+
+@_outside_autocast
 def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
     attention = ATTENTIONS[key]
     if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
@@ -77,6 +92,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: st
     )
 
 
+@_outside_autocast
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
     d_rows: list[Tensor], given: list[int], key: str,

@@ -1,0 +1,314 @@
+"""An engine as users call it: layouts, strides, sizes, dtypes, and what it shows of itself."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, OnlineFunc, SymbolScalar, Var, arch, meta_tensor
+from attention_engine.errors import NotOnline
+from attention_engine.library import OnlineSoftmax, softcap
+from tests import plain
+from tests.runtime.engines import (
+    BACKENDS,
+    CLOSE,
+    DIM,
+    DIM_V,
+    HEADS,
+    KV_HEADS,
+    agrees,
+    build,
+    causal,
+    close,
+    exactly,
+    late,
+    qkv,
+    results,
+    same,
+    scaled,
+)
+
+LAYOUTS = ("bshd", "bhsd")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_engine_is_the_attention_that_it_says(backend, dtype):
+    q, k, v = qkv(19, 23, dtype=dtype)
+    o = build(dtype=dtype, backend=backend)(q, k, v)
+    assert (o.shape, o.dtype, o.is_contiguous()) == ((2, 19, HEADS, DIM_V), dtype, True)
+    exact = exactly((q, k, v))
+    want = plain.attention(*exact, "softmax", causal=True, score=plain.scaled(0.25))
+    d_o = torch.randn_like(want).to(dtype)
+    found = torch.autograd.grad(o, (q, k, v), d_o)
+    assert [g.dtype for g in found] == [dtype] * 3
+    close([o, *found], [want, *torch.autograd.grad(want, exact, d_o.double())], CLOSE[dtype])
+
+
+def test_auto_runs_the_reference_on_a_cpu_in_any_floating_dtype():
+    inputs = exactly(qkv())
+    engine = build(backend="auto")
+    o, rows = engine(*inputs, return_rowscales=True)
+    assert o.dtype == rows["lse"].dtype == torch.float64
+    want = plain.attention(*inputs, "softmax", causal=True, score=plain.scaled(0.25), return_lse=True)
+    close([o, rows["lse"]], list(want), 1e-12)
+    half = [t.detach().half() for t in inputs]
+    assert engine(*half).dtype is torch.float16  # though the engine was built for float32
+
+
+def test_the_rows_are_asked_for_by_name():
+    engine = build()
+    o, rows = engine(*qkv(13), return_rowscales=True)
+    assert list(rows) == ["lse"] and rows["lse"].shape == (2, HEADS, 13) and rows["lse"].dtype is torch.float32
+    assert torch.equal(engine(*qkv(13)), o)
+
+
+def test_layouts_differ_in_nothing_but_the_order_of_dims():
+    inputs = qkv(9, 14)
+    turned = tuple(t.detach().transpose(1, 2).requires_grad_() for t in inputs)
+    for backend in BACKENDS:
+        found = results(build(backend=backend), *inputs, loss=lambda o, rows: (o * o.detach().roll(1)).sum())
+        other = results(
+            build(backend=backend, layout="bhsd"), *turned,
+            loss=lambda o, rows: (o * o.detach().transpose(1, 2).roll(1).transpose(1, 2)).sum(),
+        )
+        assert other[0].shape == (2, HEADS, 9, DIM_V)
+        close([other[0].transpose(1, 2), other[1], *(g.transpose(1, 2) for g in other[2:])], found, 1e-6)
+
+
+def fused(kind, batch=2, length=11):
+    """q, k, v as views of other memory, of one kind."""
+    torch.manual_seed(1)
+    match kind:
+        case "slices of one projection":
+            sizes = [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM_V]
+            parts = torch.randn(batch, length, sum(sizes)).split(sizes, -1)
+            return [p.unflatten(-1, (-1, d)) for p, d in zip(parts, (DIM, DIM, DIM_V))]
+        case "heads before the length":
+            return [t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(length)]
+        case "length before the batch":
+            return [t.detach().transpose(0, 1).contiguous().transpose(0, 1) for t in qkv(length)]
+        case "one batch for all":
+            return [t.detach()[:1].expand(batch, -1, -1, -1) for t in qkv(length)]
+        case "one key head for all":
+            q, k, v = (t.detach() for t in qkv(length))
+            return [q, k[:, :, :1].expand(-1, -1, KV_HEADS, -1), v[:, :, :1].expand(-1, -1, KV_HEADS, -1)]
+        case "last dim apart":
+            return [torch.randn(*t.shape[:3], 2 * t.shape[3])[..., ::2] for t in qkv(length)]
+        case "dim before the length":
+            return [t.detach().transpose(1, 3).contiguous().transpose(1, 3) for t in qkv(length)]
+        case "an offset of one entry":
+            return [torch.randn(t.numel() + 1)[1:].view(t.shape) for t in qkv(length)]
+        case "rows of odd length":
+            return [torch.randn(*t.shape[:3], t.shape[3] + 1)[..., :-1] for t in qkv(length)]
+        case "every other row":
+            return [torch.randn(batch, 2 * length, *t.shape[2:])[:, ::2] for t in qkv(length)]
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("kind", [
+    "slices of one projection", "heads before the length", "length before the batch", "one batch for all",
+    "one key head for all", "last dim apart", "dim before the length", "an offset of one entry", "rows of odd length",
+    "every other row",
+])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_change_no_number(kind, layout):
+    views = fused(kind)
+    if kind not in ("length before the batch", "heads before the length"):
+        assert not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in views)
+    plain_copies = tuple(t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in views)
+    turn = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    engine = build(layout=layout, deterministic=True)
+    weight = torch.randn(2, 11, HEADS, DIM_V)
+    want = build(deterministic=True)(*plain_copies)
+    gradients = torch.autograd.grad(want, plain_copies, weight)
+    leaves = [t.detach().requires_grad_() for t in views]
+    o = engine(*map(turn, leaves))
+    found = torch.autograd.grad(o, leaves, turn(weight))
+    same([turn(o), *found], [want, *gradients])
+
+
+def test_the_gradient_of_the_output_may_have_any_strides():
+    inputs = qkv()
+    o = build(deterministic=True)(*inputs)
+    weight = torch.randn(2, 11, HEADS, 2 * DIM_V)[..., ::2]
+    for d_o in (weight, torch.ones(()).expand(o.shape), weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        found = torch.autograd.grad(o, inputs, d_o, retain_graph=True)
+        same(list(found), list(torch.autograd.grad(o, inputs, d_o.contiguous(), retain_graph=True)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 0, 0)], ids=str)
+def test_nothing_gives_nothing(backend, sizes):
+    batch, q_len, kv_len = sizes
+    inputs = qkv(q_len, kv_len, batch=batch)
+    slopes = torch.ones(HEADS, requires_grad=True)
+
+    def score(s, custom, b, h, q_idx, kv_idx):
+        return s * custom["slopes"]
+
+    o, rows = build({"slopes": ("heads",)}, score_mod=score, backend=backend)(*inputs, slopes, return_rowscales=True)
+    assert o.shape == (batch, q_len, HEADS, DIM_V) and not o.any()
+    assert rows["lse"].shape == (batch, HEADS, q_len) and (rows["lse"] == -torch.inf).all()
+    for given, gradient in zip((*inputs, slopes), torch.autograd.grad(o.sum() + 1, (*inputs, slopes))):
+        assert gradient.shape == given.shape and not gradient.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_that_keeps_nothing_gives_zeros(backend, dtype):
+    inputs = qkv(70, dtype=dtype)
+    o, lse, dq, dk, dv = results(build(mask_mod=late, dtype=dtype, backend=backend), *inputs)
+    assert not o[:, :2].any() and not dq[:, :2].any()
+    assert (lse[..., :2] == -torch.inf).all() and lse[..., 2:].isfinite().all()
+    assert not dk[:, 68:].any() and not dv[:, 68:].any()  # keys that no row keeps
+    close([o, lse, dq, dk, dv], results(build(mask_mod=late, backend="reference"), *exactly(inputs)), CLOSE[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_every_row_keeps_nothing_all_is_zero(backend):
+    o, lse, *gradients = results(build(mask_mod=lambda b, h, q_idx, kv_idx: kv_idx < 0, backend=backend), *qkv())
+    assert (lse == -torch.inf).all()
+    for tensor in (o, *gradients):
+        assert not tensor.any()
+
+
+def test_a_mask_after_softcap_stays_a_mask():
+    inputs = qkv(21)
+    found = agrees({}, *inputs, score_mod=softcap(2.0, 0.25))
+    q, k, v = exactly(inputs)
+    want = plain.attention(q, k, v, "softmax", causal=True, score=plain.softcapped(0.25, 2.0))
+    close(found[:1], [want], 2e-5)
+    engine = build(score_mod=softcap(2.0, 0.25))
+    before = engine(*inputs)
+    later = [t.detach().clone() for t in inputs]
+    later[1][:, 10:] = 1e4  # keys after row 9, which it must not see
+    later[2][:, 10:] = 1e4
+    same([engine(*later)[:, :10]], [before[:, :10]])
+
+
+def test_autocast_casts_q_k_and_v_alike():
+    inputs = qkv()
+    for backend in BACKENDS:
+        engine = build(dtype=torch.bfloat16, backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            o = engine(inputs[0], inputs[1].bfloat16(), inputs[2].detach().half())
+        assert o.dtype is torch.bfloat16
+        found = torch.autograd.grad(o, inputs[:2], torch.ones_like(o))
+        assert [g.dtype for g in found] == [torch.float32] * 2
+        cast = [t.bfloat16() for t in (inputs[0], inputs[1], inputs[2].half())]
+        same([o], [engine(*cast)])
+        with torch.autocast("cpu", enabled=False):
+            same([o], [engine(*cast)])
+
+
+def test_two_engines_share_one_custom_io():
+    io = CustomIO({"slopes": ("heads",)})
+    metas = (meta_tensor(None, HEADS, None, DIM, dtype=torch.float32),) * 3
+    inputs = [torch.randn(1, 9, HEADS, DIM) for _ in range(3)]
+    slopes = torch.rand(HEADS)
+
+    def minus(score, custom, b, h, q_idx, kv_idx):
+        return score - custom["slopes"] * (q_idx - kv_idx)
+
+    def times(score, custom, b, h, q_idx, kv_idx):
+        return score * custom["slopes"]
+
+    def alone(mod):
+        return AttentionEngine(metas, CustomIO({"slopes": ("heads",)}), mod, causal, OnlineSoftmax())(*inputs, slopes)
+
+    before = repr(io)
+    engines = [AttentionEngine(metas, io, mod, causal, OnlineSoftmax()) for mod in (minus, times)]
+    for engine, mod in ((engines[0], minus), (engines[1], times), (engines[0], minus)):
+        same([engine(*inputs, slopes)], [alone(mod)])
+    assert repr(io) == before and engines[0].custom_io is engines[1].custom_io
+
+
+def test_an_engine_is_a_module_without_state():
+    engine = build(block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    assert isinstance(engine, torch.nn.Module)
+    assert not engine.state_dict() and not list(engine.parameters())
+    assert torch.nn.Sequential(engine).half()[0].block_mask.dtype is torch.bool
+
+
+# ---- seeing inside
+
+def test_an_engine_prints_as_its_call():
+    engine = build({"slopes": ("heads",)}, layout="bhsd", deterministic=True, device=arch.H100())
+    assert repr(engine) == (
+        "AttentionEngine((meta_tensor(None, 4, None, 16, dtype=torch.float32), "
+        "meta_tensor(None, 2, None, 16, dtype=torch.float32), meta_tensor(None, 2, None, 24, dtype=torch.float32)), "
+        "CustomIO({'slopes': ('heads',)}), score_mod=scaled, mask_mod=causal, online_func=OnlineSoftmax(), "
+        f"layout='bhsd', backend='interpret', deterministic=True, device={arch.H100()!r})"
+    )
+    assert repr(AttentionEngine((meta_tensor(1, 2, 3, 16),) * 3)) == (
+        "AttentionEngine((" + ", ".join(["meta_tensor(1, 2, 3, 16, dtype=float16)"] * 3) + "))"
+    )
+
+
+def test_a_program_is_shown_with_its_backward_pass():
+    text = build().program()
+    assert text.index("lse") < text.index("\n\n") < text.index("delta")
+
+
+KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_shown_as_tilelang(kernel):
+    text = build().source(kernel, form="tilelang")
+    assert "@T.prim_func" in text and f"def {kernel}(" in text
+
+
+def test_check_compares_every_result_with_float64(capsys):
+    inputs = qkv(33, dtype=torch.float16)
+    report = build(dtype=torch.float16).check(*inputs)
+    shown = capsys.readouterr().out
+    assert report.ok and report.limit == 1.1 and str(report) + "\n" == shown
+    assert [row.name for row in report.rows] == ["o", "lse", "dq", "dk", "dv"]
+    assert shown.splitlines()[-1] == "ok: the limit is 1.1 x the error of eager PyTorch in the same dtype"
+
+
+class WrongBackward(OnlineSoftmax):
+    """Softmax with a gradient that forgets delta."""
+
+    @staticmethod
+    def forward(scores, final_rowscales, b, h, q_idx, kv_idx):
+        return (scores - final_rowscales["lse"]).exp()
+
+    @staticmethod
+    def backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx):
+        return dp * scores
+
+
+def test_check_names_what_is_wrong(capsys, monkeypatch):
+    from attention_engine.runtime import op
+
+    engine = build(dtype=torch.float16)
+    run = op.FORWARD
+
+    def broken(*arguments):
+        output, rows = run(*arguments)
+        return output + 0.25 * (torch.arange(output.shape[1]) == 7)[:, None, None], rows
+
+    monkeypatch.setattr(op, "FORWARD", broken)
+    report = engine.check(*(t.half() for t in qkv()))
+    wrong = [row for row in report.rows if row.ratio > report.limit]
+    assert not report.ok and wrong[0].name == "o" and wrong[0].worst[1] == 7
+    assert capsys.readouterr().out.splitlines()[-1].startswith("NOT ok: ")
+
+
+def test_a_program_that_depends_on_the_cut_is_refused():
+    class Running(OnlineFunc):
+        def __init__(self):
+            super().__init__({"m": SymbolScalar("m", Var("0.0"))}, {"m": SymbolScalar("m", Var("0.0"))})
+
+        @staticmethod
+        def online_fwd(scores, online_rowscales, b, h, q_idx):
+            m = online_rowscales["m"] * 0.5 + scores.get_reduce("sum")
+            return scores, {"m": m}, 1.0
+
+        @staticmethod
+        def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+            return o, {"m": online_rowscales["m"]}
+
+    with pytest.raises(NotOnline):
+        build(online_func=Running(), score_mod=scaled)
