@@ -69,7 +69,7 @@ class Sizes:
         }
         lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
         for name, dtype, axes in problem.custom:
-            shape = [a if isinstance(a, int) else lengths.get(a) or T.dynamic(f"{name}_{a}") for a in axes]
+            shape = [a if isinstance(a, int) else lengths[a] if a in lengths else T.dynamic(f"{name}_{a}") for a in axes]
             named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
         return named
 

@@ -149,7 +149,10 @@ def _scaled(number: Number, rest: Expr) -> Expr:
 
 
 def mul(*operands: Expr) -> Expr:
-    """The product: the constant first; a sum is opened for -1 (and for integers), so that what cancels meets."""
+    """The product: the constant first; a choice against 0 outermost, so that what isn't chosen can't spoil it.
+
+    where(c, a, 0) * b is where(c, a * b, 0): where b is infinite or NaN outside c (1 / sqrt(x), say), 0 * b would be NaN.
+    """
     dtype = operands[0].dtype
     number: Number = 1
     rest: list[Expr] = []
@@ -161,9 +164,20 @@ def mul(*operands: Expr) -> Expr:
                 rest.append(factor)
     if number == 0 or not rest:
         return const(number, dtype)
+    choice = next((f for f in rest if _chooses_zero(f)), None)
+    if choice is not None and len(rest) > 1:
+        rest.remove(choice)
+        condition, *branches = choice.args
+        product = where(condition, *(b if is_const(b, 0) else mul(b, *rest) for b in branches))
+        return mul(const(number, dtype), product)
     tree = _grouped(Op.MUL, sorted(rest, key=_rank))
     assert tree is not None
     return _scaled(number, tree)
+
+
+def _chooses_zero(expr: Expr) -> bool:
+    """Is it, for each pair, a choice of which one branch is 0?"""
+    return expr.op is Op.WHERE and Axis.KEY in expr.args[0].axes and any(is_const(b, 0) for b in expr.args[1:])
 
 
 def recip(a: Expr) -> Expr:

@@ -184,14 +184,16 @@ class AttentionFunction(torch.autograd.Function):
             torch.is_grad_enabled() and not torch.compiler.is_compiling()
         ):  # create_graph=True: the reference can do that
             d_finals = {attention.row_names[n]: d_rows[n] for n in given}
-            return (None, *differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True))
+            with torch.autocast(q.device.type, enabled=False):
+                return (None, *differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True))
         dq, dk, dv, d_custom = BACKWARD(q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, ctx.key)
         wanted = ctx.needs_input_grad[4:]
         return (None, dq, dk, dv, *(d if w else None for d, w in zip(d_custom, wanted, strict=True)))
 
 
 def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
-    if attention.maths.backward is None or attention.launcher is None:
+    by_torch = attention.launcher is None and attention.program.backward is None  # autograd knows every gradient
+    if attention.maths.backward is None or by_torch:
         return
     reasons = dict(attention.maths.backward.undifferentiated)
     for number in given:

@@ -1,0 +1,262 @@
+"""Gradients as autograd asks for them: through rows, twice, again, of some inputs only, by the user's own formula."""
+
+import pytest
+import torch
+
+from attention_engine import OnlineFunc, SymbolScalar, Var
+from attention_engine.errors import BackwardNotDerived, RowNotDifferentiable
+from attention_engine.library import OnlineRelu, OnlineRetention, OnlineSigmoid, OnlineSoftmax, OnlineSoftmaxOne
+from tests.cases import OnlineRelu2RowSum
+from tests.runtime.engines import (
+    BACKENDS,
+    HEADS,
+    agrees,
+    build,
+    close,
+    exactly,
+    late,
+    qkv,
+    results,
+    same,
+    scaled,
+    weighted_sum,
+)
+
+
+def row_sum(o, rows):
+    """A loss of the rows alone; a row that kept nothing (-inf) stays out."""
+    return sum((r.double().masked_fill(r.isinf(), 0.0) * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in rows.values())
+
+
+LOSSES = {
+    "the output alone": weighted_sum, "lse alone": row_sum,
+    "lse and the output": lambda o, rows: weighted_sum(o, rows) + row_sum(o, rows),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("online_func", [OnlineSoftmax, OnlineSoftmaxOne])
+def test_gradients_arrive_through_rows(loss, online_func, deterministic):
+    _, _, dq, dk, dv = agrees(
+        {}, *qkv(35, 70), loss=LOSSES[loss], online_func=online_func(), deterministic=deterministic, mask_mod=late,
+    )
+    assert dq.any() and dk.any() and bool(dv.any()) is (loss != "lse alone")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
+def test_the_first_call_equals_the_second(backend, deterministic):
+    inputs = qkv(70, 140)
+    engine = build(backend=backend, deterministic=deterministic)
+    same(results(engine, *inputs), results(engine, *inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_twice_gives_the_same(backend):
+    inputs = qkv(40)
+    o = build(backend=backend)(*inputs)
+    loss = weighted_sum(o, {})
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    same(list(first), list(torch.autograd.grad(loss, inputs, retain_graph=True)))
+    loss.backward()
+    loss = weighted_sum(build(backend=backend)(*inputs), {})
+    loss.backward()
+    same([t.grad for t in inputs], [2 * g for g in first])  # added up, by autograd alone
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_deterministic_gradients_are_those_of_the_atomics_but_for_rounding():
+    inputs = qkv(70, 140)
+    close(results(build(deterministic=True), *inputs), results(build(), *inputs), 1e-5)
+
+
+FUNCTIONS = {f.__name__: f for f in (OnlineSoftmax, OnlineSoftmaxOne, OnlineSigmoid, OnlineRelu, OnlineRetention, OnlineRelu2RowSum)}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_gradients_agree_with_float64(backend, name):
+    inputs = qkv(9, 12)
+
+    def second(engine, inputs):
+        o = engine(*inputs)
+        first = torch.autograd.grad(weighted_sum(o * o, {}), inputs, create_graph=True)
+        penalty = sum((g.double() ** 2).sum() for g in first)
+        return [*(g.detach() for g in first), *torch.autograd.grad(penalty, inputs)]
+
+    options = {"online_func": FUNCTIONS[name](), "mask_mod": None}  # in full rows no sum comes near 0
+    found = second(build(backend=backend, **options), inputs)
+    exact = second(build(backend="reference", **options), exactly(inputs))
+    close(found, exact, 1e-4)
+    assert all(g.any() for g in found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_gradients_through_lse_agree_with_float64(backend):
+    def second(engine, inputs):
+        o, rows = engine(*inputs, return_rowscales=True)
+        first = torch.autograd.grad(weighted_sum(o, {}) + (rows["lse"] ** 2).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum((g.double() ** 2).sum() for g in first), inputs)
+
+    inputs = qkv(9, 12)
+    close(list(second(build(backend=backend), inputs)), list(second(build(backend="reference"), exactly(inputs))), 1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wanted", range(3), ids=["q", "k", "v"])
+def test_one_input_alone_may_ask_for_a_gradient(backend, wanted):
+    inputs = qkv(20)
+    engine = build(backend=backend)
+    every = results(engine, *inputs)[2:]
+    some = [t.detach().requires_grad_(n == wanted) for n, t in enumerate(inputs)]
+    engine(*some).backward(torch.linspace(-1, 1, inputs[0].shape[0] * 20 * HEADS * 24).view(2, 20, HEADS, 24))
+    close([some[wanted].grad], [every[wanted]], 1e-5)
+    assert [t.grad is None for t in some] == [n != wanted for n in range(3)]
+
+
+def test_no_gradient_is_made_where_none_is_asked_for():
+    inputs = [t.detach() for t in qkv()]
+    assert not build()(*inputs).requires_grad
+    with torch.no_grad():
+        assert not build()(*qkv()).requires_grad
+    with torch.inference_mode():
+        assert not build()(*qkv()).requires_grad
+
+
+def test_checkpointing_gives_the_same_gradients():
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = qkv(20)
+    engine = build(deterministic=True)
+    o = checkpoint(engine, *inputs, use_reentrant=False)
+    same(list(torch.autograd.grad(weighted_sum(o, {}), inputs)), results(engine, *inputs)[2:])
+
+
+# ---- the user's own formulas
+
+class StraightThrough(OnlineSoftmax):
+    """Softmax whose gradient takes the weights for the scores, as straight-through estimators do."""
+
+    @staticmethod
+    def forward(scores, final_rowscales, b, h, q_idx, kv_idx):
+        return (scores - final_rowscales["lse"]).exp()
+
+    @staticmethod
+    def backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx):
+        return dp * 0.5 + scores * doosum_rowscales
+
+
+class ByHand(StraightThrough):
+    """Softmax with its own gradient."""
+
+    @staticmethod
+    def backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx):
+        return (dp - doosum_rowscales) * scores
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
+def test_a_users_backward_is_what_runs_on_every_backend(deterministic):
+    inputs = qkv(35, 70)
+    o, lse, dq, dk, dv = agrees({}, *inputs, online_func=StraightThrough(), deterministic=deterministic)
+    derived = results(build(deterministic=deterministic), *inputs)
+    close([o, lse, dv], [derived[0], derived[1], derived[4]], 1e-5)
+    for own, other in ((dq, derived[2]), (dk, derived[3])):
+        assert (own - other).abs().max() > 0.1
+
+
+def test_a_users_backward_that_is_the_derived_one_changes_nothing():
+    inputs = qkv(35, 70)
+    close(agrees({}, *inputs, online_func=ByHand()), results(build(), *inputs), 1e-5)
+
+
+class Cubed(OnlineFunc):
+    """Weights that are the cube of what is left of the maximum so far: no state of the end gives them back."""
+
+    def __init__(self):
+        super().__init__({"m": SymbolScalar("m", Var("-inf"))}, {"top": SymbolScalar("top", Var("0.0"))})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        return scores, {"m": online_rowscales["m"].max(scores.get_reduce("max"))}, 1.0
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return torch.tanh(o), {"top": online_rowscales["m"]}
+
+
+def test_a_backward_pass_that_cannot_be_derived_is_refused_when_it_is_asked_for():
+    inputs = qkv()
+    engine = build(online_func=Cubed())
+    exact = exactly(inputs)
+    reference = build(online_func=Cubed(), backend="reference")
+    o = engine(*inputs)
+    close([o], [reference(*exact)], 2e-5)
+    for _ in range(2):
+        with pytest.raises(BackwardNotDerived, match="epilogue"):
+            o.sum().backward(retain_graph=True)
+    with pytest.raises(BackwardNotDerived):
+        torch.autograd.grad(o.sum(), inputs, create_graph=True)
+    assert "# no backward pass: " in engine.program()
+    assert all(g.any() for g in torch.autograd.grad(reference(*exact).sum(), exact))  # torch can
+
+
+class Topped(OnlineSoftmax):
+    """Softmax that returns its maximum too."""
+
+    def __init__(self):
+        super().__init__()
+        self.final_rowscales = {**self.final_rowscales, "top": SymbolScalar("top", Var("0.0"))}
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        o, rows = OnlineSoftmax.online_fwd_epilogue(o, online_rowscales, b, h, q_idx)
+        return o, {**rows, "top": online_rowscales["m"]}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "create_graph"])
+def test_a_gradient_at_a_row_that_has_none_is_refused(again):
+    inputs = qkv()
+    o, rows = build(online_func=Topped())(*inputs, return_rowscales=True)
+    with pytest.raises(RowNotDifferentiable) as caught:
+        torch.autograd.grad(o.sum() + rows["top"].sum(), inputs, create_graph=again, retain_graph=True)
+    start, *_, end = str(caught.value).split("\n")
+    assert start.startswith("a gradient arrived at the returned row 'top', which has none: it holds max(")
+    assert start.endswith(", whose gradient is not derived.")
+    assert end == "  Detach the row before it joins the loss."
+    found = torch.autograd.grad(o.sum() + rows["lse"].sum(), inputs, create_graph=again)  # the row beside it has one
+    close(list(found), list(results(build(), *inputs, loss=lambda o, rows: o.sum() + rows["lse"].sum())[2:]), 1e-5)
+
+
+def test_a_detached_row_joins_the_loss():
+    inputs = qkv()
+    o, rows = build()(*inputs, return_rowscales=True)
+    found = torch.autograd.grad(weighted_sum(o, {}) + rows["lse"].detach().sum(), inputs)
+    same(list(found), results(build(), *inputs)[2:])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "create_graph"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_users_backward_says_nothing_of_rows(backend, again):
+    inputs = qkv()
+    o, rows = build(online_func=ByHand(), backend=backend)(*inputs, return_rowscales=True)
+    with pytest.raises(RowNotDifferentiable) as caught:
+        torch.autograd.grad(o.sum() + rows["lse"].sum(), inputs, create_graph=again)
+    assert str(caught.value) == (
+        "a gradient arrived at the returned row 'lse', which has none: a `backward` written by hand doesn't say it.\n"
+        "  Detach the row before it joins the loss."
+    )
+
+
+def test_scores_may_be_read_twice_and_negated():
+    def twice(score, custom, b, h, q_idx, kv_idx):
+        s = score * 0.25
+        return -(s + 1) ** 2 + s * torch.tanh(s) - (3 - s) / (2 + q_idx) + s.exp() / (1 + kv_idx)
+
+    agrees({}, *qkv(20), score_mod=twice)
+
+
+def test_a_score_mod_is_not_needed():
+    agrees({}, *qkv(20), score_mod=None, mask_mod=None, online_func=None)
+    assert scaled(2.0, None, 0, 0, 0, 0) == 0.5
