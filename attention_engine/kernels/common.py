@@ -69,7 +69,8 @@ class Sizes:
         }
         lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
         for name, dtype, axes in problem.custom:
-            shape = [a if isinstance(a, int) else lengths[a] if a in lengths else T.dynamic(f"{name}_{a}") for a in axes]
+            run_time = {a: T.dynamic(f"{name}_{a}") for a in axes if isinstance(a, str) and a not in lengths}
+            shape = [a if isinstance(a, int) else {**lengths, **run_time}[a] for a in axes]
             named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
         return named
 

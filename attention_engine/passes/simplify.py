@@ -151,7 +151,7 @@ def _scaled(number: Number, rest: Expr) -> Expr:
 def mul(*operands: Expr) -> Expr:
     """The product: the constant first; a choice against 0 outermost, so that what isn't chosen can't spoil it.
 
-    where(c, a, 0) * b is where(c, a * b, 0): where b is infinite or NaN outside c (1 / sqrt(x), say), 0 * b would be NaN.
+    where(c, a, 0) * b is where(c, a * b, 0): outside c, where b may be infinite (1 / sqrt(x), say), 0 * b would be NaN.
     """
     dtype = operands[0].dtype
     number: Number = 1

@@ -312,6 +312,10 @@ REFUSED = {
     "method": (lambda: S.softmax(-1), f"symbolic values have no `softmax`.\n{KNOWN}"),
     "attribute": (lambda: S.shape, f"symbolic values have no `shape`.\n{KNOWN}"),
     "torch function": (lambda: torch.cumsum(S, -1), f"torch.cumsum has no meaning in a mod.\n{KNOWN}"),
+    "torch's own Python": (
+        lambda: torch.nn.functional.silu(S),
+        f"torch.silu has no meaning in a mod.\n{KNOWN}",
+    ),
     "arguments": (lambda: S.exp(2), "exp on a symbolic value: too many positional arguments."),
     "keyword": (lambda: S.clamp(low=1), "clamp on a symbolic value: got an unexpected keyword argument 'low'."),
     "s.max()": (lambda: S.max(), "max takes two values: a.max(b). For the max over a row, scores.get_reduce('max')."),

@@ -179,7 +179,14 @@ def test_the_logarithmic_derivative(weight, target, expected):
 
 
 @pytest.mark.parametrize(
-    "weight", [make(Op.SIGMOID, SCORE - TOTAL), SCORE + TOTAL, make(Op.EXP, SCORE * TOTAL)], ids=lambda e: str(e)
+    "weight",
+    [
+        make(Op.SIGMOID, SCORE - TOTAL),
+        make(Op.SIGMOID, SCORE - TOTAL) / TOTAL,
+        SCORE + TOTAL,
+        make(Op.EXP, SCORE * TOTAL),
+    ],
+    ids=lambda e: str(e),
 )
 def test_a_weight_that_is_no_product_of_score_and_row_has_no_logarithmic_derivative(weight):
     assert log_derivative(simplify(weight)[0], TOTAL, SCORE) is None

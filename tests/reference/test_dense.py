@@ -207,6 +207,10 @@ def test_a_masked_pair_has_no_part_whatever_its_score_says():
     o, (lse,) = attend(last, q, k, v)
     expected = attend(trace(scaled, None, OnlineSoftmax(), CustomIO()), q, k[:, :, :-1], v[:, :, :-1])
     assert torch.allclose(o, expected[0], rtol=1e-12) and torch.allclose(lse, expected[1][0], rtol=1e-12)
+    k[:, :, -1] = 1e6  # exp of it overflows
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(attend(last, q, k, v)[0].sum(), (q, k, v)))
 
 
 # ---- what is empty
