@@ -149,7 +149,7 @@ def _scaled(number: Number, rest: Expr) -> Expr:
 
 
 def mul(*operands: Expr) -> Expr:
-    """The product: the constant first; a choice against 0 outermost, so that what isn't chosen can't spoil it.
+    """The product: the number first; a choice against 0 outermost, so that what isn't chosen can't spoil it.
 
     where(c, a, 0) * b is where(c, a * b, 0): outside c, where b may be infinite (1 / sqrt(x), say), 0 * b would be NaN.
     """
@@ -164,12 +164,13 @@ def mul(*operands: Expr) -> Expr:
                 rest.append(factor)
     if number == 0 or not rest:
         return const(number, dtype)
-    choice = next((f for f in rest if _chooses_zero(f)), None)
-    if choice is not None and len(rest) > 1:
-        rest.remove(choice)
-        condition, *branches = choice.args
-        product = where(condition, *(b if is_const(b, 0) else mul(b, *rest) for b in branches))
-        return mul(const(number, dtype), product)
+    choices = [f for f in rest if _chooses_zero(f)]
+    if choices and len(rest) > 1:
+        condition = min((f.args[0] for f in choices), key=_rank)
+        same = [f for f in choices if f.args[0] is condition]
+        others = [f for f in rest if f not in same]
+        products = [mul(*(f.args[branch] for f in same), *others) for branch in (1, 2)]
+        return mul(const(number, dtype), where(condition, *products))
     tree = _grouped(Op.MUL, sorted(rest, key=_rank))
     assert tree is not None
     return _scaled(number, tree)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
-from attention_engine.errors import NotYetSupported
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
@@ -146,12 +145,6 @@ class Launcher:
         if backward is None:
             assert self.maths.refusal is not None
             raise self.maths.refusal
-        if self.deterministic and kernels.scattered:
-            load = kernels.scattered[0]
-            raise NotYetSupported(
-                f"deterministic=True: the gradient of custom input '{load.name}', read as {load}, needs atomics.\n"
-                "  Leave deterministic out, or detach the input."
-            )
         written = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
         saved = [written[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals))

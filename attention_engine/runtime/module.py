@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Kernel, Kernels, Maths, analyse
-from attention_engine.errors import NoDevice, UnknownOption
+from attention_engine.errors import AttentionEngineError, NoDevice, UnknownOption, UnsupportedOperation, WrongResult
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_metas
 from attention_engine.frontend.online_func import OnlineFunc
@@ -78,6 +79,7 @@ class AttentionEngine(torch.nn.Module):
                     "  attention_engine.library.and_masks."
                 )
             mask_mod, block_mask = block_mask, None
+        check_type("block_mask", block_mask, Tensor, optional=True)
         self.score_mod, self.mask_mod, self.online_func = score_mod, mask_mod, online_func
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
@@ -85,8 +87,25 @@ class AttentionEngine(torch.nn.Module):
         self.tune_file = tune_file
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._keys: dict[object, str] = {}
-        self._program = self._trace({}, None)
+        self._types = self._guess_types()
+        self._program = self._trace(self._types, None)
         check_online(self._program)
+
+    def _guess_types(self) -> dict[str, Type]:
+        """Which custom inputs are bool: as few as let the maths be traced. A call's tensors say what they are."""
+        names = list(self.custom_io.specs)
+        first: AttentionEngineError | None = None
+        choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+        for bools in itertools.islice(choices, 64):
+            types = dict.fromkeys(bools, Type.BOOL)
+            try:
+                self._trace(types, None)
+            except (UnsupportedOperation, WrongResult) as error:  # a number where a condition belongs, or the reverse
+                first = first or error
+            else:
+                return types
+        assert first is not None
+        raise first
 
     def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
         return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(blocks), types)
@@ -226,7 +245,9 @@ class AttentionEngine(torch.nn.Module):
         place = torch.device("cuda" if torch.cuda.is_available() and not interpret else "cpu")
         dtype = getattr(torch, self.qkv_meta[0].dtype_name)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
-        return launcher.kernels(q, k, v, [torch.empty(1, device=place) for _ in launcher.specs])
+        bools = [self._types.get(spec.name) is Type.BOOL for spec in launcher.specs]
+        dtypes = [torch.uint8 if held_as_bool else torch.float32 for held_as_bool in bools]
+        return launcher.kernels(q, k, v, [torch.empty(1, dtype=t, device=place) for t in dtypes])
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: Tensor | None

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from attention_engine.compiler import Maths
-from attention_engine.errors import RowNotDifferentiable
+from attention_engine.errors import NotYetSupported, RowNotDifferentiable
 from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.expr import Axis
 from attention_engine.ir.program import Program
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
 from attention_engine.runtime.launch import Launcher
@@ -177,17 +178,16 @@ class AttentionFunction(torch.autograd.Function):
         if attention.maths.backward is None and attention.launcher is not None:
             assert attention.maths.refusal is not None
             raise attention.maths.refusal
+        wanted = ctx.needs_input_grad[4:]
         _refuse_rows(attention, given)
+        _refuse_atomics(attention, wanted)
         if d_o is None:
             d_o = torch.zeros_like(output)
-        if (
-            torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        ):  # create_graph=True: the reference can do that
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: the reference can
             d_finals = {attention.row_names[n]: d_rows[n] for n in given}
             with torch.autocast(q.device.type, enabled=False):
                 return (None, *differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True))
         dq, dk, dv, d_custom = BACKWARD(q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, ctx.key)
-        wanted = ctx.needs_input_grad[4:]
         return (None, dq, dk, dv, *(d if w else None for d, w in zip(d_custom, wanted, strict=True)))
 
 
@@ -202,6 +202,20 @@ def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
             raise RowNotDifferentiable(
                 f"a gradient arrived at the returned row '{name}', which has none: {reasons[name]}.\n"
                 "  Detach the row before it joins the loss."
+            )
+
+
+def _refuse_atomics(attention: Attention, wanted: Sequence[bool]) -> None:
+    """What many blocks add to in any order can't be the same in every run."""
+    schedule = attention.maths.backward_schedule
+    if schedule is None or attention.launcher is None or not attention.launcher.deterministic:
+        return
+    asked = {spec.name for spec, want in zip(attention.specs, wanted, strict=True) if want}
+    for load, _ in schedule.pair_gradients:
+        if load.name in asked and Axis.KEY in load.axes:
+            raise NotYetSupported(
+                f"deterministic=True: the gradient of custom input '{load.name}', read as {load}, needs atomics.\n"
+                "  Leave deterministic out, or detach the input."
             )
 
 

@@ -17,7 +17,7 @@ from tests.expressions import FLOATS, INTS, agree, as_row, expressions, floats, 
 
 X, Y, COLUMN, ROW, SLOPE = FLOATS
 I, J, N = INTS
-C = make(Op.LESS, X, Y)
+C, D = make(Op.LESS, X, Y), make(Op.LESS, COLUMN, Y)
 
 
 def simple(expr: Expr) -> Expr:
@@ -127,6 +127,12 @@ def test_forms():
         (make(Op.WHERE, C, X, f(0.0)) + make(Op.WHERE, C, Y, f(0.0)), make(Op.WHERE, C, X + Y, f(0.0))),
         (make(Op.WHERE, C, X, f(0.0)) + make(Op.WHERE, C, -X, f(0.0)), f(0.0)),
         (make(Op.WHERE, C, X, f(0.0)) * 2.0 + make(Op.WHERE, C, Y, f(0.0)), make(Op.WHERE, C, X * 2.0 + Y, f(0.0))),
+        (make(Op.WHERE, C, X, f(0.0)) * make(Op.WHERE, C, Y, f(0.0)), make(Op.WHERE, C, X * Y, f(0.0))),
+        (make(Op.WHERE, C, X, f(0.0)) * make(Op.WHERE, C, f(0.0), Y), f(0.0)),
+        (
+            make(Op.WHERE, C, X, f(0.0)) * make(Op.WHERE, D, Y, f(0.0)),
+            make(Op.WHERE, D, Y, f(0.0)) * make(Op.WHERE, C, X, f(0.0)),
+        ),
         (make(Op.AND, C, const(True)), C),
         (make(Op.OR, C, const(True)), const(True)),
         (make(Op.NOT, make(Op.NOT, C)), C),
@@ -142,6 +148,12 @@ def test_forms():
     ]
     for before, after in same:
         assert simple(before) is simple(after), f"{before} became {simple(before)}, not {simple(after)}"
+
+
+def test_what_is_not_chosen_does_not_spoil_a_product():
+    """1 / sqrt(x) is infinite at 0, and 0 * inf is NaN."""
+    product = simple(make(Op.WHERE, make(Op.LESS, const(0.0), X), ROW, const(0.0)) * make(Op.RSQRT, X))
+    assert evaluate(product, {X: [0.0, 4.0], ROW: 3.0}, 2) == [0.0, 1.5]
 
 
 def test_a_float_is_not_taken_as_equal_to_itself():

@@ -11,6 +11,7 @@ from torch import Tensor
 from attention_engine import AttentionEngine, CustomIO, meta_tensor
 from attention_engine.library import OnlineSoftmax
 
+Axes = Mapping[str, tuple]
 HEADS, KV_HEADS, DIM, DIM_V = 4, 2, 16, 24
 BACKENDS = ("reference", "interpret")
 CLOSE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -29,7 +30,7 @@ def late(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx + 2
 
 
-def build(axes: Mapping[str, tuple] | None = None, *, dtype: torch.dtype = torch.float32, **options: Any) -> AttentionEngine:
+def build(axes: Axes | None = None, *, dtype: torch.dtype = torch.float32, **options: Any) -> AttentionEngine:
     """A softmax attention on 4 heads that share 2 of keys, unless the options say otherwise."""
     given = {"score_mod": scaled, "mask_mod": causal, "online_func": OnlineSoftmax(), "backend": "interpret", **options}
     metas = (
@@ -64,7 +65,8 @@ def results(engine: AttentionEngine, *inputs: Tensor, loss: Loss = weighted_sum,
     o, rows = engine(*inputs, return_rowscales=True, **options)
     wanted = [t for t in inputs if t.requires_grad]
     found = torch.autograd.grad(loss(o, rows), wanted, allow_unused=True)
-    return [o.detach(), *(r.detach() for r in rows.values()), *(torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted))]
+    gradients = [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted)]
+    return [o.detach(), *(r.detach() for r in rows.values()), *gradients]
 
 
 def exactly(inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -86,7 +88,7 @@ def same(found: list[Tensor], again: list[Tensor]) -> None:
         assert torch.equal(a, b), (a - b).abs().max()
 
 
-def agrees(axes: Mapping[str, tuple] | None, *inputs: Tensor, loss: Loss = weighted_sum, **options: Any) -> list[Tensor]:
+def agrees(axes: Axes | None, *inputs: Tensor, loss: Loss = weighted_sum, **options: Any) -> list[Tensor]:
     """Holds an engine on the interpreter to the reference in float64; returns what the interpreter made."""
     call = {n: options.pop(n) for n in ("block_mask",) if n in options}
     dtype = inputs[0].dtype

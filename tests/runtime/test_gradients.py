@@ -25,7 +25,8 @@ from tests.runtime.engines import (
 
 def row_sum(o, rows):
     """A loss of the rows alone; a row that kept nothing (-inf) stays out."""
-    return sum((r.double().masked_fill(r.isinf(), 0.0) * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in rows.values())
+    finite = [r.double().masked_fill(r.isinf(), 0.0) for r in rows.values()]
+    return sum((r * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in finite)
 
 
 LOSSES = {
@@ -72,7 +73,8 @@ def test_deterministic_gradients_are_those_of_the_atomics_but_for_rounding():
     close(results(build(deterministic=True), *inputs), results(build(), *inputs), 1e-5)
 
 
-FUNCTIONS = {f.__name__: f for f in (OnlineSoftmax, OnlineSoftmaxOne, OnlineSigmoid, OnlineRelu, OnlineRetention, OnlineRelu2RowSum)}
+SHIPPED = (OnlineSoftmax, OnlineSoftmaxOne, OnlineSigmoid, OnlineRelu, OnlineRetention)
+FUNCTIONS = {f.__name__: f for f in (*SHIPPED, OnlineRelu2RowSum)}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -89,7 +91,8 @@ def test_gradients_of_gradients_agree_with_float64(backend, name):
     options = {"online_func": FUNCTIONS[name](), "mask_mod": None}  # in full rows no sum comes near 0
     found = second(build(backend=backend, **options), inputs)
     exact = second(build(backend="reference", **options), exactly(inputs))
-    close(found, exact, 1e-4)
+    for a, b in zip(found, exact):
+        close([a / b.abs().max()], [b / b.abs().max()], 1e-4)
     assert all(g.any() for g in found)
 
 
@@ -221,10 +224,10 @@ def test_a_gradient_at_a_row_that_has_none_is_refused(again):
     o, rows = build(online_func=Topped())(*inputs, return_rowscales=True)
     with pytest.raises(RowNotDifferentiable) as caught:
         torch.autograd.grad(o.sum() + rows["top"].sum(), inputs, create_graph=again, retain_graph=True)
-    start, *_, end = str(caught.value).split("\n")
-    assert start.startswith("a gradient arrived at the returned row 'top', which has none: it holds max(")
-    assert start.endswith(", whose gradient is not derived.")
-    assert end == "  Detach the row before it joins the loss."
+    assert str(caught.value) == (
+        "a gradient arrived at the returned row 'top', which has none: it holds row_max(score), whose gradient is not "
+        "derived.\n  Detach the row before it joins the loss."
+    )
     found = torch.autograd.grad(o.sum() + rows["lse"].sum(), inputs, create_graph=again)  # the row beside it has one
     close(list(found), list(results(build(), *inputs, loss=lambda o, rows: o.sum() + rows["lse"].sum())[2:]), 1e-5)
 

@@ -1,0 +1,38 @@
+"""The kernels of one problem as TileLang, kept as text: a change of a kernel is read as a diff."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, arch, meta_tensor
+from attention_engine.library import OnlineSoftmax, causal, scale
+
+pytest.importorskip("tilelang")
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
+
+
+def engine():
+    metas = [meta_tensor(1, heads, 256, 64, dtype=torch.float16) for heads in (4, 2, 2)]
+    return AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=arch.H100())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_softmax_causal(kernel, golden):
+    assert engine().source(kernel, form="tilelang") == golden
+
+
+def test_two_processes_write_the_same_text():
+    code = f"from tests.kernels.test_golden import engine\nfor k in {KERNELS}: print(engine().source(k))"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+            env={"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "HOME": str(Path.home())},
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert runs[0] == runs[1] and runs[0].count("@T.prim_func") == len(KERNELS)

@@ -1,0 +1,212 @@
+"""Every mistake in building or calling an engine has its class and says, whole, what to do."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
+from attention_engine.errors import (
+    AttentionEngineError,
+    BadInput,
+    BadMeta,
+    HeadsDoNotGroup,
+    NoDevice,
+    NotYetSupported,
+    UnknownOption,
+)
+from attention_engine.library import OnlineSoftmax
+from tests.runtime.engines import BACKENDS, build, qkv
+
+
+def said(kind: type[AttentionEngineError], function, *given, **named) -> str:
+    with pytest.raises(kind) as caught:
+        function(*given, **named)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+# ---- metas
+
+def metas(q=(2, 4, 8, 16), k=(2, 2, 8, 16), v=(2, 2, 8, 24), dtypes=("float16",) * 3):
+    return tuple(meta_tensor(*sizes, dtype=dtype) for sizes, dtype in zip((q, k, v), dtypes))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"k": (2, 2, 8, 32)}, "q has head dim 16 and k has 32. They must be equal: the score is q . k."),
+    ({"v": (2, 4, 8, 24)}, "k has 2 heads and v has 4. They must be equal."),
+    ({"v": (2, 2, 9, 24)}, "k has length 8 and v has 9. They must be equal."),
+    ({"dtypes": ("float16", "float16", "bfloat16")}, "q, k and v are float16, float16 and bfloat16. Give one dtype."),
+])  # fmt: skip
+def test_metas_that_do_not_fit_are_refused(given, message):
+    assert said(BadMeta, AttentionEngine, metas(**given)) == message
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ((1, 0, 8, 16), "meta_tensor: heads is 0. Give a positive int: meta_tensor(batch, heads, length, dim)."),
+    ((1, 2, 8, 16.0), "meta_tensor: dim is 16.0. Give a positive int: meta_tensor(batch, heads, length, dim)."),
+    ((1, True, 8, 16), "meta_tensor: heads is True. Give a positive int: meta_tensor(batch, heads, length, dim)."),
+    ((-1, 2, 8, 16), "meta_tensor: batch is -1. Give an int of at least 0, a name or None."),
+    ((1, 2, -8, 16), "meta_tensor: length is -8. Give an int of at least 0, a name or None."),
+    ((1, 2, 8, 16, "float64"),
+     "meta_tensor: dtype is float64. Choose torch.float16, torch.bfloat16 or torch.float32."),
+])  # fmt: skip
+def test_a_meta_that_describes_nothing_is_refused(given, message):
+    assert said(BadMeta, meta_tensor, *given) == message
+
+
+def test_anything_but_three_metas_is_refused():
+    one = meta_tensor("B", 2, None, 16)
+    shown = "meta_tensor('B', 2, None, 16, dtype=float16)"
+    way_out = "Give three descriptions: (meta_tensor(...),) * 3."
+    assert said(BadMeta, AttentionEngine, one) == f"qkv_meta is {shown}. {way_out}"
+    assert said(BadMeta, AttentionEngine, (one, one)) == f"qkv_meta is ({shown}, {shown}). {way_out}"
+    assert said(BadMeta, AttentionEngine, (1, 2, 3)) == f"qkv_meta is (1, 2, 3). {way_out}"
+
+
+def test_heads_that_do_not_group_are_refused():
+    given = metas((1, 24, 8, 16), (1, 5, 8, 16), (1, 5, 8, 16))
+    assert said(HeadsDoNotGroup, AttentionEngine, given) == (
+        "24 query heads cannot share 5 key heads evenly. Choose key heads that divide 24: 1, 2, 3, 4, 6, 8, 12, 24."
+    )
+    assert isinstance(HeadsDoNotGroup(), ValueError)
+
+
+# ---- options
+
+@pytest.mark.parametrize(("option", "message"), [
+    ({"backend": "cuda"}, "backend is 'cuda'. Choose 'auto', 'tilelang', 'tl', 'reference', 'interpret'."),
+    ({"layout": "bsd"},
+     'layout is \'bsd\'. Choose "bshd" (batch, length, heads, dim) or "bhsd" (batch, heads, length, dim).'),
+    ({"mask_value": "1"}, 'mask_value is \'1\'. Choose "-inf" or "0"; both mean that a masked pair is left out.'),
+    ({"device": "H100"},
+     "device is 'H100'. Give an architecture, attention_engine.arch.H100(), or None for the tensors' own."),
+    ({"block_size": 128}, "block_size is 128. Give (queries, keys) of a block: (128, 128)."),
+    ({"block_size": (128, 0)}, "block_size is (128, 0). Give (queries, keys) of a block: (128, 128)."),
+    ({"block_size": (128, 64, 2)}, "block_size is (128, 64, 2). Give (queries, keys) of a block: (128, 128)."),
+    ({"online_func": OnlineSoftmax},
+     f"online_func is {OnlineSoftmax!r}. Give an instance of OnlineFunc (is it missing brackets: OnlineSoftmax()?)."),
+    ({"online_func": "softmax"}, "online_func is 'softmax'. Give an instance of OnlineFunc."),
+    ({"block_mask": 5}, "block_mask is 5. Give an instance of Tensor."),
+])  # fmt: skip
+def test_an_option_that_means_nothing_is_refused(option, message):
+    assert said(UnknownOption, build, **option) == message
+
+
+def test_custom_inputs_are_declared_by_a_custom_io():
+    message = said(UnknownOption, AttentionEngine, metas(), {"x": (1,)})
+    assert message == "custom_fwd_inputs is {'x': (1,)}. Give an instance of CustomIO."
+    assert said(UnknownOption, AttentionEngine, metas(), CustomIO) == (
+        f"custom_fwd_inputs is {CustomIO!r}. Give an instance of CustomIO (is it missing brackets: CustomIO()?)."
+    )
+
+
+@pytest.mark.parametrize("value", ["-inf", "0", None])
+def test_both_mask_values_mean_the_same(value):
+    inputs = qkv()
+    assert torch.equal(build(mask_value=value)(*inputs), build()(*inputs))
+
+
+def test_tuning_is_not_yet_there(tmp_path):
+    file = tmp_path / "tune.json"
+    build(tune_file=str(file), tune_file_bwd=str(file), tune=False)  # holds nothing yet, so nothing is left out
+    file.write_text("{}")
+    options = {"tune": True, "tune_bwd": True, "tune_file": str(file), "tune_file_bwd": str(file)}
+    for name, value in options.items():
+        assert said(NotYetSupported, build, **{name: value}) == (
+            f"{name}={value!r}: this version has no tuner and reads no tune files.\n"
+            "  Leave the option out: default tiles are used."
+        )
+
+
+# ---- devices
+
+def test_tilelang_needs_cuda_tensors():
+    for name in ("tilelang", "tl"):
+        engine = build(backend=name)
+        assert engine.backend == "tilelang"
+        assert said(NoDevice, engine, *qkv()) == (
+            "backend=\"tilelang\" needs CUDA tensors, and these are on 'cpu'.\n"
+            '  On a CPU use "reference" or "interpret".'
+        )
+
+
+def test_tensors_elsewhere_are_refused():
+    there = [t.detach().to("meta") for t in qkv()]
+    assert said(NoDevice, build(backend="auto"), *there) == (
+        "tensors are on 'meta'. Kernels run on CUDA, the reference on the CPU."
+    )
+    assert said(NoDevice, build(), *there) == "backend=\"interpret\" runs on CPU tensors, and these are on 'meta'."
+
+
+def test_cuda_sources_need_an_architecture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert said(NoDevice, build().source, "forward", "cuda") == (
+        "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
+    )
+
+
+def test_sources_have_names_and_forms():
+    engine = build(device=arch.H100())
+    assert said(UnknownOption, engine.source, "dq") == (
+        "no kernel is called 'dq'. Choose 'forward', 'backward', 'backward_queries', 'backward_preprocess', "
+        "'backward_postprocess'."
+    )
+    assert said(UnknownOption, engine.source, "forward", "ptx") == 'form is \'ptx\'. Choose "tilelang" or "cuda".'
+
+
+# ---- tensors
+
+Q, K, V = (t.detach() for t in qkv(11, 13))
+ORDER = "(batch, length, heads, dim)"
+WRONG = {
+    "a list": (([1], K, V), f"q is list. Give a tensor {ORDER}."),
+    "nothing": ((Q, None, V), f"k is NoneType. Give a tensor {ORDER}."),
+    "three dims": ((Q, K[0], V), f"k has 3 dimensions, (13, 2, 16). Give {ORDER}."),
+    "other heads": (
+        (Q[:, :, :3], K, V),
+        f'q has 3 heads of dim 16, and the engine was built for 4 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
+    ),
+    "the other layout": (
+        (Q, K, V.transpose(1, 2)),
+        f'v has 13 heads of dim 24, and the engine was built for 2 of 24.\n  Its shape must be {ORDER}, layout="bshd".',
+    ),
+    "another dim": (
+        (Q, K[..., :8], V),
+        f'k has 2 heads of dim 8, and the engine was built for 2 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
+    ),
+    "two devices": ((Q, K, V.to("meta")), "q is on 'cpu' and v on 'meta'. Put them on one device."),
+    "two dtypes": ((Q, K.half(), V), "q is torch.float32 and k is torch.float16. Give one dtype."),
+    "two batches": (
+        (Q[:1], K, V),
+        "q, k, v have batches 1, 2, 2 and lengths 11, 13, 13.\n"
+        "  Batches must be equal, and so must the lengths of k and v.",
+    ),
+    "two lengths": (
+        (Q, K, V[:, :12]),
+        "q, k, v have batches 2, 2, 2 and lengths 11, 13, 12.\n"
+        "  Batches must be equal, and so must the lengths of k and v.",
+    ),
+    "integers": ((Q.int(), K.int(), V.int()), "q, k and v are torch.int32. Give floating tensors."),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_that_do_not_fit_are_refused(backend, kind):
+    given, message = WRONG[kind]
+    assert said(BadInput, build(backend=backend), *given) == message
+
+
+def test_the_layout_is_named_in_its_order():
+    engine = build(layout="bhsd")
+    assert said(BadInput, engine, Q, K, V) == (
+        "q has 11 heads of dim 16, and the engine was built for 4 of 16.\n"
+        '  Its shape must be (batch, heads, length, dim), layout="bhsd".'
+    )
+    assert said(BadInput, engine, Q[0], K, V) == "q has 3 dimensions, (11, 4, 16). Give (batch, heads, length, dim)."
+
+
+def test_kernels_want_the_dtype_that_they_were_built_for():
+    assert said(BadInput, build(), Q.half(), K.half(), V.half()) == (
+        "q, k and v are torch.float16, and the engine was built for torch.float32. Convert them, or build another."
+    )
+    assert build(backend="reference")(Q.half(), K.half(), V.half()).dtype is torch.float16

@@ -1,0 +1,130 @@
+"""The torch.library ops: what torch asks of an op, and torch.compile through whole engines."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attention_engine.runtime import op
+from tests.runtime.engines import BACKENDS, HEADS, build, close, qkv, results, same, weighted_sum
+
+
+def biased(score, custom, b, h, q_idx, kv_idx):
+    return score * 0.25 + custom["slopes"] * (q_idx - kv_idx)
+
+
+def with_slopes(backend, **options):
+    return build({"slopes": ("heads",)}, score_mod=biased, backend=backend, **options)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def arguments(backend, dtype=torch.float32, permuted=False, number=0):
+    """What the forward and the backward op are called with."""
+    seen: list[tuple] = []
+    engine = with_slopes(backend, dtype=dtype)
+    inputs = [t.detach() for t in qkv(9, 12, dtype=dtype)]
+    if permuted:
+        inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
+    slopes = torch.rand(HEADS)
+    engine(*inputs, slopes)
+    key = next(reversed(engine._keys.values()))
+    o, rows = op.FORWARD(*inputs, [slopes], key)
+    seen.append((*inputs, [slopes], key))
+    d_rows = [torch.randn_like(rows[0])]
+    seen.append((*inputs, [slopes], o, rows, torch.randn_like(o), d_rows, [0], key))
+    return seen[number]
+
+
+OPS = {"forward": (op.FORWARD, 0), "backward": (op.BACKWARD, 1)}
+
+
+@pytest.mark.parametrize("permuted", [False, True], ids=["contiguous", "permuted"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_keeps_the_rules_of_torch(name, backend, permuted):
+    run, number = OPS[name]
+    torch.library.opcheck(run, arguments(backend, permuted=permuted, number=number))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("permuted", [False, True], ids=["contiguous", "permuted"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPS)
+def test_a_fake_has_the_shape_dtype_and_strides_of_the_result(name, backend, permuted, dtype):
+    run, number = OPS[name]
+    given = arguments(backend, dtype, permuted, number)
+    real = torch.utils._pytree.tree_leaves(run(*given))
+    mode = torch._subclasses.FakeTensorMode()
+    to_fake = lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t  # noqa: E731
+    with mode:
+        fake = torch.utils._pytree.tree_leaves(run(*torch.utils._pytree.tree_map(to_fake, given)))
+    assert len(real) == len(fake) >= 2
+    for a, b in zip(real, fake):
+        assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_whole_engine_compiles_without_a_break(backend, compiler):
+    inputs = (*qkv(9, 12), torch.rand(HEADS, requires_grad=True))
+    engine = with_slopes(backend, deterministic=True)
+    eager = results(engine, *inputs)
+    compiled = torch.compile(engine, fullgraph=True, backend=compiler)
+    found = results(compiled, *inputs, loss=lambda o, rows: weighted_sum(o, rows))
+    (same if compiler == "aot_eager" else lambda a, b: close(a, b, 1e-5))(found, eager)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_arrive_through_the_rows_of_a_compiled_engine(backend):
+    def loss(o, rows):
+        return weighted_sum(o, rows) + (rows["lse"] ** 2).sum()
+
+    inputs = (*qkv(9, 12), torch.rand(HEADS, requires_grad=True))
+    engine = with_slopes(backend)
+    compiled = torch.compile(engine, fullgraph=True, backend="aot_eager")
+    close(results(compiled, *inputs, loss=loss), results(engine, *inputs, loss=loss), 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_maths_around_an_engine_joins_its_graph(backend):
+    engine = build(backend=backend, layout="bhsd")
+
+    def block(x, weight):
+        q, k, v = (x @ weight).view(2, 9, 8, 17)[..., :16].split([4, 2, 2], 2)
+        v = torch.cat([v, v[..., :8]], -1)
+        return (engine(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) ** 2).sum()
+
+    x, weight = torch.randn(2, 9, 32, requires_grad=True), torch.randn(32, 136, requires_grad=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    found = torch.autograd.grad(torch.compile(block, fullgraph=True, backend=counter)(x, weight), (x, weight))
+    close(list(found), list(torch.autograd.grad(block(x, weight), (x, weight))), 1e-4)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_and_batches_compile_once(backend):
+    engine = with_slopes(backend)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(engine, fullgraph=True, dynamic=True, backend=counter)
+    for batch, q_len, kv_len in ((2, 9, 12), (3, 17, 10), (2, 70, 33), (4, 12, 130)):
+        inputs = (*qkv(q_len, kv_len, batch=batch), torch.rand(HEADS, requires_grad=True))
+        close(results(compiled, *inputs), results(engine, *inputs), 1e-5)
+    assert counter.frame_count == 1
+
+
+def test_two_programs_of_one_shape_are_two_keys():
+    inputs = qkv()
+    one, other, again = build(), build(mask_mod=None), build()
+    for engine in (one, other, again):
+        engine(*inputs)
+    keys = [next(iter(e._keys.values())) for e in (one, other, again)]
+    assert keys[0] == keys[2] != keys[1]
+    kinds = [build(backend="reference"), build(deterministic=True)]
+    for engine in kinds:
+        engine(*inputs)
+    assert len({keys[0], *(next(iter(e._keys.values())) for e in kinds)}) == 3
