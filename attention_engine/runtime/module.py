@@ -152,6 +152,7 @@ class AttentionEngine(torch.nn.Module):
             raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
         return self.backend
 
+    @torch.compiler.assume_constant_result  # torch.compile asks for the key and looks no further
     def _key(self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None) -> str:
         """The key of the attention that runs these calls; registered when first needed."""
         variant = (backend, types, blocks)

@@ -17,7 +17,7 @@ def forward(heads: int, dim: int, *, q_tile: int = 64, kv_tile: int = 64, thread
         Q: T.Tensor(shape, dtype),
         K: T.Tensor(shape, dtype),
         V: T.Tensor(shape, dtype),
-        O: T.Tensor(shape, dtype),  # noqa: E741
+        O: T.Tensor(shape, dtype),
         Lse: T.Tensor((batch, heads, length), "float32"),
     ):
         with T.Kernel(T.ceildiv(length, q_tile), heads, batch, threads=threads) as (bx, by, bz):
