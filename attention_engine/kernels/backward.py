@@ -6,6 +6,7 @@ make dV and dK. dQ is summed into an fp32 workspace by atomics, unless another k
 
 from __future__ import annotations
 
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
@@ -34,6 +35,7 @@ from attention_engine.kernels.common import (
     q_range,
     reader,
     store,
+    where_partial,
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, workspace
@@ -115,21 +117,13 @@ def backward(
                 maths.weigh(products, weights)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                 partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
-                if partial is True:
-                    maths.mask(weights)
-                else:
-                    if partial:
-                        maths.mask(weights)
+                where_partial(partial, bind(maths.mask, weights))
                 load(weights_in, weights)
                 accumulate(weights_in, do, dv_sums, rows=not tile.shared_weights)
                 for read, expr in by_pair(schedule):
                     maths.scatter(products, weights, gradients, read, expr, buffers[f"d_custom_{read.name}"])
                 maths.differentiate(products, weights, gradients)
-                if partial is True:
-                    maths.mask(gradients)
-                else:
-                    if partial:
-                        maths.mask(gradients)
+                where_partial(partial, bind(maths.mask, gradients))
                 load(gradients_in, gradients)
                 accumulate(gradients_in, q, dk_sums, rows=not tile.shared_weights)
                 if with_dq:

@@ -5,6 +5,7 @@ No atomics: dQ, and gradients of custom inputs that a row sums up, are bitwise t
 
 from __future__ import annotations
 
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
@@ -31,6 +32,7 @@ from attention_engine.kernels.common import (
     named,
     padded,
     reader,
+    where_partial,
     window,
 )
 from attention_engine.passes.analyse_mask import analyse_mask
@@ -98,11 +100,7 @@ def backward_queries(
                 maths.differentiate(products, weights, gradients)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                 partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
-                if partial is True:
-                    maths.mask(gradients)
-                else:
-                    if partial:
-                        maths.mask(gradients)
+                where_partial(partial, bind(maths.mask, gradients))
                 load(gradients_in, gradients)
                 accumulate(gradients_in, k, dq_sums)
             if schedule.scale != 1:

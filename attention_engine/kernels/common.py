@@ -228,6 +228,16 @@ def either(a: Any, b: Any) -> Any:
     return b if a is False else a if b is False else T.Or(a, b)
 
 
+@T.macro
+def where_partial(partial: Any, action: Callable[[], None]) -> None:
+    """Acts on a tile that may hold a masked pair: `partial` is Python's truth (then nothing is asked) or TileLang's."""
+    if partial is True:
+        action()
+    else:
+        if partial:
+            action()
+
+
 class Operand:
     """A matrix as a product reads it: 16-bit (or tf32) whole, or fp32 as a high and a low tf32 part.
 

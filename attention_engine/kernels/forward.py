@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
@@ -33,6 +34,7 @@ from attention_engine.kernels.common import (
     padded,
     reader,
     store,
+    where_partial,
     window,
 )
 from attention_engine.passes.analyse_mask import analyse_mask
@@ -103,11 +105,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                     partial = either(
                         is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), kv0 + tile.kv > sizes.kv
                     )
-                    if partial is True:
-                        maths.mask(kv0)
-                    else:
-                        if partial:
-                            maths.mask(kv0)
+                    where_partial(partial, bind(maths.mask, kv0))
                 maths.weigh(kv0)
                 load(weights, scores)
                 if schedule.rescale is not None:

@@ -187,7 +187,12 @@ class AttentionFunction(torch.autograd.Function):
             d_finals = {attention.row_names[n]: d_rows[n] for n in given}
             with torch.autocast(q.device.type, enabled=False):
                 return (None, *differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True))
-        dq, dk, dv, d_custom = BACKWARD(q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, ctx.key)
+        # under a dispatch mode an op is below autograd, by which the reference differentiates
+        opaque = attention.launcher is not None or torch.compiler.is_compiling()
+        run_backward = BACKWARD if opaque else _backward
+        dq, dk, dv, d_custom = run_backward(
+            q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, ctx.key
+        )
         return (None, dq, dk, dv, *(d if w else None for d, w in zip(d_custom, wanted, strict=True)))
 
 

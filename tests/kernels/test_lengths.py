@@ -11,7 +11,7 @@ LENGTHS = (1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 255, 257, 1000)
 MASKS = {"full": None, "causal": causal, "window": sliding_window(70, 5)}
 KEPT = {"full": None, "causal": lambda b, h, i, j: i >= j, "window": lambda b, h, i, j: (i - j <= 70) & (j - i <= 5)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FLOOR = 2e-3  # eager PyTorch is exact by chance where a row has one key
+FLOORS = {torch.float16: 2e-3, torch.bfloat16: 2e-3, torch.float32: 1e-5}  # eager is exact by chance for one key
 DIMS = (16, 32, 40, 64, 80, 96, 128, 192, 256)
 PAIRS = [(n, n) for n in LENGTHS[:-1]] + [
     (1, 257), (257, 1), (2, 129), (129, 2), (17, 200), (200, 17), (63, 128), (128, 63), (64, 255), (255, 64), (65, 127),
@@ -43,7 +43,7 @@ def holds(q_len, kv_len, heads, dims, mask, dtype, deterministic=False):
         made(engine, dtype),
         made(lambda q, k, v: plain.attention(q, k, v, "softmax", mask=KEPT[mask]), torch.float64),
         made(lambda q, k, v: plain.eager(q, k, v, "softmax", mask=KEPT[mask]), dtype),
-        dtype, FLOOR if dtype is not torch.float32 else 1e-6,
+        dtype, FLOORS[dtype],
     )
 
 
@@ -59,10 +59,11 @@ def test_every_length_keeps_the_rule(mask, lengths, record_property):
 MIXED = [(d, d) for d in DIMS] + [(d, DIMS[-1 - n]) for n, d in enumerate(DIMS) if d != DIMS[-1 - n]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("dims", MIXED, ids=lambda dims: "-".join(map(str, dims)))
-def test_every_head_dim_keeps_the_rule(dims, dtype, record_property):
-    found = holds(65, 131, (2, 1), dims, "causal", dtype, deterministic=dtype is torch.bfloat16)
+def test_every_head_dim_keeps_the_rule(dims, turn, record_property):
+    dtype = DTYPES[(MIXED.index(dims) + turn) % 3]
+    found = holds(65, 131, (2, 1), dims, "causal", dtype, deterministic=turn == 1)
     record_property(*plain.worst_ratio(found, f"head dims, {str(dtype)[6:]}"))
 
 

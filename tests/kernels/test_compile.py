@@ -1,0 +1,56 @@
+"""Kernels of softmax, compiled without a GPU: the instructions of each architecture, no spills, memory that fits."""
+
+import functools
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, arch, meta_tensor
+from attention_engine.compiler import pass_configs
+from attention_engine.library import OnlineSoftmax, causal, scale
+
+pytest.importorskip("tilelang")
+from attention_engine.target import compile as target_compile
+
+pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
+
+
+@functools.cache
+def lowered(gpu, kernel, dtype=torch.float16, dim=64):
+    metas = [meta_tensor(1, heads, 256, dim, dtype=dtype) for heads in (4, 2, 2)]
+    engine = AttentionEngine(metas, None, scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu)
+    kernels = engine._kernels("cuda")
+    made = target_compile.lower_kernel(
+        engine._source_kernel(kernel, "cuda").prim_func, gpu, pass_configs=pass_configs(kernels.problem)
+    )
+    return made, made.resources()
+
+
+def fits(gpu, kernel, **problem):
+    made, used = lowered(gpu, kernel, **problem)
+    assert (used.spill_stores, used.spill_loads) == (0, 0)
+    assert 0 < used.registers <= gpu.max_registers_per_thread
+    assert 0 < used.shared_bytes <= gpu.shared_memory_per_block
+    return made.cuda, used
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward", "backward_queries"])
+def test_hopper_kernels_use_its_instructions(kernel):
+    cuda, used = fits(arch.H100(), kernel)
+    assert "wgmma" in cuda and "tma_load" in cuda
+    assert used.notes == ()  # no wgmma is serialised
+    assert ("AtomicAddx4" in cuda) is (kernel == "backward")
+
+
+@pytest.mark.parametrize("kernel", ["backward_preprocess", "backward_postprocess"])
+def test_row_kernels_do_not_spill(kernel):
+    _, used = fits(arch.H100(), kernel)
+    assert used.notes == ()
+
+
+@pytest.mark.parametrize("gpu", [arch.A100(), arch.RTX4090()], ids=lambda gpu: gpu.target)
+def test_older_gpus_copy_by_cp_async(gpu):
+    cuda, used = fits(gpu, "forward")
+    assert "cp_async" in cuda and "mma_sync" in cuda
+    assert "wgmma" not in cuda and "tma_load" not in cuda
+    assert used.shared_bytes <= 99 * 1024
