@@ -20,7 +20,7 @@ from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
 from attention_engine.ir.program import Program
-from attention_engine.passes.cut_test import check_online
+from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op
 from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.inputs import (

@@ -14,7 +14,7 @@ from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.program import Program
 from attention_engine.library import OnlineSoftmax
-from attention_engine.passes.cut_test import check_online
+from attention_engine.passes.check_cuts import check_online
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.reference.dense import attend, attend_backward, saved_rows
 from tests.programs import BATCH, EXAMPLES, HEADS, MASKS, Example, scaled

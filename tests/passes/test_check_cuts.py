@@ -11,7 +11,7 @@ from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.library import OnlineSoftmax
-from attention_engine.passes.cut_test import CUTS, KEYS, check_online
+from attention_engine.passes.check_cuts import CUTS, KEYS, check_online
 from tests.programs import EXAMPLES
 
 
