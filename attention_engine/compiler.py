@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from attention_engine.arch import Arch
-from attention_engine.errors import BackwardNotDerived
+from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward, Program
@@ -48,7 +48,16 @@ class Kernel:
             return Interpreter(self.prim_func)
         from attention_engine.target.compile import compile_kernel
 
-        return compile_kernel(self.prim_func, self.target, pass_configs=pass_configs(self.problem))
+        kernel = compile_kernel(self.prim_func, self.target, pass_configs=pass_configs(self.problem))
+        needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
+        if needed > limit:
+            problem = self.problem
+            raise TileDoesNotFit(
+                f"head dims {problem.dim} and {problem.dim_v} in {problem.dtype} need {needed} bytes of shared memory "
+                f"a block with the smallest tile there is, and {self.target.name} has {limit}.\n"
+                '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
+            )
+        return kernel
 
     def source(self, form: str) -> str:
         """The kernel as "tilelang" or, compiled, as "cuda"."""

@@ -57,6 +57,11 @@ class LoweredKernel:
                 return self.cuda
         raise ValueError(f"form={form!r} is neither 'tilelang' nor 'cuda'")
 
+    @property
+    def launch_shared_bytes(self) -> int:
+        """The shared memory that a launch asks for, per block; exact, and without nvcc."""
+        return dynamic_shared_bytes(self.cuda, self.host)
+
     def resources(self) -> Resources:
         """Registers, spills and shared memory, from ptxas and the launch code; needs nvcc and no GPU, takes seconds."""
         return parse_resources(

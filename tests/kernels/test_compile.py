@@ -30,7 +30,7 @@ def fits(gpu, kernel, **problem):
     made, used = lowered(gpu, kernel, **problem)
     assert (used.spill_stores, used.spill_loads) == (0, 0)
     assert 0 < used.registers <= gpu.max_registers_per_thread
-    assert 0 < used.shared_bytes <= gpu.shared_memory_per_block
+    assert used.shared_bytes <= gpu.shared_memory_per_block
     return made.cuda, used
 
 

@@ -6,6 +6,7 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, SymbolScalar, Var, arch, meta_tensor
 from attention_engine.errors import NotOnline
 from attention_engine.library import OnlineSoftmax, softcap
+from attention_engine.runtime.launch import Launcher, with_strides
 from tests import plain
 from tests.runtime.engines import (
     BACKENDS,
@@ -126,6 +127,19 @@ def test_strides_change_no_number(kind, layout):
     same([turn(o), *found], [want, *gradients])
 
 
+APART = ("one batch for all", "last dim apart", "an offset of one entry", "rows of odd length")
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_kernels_get_only_addresses_that_wide_reads_and_tma_take(kind):
+    for tensor in fused(kind):
+        *strides, given = with_strides(tensor, unit=8)
+        assert torch.equal(given, tensor) and given.data_ptr() % 16 == 0 and given.stride(3) == 1
+        assert [8 * s for s in strides] == list(given.stride()[:3]) and min(strides) > 0
+    for tensor in fused("slices of one projection"):
+        assert with_strides(tensor, unit=8)[-1] is tensor  # no copy where none is needed
+
+
 def test_the_gradient_of_the_output_may_have_any_strides():
     inputs = qkv()
     o = build(deterministic=True)(*inputs)
@@ -137,7 +151,9 @@ def test_the_gradient_of_the_output_may_have_any_strides():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 0, 0)], ids=str)
-def test_nothing_gives_nothing(backend, sizes):
+def test_nothing_gives_nothing(backend, sizes, monkeypatch):
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(Launcher, name, None)  # a GPU can't be asked for a grid of no blocks
     batch, q_len, kv_len = sizes
     inputs = qkv(q_len, kv_len, batch=batch)
     slopes = torch.ones(HEADS, requires_grad=True)

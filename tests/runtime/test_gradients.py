@@ -74,6 +74,13 @@ def test_deterministic_gradients_are_those_of_the_atomics_but_for_rounding():
 
 
 SHIPPED = (OnlineSoftmax, OnlineSoftmaxOne, OnlineSigmoid, OnlineRelu, OnlineRetention)
+def test_deterministic_kernels_have_no_atomics():
+    kernels = ("backward", "backward_queries", "backward_preprocess")
+    for kernel in kernels:
+        assert "atomic" not in build(deterministic=True).source(kernel)
+    assert "atomic" in build().source("backward")
+
+
 FUNCTIONS = {f.__name__: f for f in (*SHIPPED, OnlineRelu2RowSum)}
 
 
