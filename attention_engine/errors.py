@@ -85,10 +85,6 @@ class TileDoesNotFit(AttentionEngineError, ValueError):
     """No tile of this problem fits the GPU."""
 
 
-class RewriteFailed(AttentionEngineError, AssertionError):
-    """A pass left an expression that breaks the rules: a defect of this package."""
-
-
 class NotInterpretable(AttentionEngineError, NotImplementedError):
     """A tile program uses something that the interpreter has no meaning for."""
 

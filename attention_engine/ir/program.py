@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from attention_engine.ir.expr import Axis, Expr, Op, Type, topological, var
 from attention_engine.ir.pretty import lines
@@ -73,7 +73,6 @@ class Program:
     forward: Expr | None = None
     backward: Expr | None = None
     custom: tuple[str, ...] = ()
-    places: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def named(self) -> Iterator[tuple[str, Expr]]:
         """Every expression of the program with what it is."""
@@ -91,6 +90,10 @@ class Program:
             yield "user.forward", self.forward
         if self.backward is not None:
             yield "user.backward", self.backward
+
+    def returning(self, rows: tuple[tuple[str, Expr], ...]) -> Program:
+        """The forward pass alone, with these rows (of the states) returned."""
+        return replace(self, finals=rows, forward=None, backward=None)
 
     @property
     def fingerprint(self) -> str:

@@ -140,9 +140,7 @@ def saved_rows(
     program: Program, backward: Backward, q: Tensor, k: Tensor, custom: Custom, blocks: Tensor | None = None
 ) -> list[Tensor]:
     """The rows (batch, heads, queries) that the forward pass keeps for this backward pass."""
-    asked = Program(program.score, program.mask, program.states, program.weights, program.rescale, program.output,
-                    backward.saved, custom=program.custom)  # fmt: skip
-    return attend(asked, q, k, k, custom, blocks)[1]
+    return attend(program.returning(backward.saved), q, k, k, custom, blocks)[1]
 
 
 def attend_backward(

@@ -75,9 +75,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) ->
     attention = ATTENTIONS[key]
     if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
         return attention.launcher.forward(q, k, v, custom)
-    program = attention.program
-    every = Program(program.score, program.mask, program.states, program.weights, program.rescale, program.output,
-                    attention.maths.forward_schedule.rows, custom=program.custom)  # fmt: skip
+    every = attention.program.returning(attention.maths.forward_schedule.rows)
     output, rows = attend(every, *_heads_first(q, k, v), attention.named(custom))
     return output.transpose(1, 2).contiguous(), [r.contiguous() for r in rows]
 
@@ -138,9 +136,7 @@ def differentiable_gradients(
     heads = _heads_first(q, k, v)
     if program.backward is not None and attention.maths.backward is not None:
         backward = attention.maths.backward
-        asked = Program(program.score, program.mask, program.states, program.weights, program.rescale, program.output,
-                        backward.saved, custom=program.custom)  # fmt: skip
-        output, saved = attend(asked, *heads, named)
+        output, saved = attend(program.returning(backward.saved), *heads, named)
         delta = (output.to(saved[0].dtype if saved else output.dtype) * d_o.transpose(1, 2)).sum(-1)
         found = attend_backward(program, backward, *heads, named, saved, delta, d_o.transpose(1, 2), d_finals)
         return [*_heads_first(found.q, found.k, found.v), *(found.custom.get(s.name) for s in attention.specs)]
