@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROW_PAD = 128  # rows that the backward pass keeps for itself are padded to this, so that a tile never ends outside
+
+
+def padded(dim: int) -> int:
+    """A head dim as tiles hold it: a multiple of 32 (wgmma's tiles of dQ want that), the rest zeros."""
+    return (dim + 31) // 32 * 32
+
 
 @dataclass(frozen=True)
 class Problem:

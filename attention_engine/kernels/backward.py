@@ -12,7 +12,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Axis, Expr, topological
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import PRODUCT, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
 from attention_engine.kernels.common import (
     FLOAT,
@@ -31,7 +31,6 @@ from attention_engine.kernels.common import (
     multiply,
     named,
     over_pairs,
-    padded,
     q_range,
     reader,
     store,

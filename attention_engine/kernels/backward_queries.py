@@ -11,7 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.backward import PairMaths, keeps_products
 from attention_engine.kernels.common import (
@@ -30,7 +30,6 @@ from attention_engine.kernels.common import (
     loop,
     multiply,
     named,
-    padded,
     reader,
     where_partial,
     window,

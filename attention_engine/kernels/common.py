@@ -12,13 +12,12 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Type
-from attention_engine.ir.problem import Problem
+from attention_engine.ir.problem import ROW_PAD, Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 from attention_engine.passes.analyse_mask import MaskPlan
 
 FLOAT = "float32"
-ROW_PAD = 128  # rows that the backward pass keeps for itself are padded to this, so that a tile never ends outside
 Buffers = Mapping[str, Any]
 
 
@@ -29,11 +28,6 @@ def build(name: str, parameters: Mapping[str, Any], body: Callable[[Buffers], No
         buffers = {n: builder.prim_func_arg(n, t) for n, t in parameters.items()}
         body(buffers)
     return _patch_prim_func_attrs(builder.get(), builder)
-
-
-def padded(dim: int) -> int:
-    """A head dim as tiles hold it: a multiple of 32 (wgmma's tiles of dQ want that), the rest zeros."""
-    return (dim + 31) // 32 * 32
 
 
 def padded_length(length: Any) -> Any:

@@ -9,7 +9,7 @@ import tilelang.language as T
 
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import OUTPUT, PRODUCT
 from attention_engine.kernels.common import (
     FLOAT,
@@ -31,7 +31,6 @@ from attention_engine.kernels.common import (
     named,
     over_pairs,
     over_rows,
-    padded,
     reader,
     store,
     where_partial,

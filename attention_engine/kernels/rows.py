@@ -7,16 +7,14 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, Op, topological
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import ROW_PAD, Problem, Tile, padded
 from attention_engine.ir.program import DELTA, Backward, final_gradient, final_variable
 from attention_engine.kernels.common import (
     FLOAT,
-    ROW_PAD,
     Place,
     Sizes,
     build,
     over_rows,
-    padded,
     padded_length,
     reader,
     store,

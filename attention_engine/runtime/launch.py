@@ -14,13 +14,12 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import Problem
+from attention_engine.ir.problem import ROW_PAD, Problem, padded
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
 from attention_engine.passes.row_sums import RowSums
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.tuner.defaults import default_tiles
 
-ROW_PAD = 128  # as in kernels/common.py, which can't be imported without TileLang
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CUSTOM_NAMES = {
     **NAMES,
@@ -158,8 +157,7 @@ class Launcher:
         workspace = []
         if not kernels.over_queries:
             tile = kernels.tiles.backward.q
-            padded = -(-dim // 32) * 32
-            workspace = [q.new_empty(batch, heads, length // tile, tile * padded, dtype=torch.float32)]
+            workspace = [q.new_empty(batch, heads, length // tile, tile * padded(dim), dtype=torch.float32)]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
         kernels.preprocess(finals).compiled(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
