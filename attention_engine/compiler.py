@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
@@ -15,6 +15,9 @@ from attention_engine.ir.program import Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+
+if TYPE_CHECKING:
+    from attention_engine.kernels.tiles import TilePlan
 
 Target = Arch | str  # an architecture, or "interpret"
 
@@ -115,9 +118,27 @@ class Kernels:
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
         self._preprocess: dict[tuple[str, ...], Kernel] = {}
+        self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
 
     def _kernel(self, trace: Callable[[], Any]) -> Kernel:
         return Kernel(trace, self.target, self.problem)
+
+    @cached_property
+    def tile_plan(self) -> TilePlan:
+        """What the mask asks of the kernels' loops."""
+        from attention_engine.kernels.tiles import plan_tiles
+
+        return plan_tiles(self.maths.program.mask)
+
+    def tile_map(self, tile: Tile, over_keys: bool) -> Kernel:
+        """The lists of tiles that blocks with this tile walk over, where the mask's bounds don't say it all."""
+        from attention_engine.kernels.tile_map import tile_map
+
+        mask, key = self.maths.program.mask, (tile.q, tile.kv, over_keys)
+        assert mask is not None
+        if key not in self._tile_maps:
+            self._tile_maps[key] = self._kernel(lambda: tile_map(self.problem, mask, tile, over_keys))
+        return self._tile_maps[key]
 
     @cached_property
     def forward(self) -> Kernel:

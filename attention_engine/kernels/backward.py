@@ -24,21 +24,18 @@ from attention_engine.kernels.common import (
     assign,
     block_values,
     build,
-    either,
-    is_partial,
     load,
     loop,
     multiply,
     named,
     over_pairs,
-    q_range,
     reader,
     store,
     where_partial,
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, workspace
-from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.kernels.tiles import QueryWalk, either, plan_tiles
 from attention_engine.passes.schedule import BackwardSchedule
 
 
@@ -55,13 +52,15 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
 def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool
 ) -> Any:
-    """The PrimFunc: (q, k, v, custom..., do, rows..., dk, dv, [workspace], d_custom...).
+    """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., dk, dv, [workspace], d_custom...).
 
     d_custom: fp32, like the custom inputs whose reads depend on the key; the caller zeroes them.
     """
     sizes = Sizes()
     parameters = sizes.inputs(problem)
     customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
+    plan = plan_tiles(schedule.mask)
+    parameters.update(plan.parameters(sizes, problem, tile, over_keys=False))
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
     parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
@@ -71,7 +70,6 @@ def backward(
     for name in dict.fromkeys(read.name for read, _ in by_pair(schedule)):
         parameters[f"d_custom_{name}"] = T.Tensor(customs[name].shape, FLOAT)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    plan = analyse_mask(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -98,10 +96,10 @@ def backward(
             load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
             T.fill(dk, 0)
             T.fill(dv, 0)
-            first, stop = q_range(plan, kv0, kv0 + tile.kv - 1, tile.q, T.ceildiv(sizes.q, tile.q))
-            for step in loop(problem.group * (stop - first), tile.stages):
-                head = kv_head * problem.group + step % problem.group
-                q_tile = first + step // problem.group
+            walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
+            for step in loop(walk.count, tile.stages):
+                head = walk.head(step)
+                q_tile = walk.tile(step)
                 q0 = q_tile * tile.q
                 place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
                 maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, transposed=True)
@@ -115,7 +113,7 @@ def backward(
                     T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
                 maths.weigh(products, weights)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
+                partial = either(walk.is_partial(step, q_tile), outside)
                 where_partial(partial, bind(maths.mask, weights))
                 load(weights_in, weights)
                 accumulate(weights_in, do, dv_sums, rows=not tile.shared_weights)

@@ -18,6 +18,7 @@ from attention_engine.ir.problem import ROW_PAD, Problem, padded
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
 from attention_engine.passes.row_sums import RowSums
 from attention_engine.reference.evaluate import Evaluator, add_at
+from attention_engine.runtime.tile_maps import TileMaps
 from attention_engine.tuner.defaults import default_tiles
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -74,6 +75,7 @@ class Launcher:
     deterministic: bool
     tiles: Tiles | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
+    _maps: TileMaps = field(default_factory=TileMaps)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
         """What the kernels must be compiled for."""
@@ -124,7 +126,8 @@ class Launcher:
         output = q.new_empty(batch, queries, heads, v.shape[3])
         rows = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in self.maths.forward_schedule.rows]
         inputs = self._inputs(kernels, q, k, v, custom)
-        kernels.forward.compiled(*inputs, output, *rows)
+        maps = self._maps(kernels, kernels.tiles.forward, True, q, k, custom)
+        kernels.forward.compiled(*inputs, *maps, output, *rows)
         return output, rows
 
     def _inputs(
@@ -144,8 +147,8 @@ class Launcher:
         if backward is None:
             assert self.maths.refusal is not None
             raise self.maths.refusal
-        written = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
-        saved = [written[n] for n, _ in backward.saved]
+        rows_by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
+        saved = [rows_by_name[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals))
         batch, queries, heads, dim = q.shape
         length = -(-queries // ROW_PAD) * ROW_PAD
@@ -166,11 +169,14 @@ class Launcher:
         names = list(dict.fromkeys(load.name for load in kernels.scattered))
         tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
         found = {n: torch.zeros(tensors[n].shape, dtype=torch.float32, device=q.device) for n in names}
-        kernels.backward.compiled(*inputs, *gradient, *row_values, dk, dv, *workspace, *(found[n] for n in names))
+        maps = self._maps(kernels, kernels.tiles.backward, False, q, k, custom)
+        written = (dk, dv, *workspace, *(found[n] for n in names))
+        kernels.backward.compiled(*inputs, *maps, *gradient, *row_values, *written)
         if kernels.over_queries:
             assert kernels.row_sums is not None
             sums = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in kernels.row_sums.sums]
-            kernels.backward_queries.compiled(*inputs, *gradient, *row_values, dq, *sums)
+            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
+            kernels.backward_queries.compiled(*inputs, *maps, *gradient, *row_values, dq, *sums)
             self._row_sums(kernels.row_sums, sums, found, saved, delta, q, k, tensors)
         else:
             kernels.postprocess.compiled(dq, *workspace)
