@@ -11,10 +11,11 @@ from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, Tile
-from attention_engine.ir.program import Backward, Program
+from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.simplify import mul
 
 if TYPE_CHECKING:
     from attention_engine.kernels.tiles import TilePlan
@@ -117,7 +118,7 @@ class Kernels:
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
-        self._preprocess: dict[tuple[str, ...], Kernel] = {}
+        self._preprocess: dict[tuple[tuple[str, ...], bool], Kernel] = {}
         self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
 
     def _kernel(self, trace: Callable[[], Any]) -> Kernel:
@@ -147,14 +148,32 @@ class Kernels:
 
         return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, self.tiles.forward))
 
-    def preprocess(self, finals: tuple[str, ...]) -> Kernel:
-        """Row values for the backward pass, where gradients arrive at these returned rows."""
+    def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
+        """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
+
+        delta_given: from a delta that `exact_delta` made; the sums are zero by then.
+        """
         from attention_engine.kernels.rows import preprocess
 
-        if finals not in self._preprocess:
-            tile = None if self.over_queries else self.tiles.backward
-            self._preprocess[finals] = self._kernel(lambda: preprocess(self.problem, self._backward, finals, tile))
-        return self._preprocess[finals]
+        key = finals, delta_given
+        if key not in self._preprocess:
+            tile = None if self.over_queries or delta_given else self.tiles.backward
+            self._preprocess[key] = self._kernel(
+                lambda: preprocess(self.problem, self._backward, finals, tile, delta_given)
+            )
+        return self._preprocess[key]
+
+    @cached_property
+    def exact_delta(self) -> Kernel:
+        """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
+        from attention_engine.kernels.backward_queries import backward_queries
+
+        sums = (mul(WEIGHT, WEIGHT_GRADIENT),)
+        return self._kernel(
+            lambda: backward_queries(
+                self.problem, self._schedule, self._backward, sums, self.tiles.queries, with_dq=False
+            )
+        )
 
     @property
     def _backward(self) -> Backward:

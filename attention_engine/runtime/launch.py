@@ -165,6 +165,13 @@ class Launcher:
         kernels.preprocess(finals).compiled(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
         )
+        if backward.exact_delta:
+            exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
+            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
+            kernels.exact_delta.compiled(*inputs, *maps, *gradient, *row_values, exact)
+            kernels.preprocess(finals, delta_given=True).compiled(
+                *inputs, exact, *saved, *arriving, delta, *row_values
+            )
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         names = list(dict.fromkeys(load.name for load in kernels.scattered))
         tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
