@@ -37,7 +37,11 @@ class Case:
 
 
 def slopes(length: int) -> dict[str, Tensor]:
-    return {"slopes": (2.0 ** (-8 * (torch.arange(HEADS) + 1) / HEADS)).cuda().requires_grad_()}
+    return {"slopes": (2.0 ** (-8 * (torch.arange(HEADS) + 1) / HEADS)).cuda()}
+
+
+def learned_slopes(length: int) -> dict[str, Tensor]:
+    return {name: tensor.requires_grad_() for name, tensor in slopes(length).items()}
 
 
 def table(length: int) -> dict[str, Tensor]:
@@ -67,6 +71,7 @@ CASES = {
     "softmax": Case(),
     "causal": Case(mask_mod=library.causal, kept=lambda n: n * (n + 1) / 2),
     "alibi": Case(library.alibi(SCALE), axes={"slopes": ("heads",)}, custom=slopes),
+    "learned": Case(library.alibi(SCALE), axes={"slopes": ("heads",)}, custom=learned_slopes),
     "softcap": Case(library.softcap(30.0, SCALE)),
     "relative": Case(
         library.relative_bias("table", BUCKETS // 2, SCALE), axes={"table": ("heads", BUCKETS)}, custom=table

@@ -98,6 +98,7 @@ def backward(
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     own_tile = [factor_of(schedule, e) is None for _, e in (*summed.of_keys, *summed.diagonals)]
     in_products = with_dq and not problem.splits and not any(own_tile[len(summed.of_keys) :])  # dS is shared anyhow
+    own_shared_tile = len(summed.diagonals) > 0 and not in_products
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -120,7 +121,7 @@ def backward(
             dk, dv = dk_sums.sum, dv_sums.sum
             row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_shared([tile.q], FLOAT)) for n, _ in rows.rows}
             contribution = T.alloc_fragment([tile.kv, tile.q], FLOAT) if any(own_tile) else gradients
-            shared_tile = T.alloc_shared([tile.kv, tile.q], FLOAT) if len(summed.diagonals) > 0 and not in_products else None
+            shared_tile = T.alloc_shared([tile.kv, tile.q], FLOAT) if own_shared_tile else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             kv0 = block * tile.kv
             load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,13 @@ class Sizes:
         }
         return {**named, **self.custom(problem)}
 
-    def custom(self, problem: Problem) -> dict[str, Any]:
-        """The parameters of the custom inputs."""
+    def custom(self, problem: Problem, names: Collection[str] | None = None) -> dict[str, Any]:
+        """The parameters of the custom inputs (of these names alone)."""
         named = {}
         lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
         for name, dtype, axes in problem.custom:
+            if names is not None and name not in names:
+                continue
             run_time = {a: T.dynamic(f"{name}_{a}") for a in axes if isinstance(a, str) and a not in lengths}
             shape = [a if isinstance(a, int) else {**lengths, **run_time}[a] for a in axes]
             named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)

@@ -202,6 +202,11 @@ def range_of(node: Expr, least: Any, most: Any) -> Range:
     return T.cast(least, "int64"), T.cast(most, "int64")
 
 
+def value(node: Expr, held: Any) -> Any:
+    """A cut's value, which is held as int32."""
+    return held != 0 if node.dtype is Type.BOOL else held
+
+
 def index_ranges(batch: Any, head: Any, q: Range, kv: Range) -> dict[Expr, Range]:
     """The ranges of the index variables."""
     ends = {B: (batch, batch), H: (head, head), Q_IDX: q, KV_IDX: kv}
