@@ -29,10 +29,8 @@ def causal_mask(b, h, q_idx, kv_idx):
 
 class OnlineRetention(OnlineFunc):
     def __init__(self):
-        super().__init__(
-            online_rowscales={"r": SymbolScalar("r", Var("0.0"))},
-            final_rowscales={"r": SymbolScalar("r", Var("1.0"))},
-        )
+        r = SymbolScalar("r", Var("0.0"))
+        super().__init__(online_rowscales={"r": r}, final_rowscales={"r": r})
 
     @staticmethod
     def online_fwd(scores, online_rowscales, b, h, q_idx):
@@ -45,16 +43,12 @@ class OnlineRetention(OnlineFunc):
 
 
 def make_engine(qkv_meta, **options):
-    return AttentionEngine(
-        qkv_meta, score_mod=score_mod, mask_mod=causal_mask, online_func=OnlineRetention(), **options
-    )
+    return AttentionEngine(qkv_meta, None, score_mod, causal_mask, OnlineRetention(), **options)
 
 
 def make_engine_by_tensor(qkv_meta, **options):
     io = CustomIO({"decay": (1, "heads", "seq_len", "seq_len_kv")})
-    return AttentionEngine(
-        qkv_meta, io, score_mod=score_by_tensor, mask_mod=causal_mask, online_func=OnlineRetention(), **options
-    )
+    return AttentionEngine(qkv_meta, io, score_by_tensor, causal_mask, OnlineRetention(), **options)
 
 
 def decay_of(h, q_idx, kv_idx):
@@ -69,7 +63,8 @@ def tensors(length):
 
 def plain(s, h, q_idx, kv_idx, decay=None):
     """The same weights from all pairs at once, to compare with."""
-    x = s * D**-0.5 * (decay_of(h, q_idx, kv_idx) if decay is None else decay).to(s.dtype)
+    decay = decay_of(h, q_idx, kv_idx) if decay is None else decay
+    x = torch.where(q_idx >= kv_idx, s * D**-0.5 * decay.to(s.dtype), 0.0)
     return x / x.detach().abs().sum(-1, keepdim=True).clamp(min=1)
 
 
