@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import ROW_PAD, Problem, padded
+from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem, padded
+from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
-from attention_engine.runtime.tile_maps import TileMaps
+from attention_engine.runtime.tile_maps import TileMaps, custom_arguments
 from attention_engine.tuner.defaults import default_tiles
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -83,7 +85,26 @@ class Launcher:
             shapes.append((spec.name, CUSTOM_NAMES[tensor.dtype], tuple(axes)))
         tf32 = q.dtype is torch.float32 and allows_tf32()
         dim, dim_v = q.shape[3], v.shape[3]
-        return Problem(q.shape[2], k.shape[2], dim, dim_v, NAMES[q.dtype], tf32, stride_unit(dim, dim_v), tuple(shapes))
+        staged = self.staged(q, v, custom)
+        unit = stride_unit(dim, dim_v)
+        return Problem(q.shape[2], k.shape[2], dim, dim_v, NAMES[q.dtype], tf32, unit, tuple(shapes), staged)
+
+    @cached_property
+    def _biases(self) -> list[int]:
+        """The numbers of the custom inputs that pairs read each at its own entry."""
+        axes = {spec.name: (number, tuple(spec.axes)) for number, spec in enumerate(self.specs)}
+        reads = [(read, *axes[read.name]) for read in self.maths.program.loads()]
+        return sorted({n for read, n, of_read in reads if place_of_read(read, of_read) is ReadPlace.PAIR})
+
+    def staged(self, q: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[str, ...]:
+        """The biases whose tiles are copied ahead: of 16 bits, with rows of whole 16 bytes, where tiles have room."""
+        if not self._biases or q.dtype.itemsize != 2 or max(q.shape[3], v.shape[3]) > 128:
+            return ()
+        target = self.target(q)
+        if isinstance(target, Arch) and not target.has_wgmma:
+            return ()
+        fits = [n for n in self._biases if custom[n].dtype.itemsize == 2 and custom[n].shape[-1] % STAGED_UNIT == 0]
+        return tuple(self.specs[n].name for n in fits[:1] if custom[n].data_ptr() % 16 == 0)
 
     def target(self, tensor: Tensor) -> Target:
         """What the kernels must be compiled for, of the device."""
@@ -97,6 +118,7 @@ class Launcher:
         """The kernels for these tensors; wanted: the custom inputs whose gradients are asked for."""
         key = (
             tuple(wanted),
+            self.staged(q, v, custom),
             q.dtype,
             q.shape[2],
             k.shape[2],
@@ -135,7 +157,8 @@ class Launcher:
         self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
     ) -> list[int | Tensor]:
         unit = kernels.problem.stride_unit
-        return [*with_strides(q, unit), *with_strides(k, unit), *with_strides(v, unit), *custom]
+        others = custom_arguments(kernels.problem, custom)
+        return [*with_strides(q, unit), *with_strides(k, unit), *with_strides(v, unit), *others]
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
