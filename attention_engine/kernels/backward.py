@@ -152,7 +152,8 @@ def backward(
                 multiply(v, do, gradients, transpose_B=True, rows=not tile.shared_weights)
                 for name, _ in rows.rows:
                     T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
-                copy_staged(staged, buffers, batch, head, q0, kv0)
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.weigh(products, weights)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                 partial = either(walk.is_partial(step, q_tile), outside)

@@ -97,7 +97,8 @@ def backward_queries(
                 load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
                 T.clear(gradients)
                 multiply(do, v, gradients, transpose_B=True)
-                copy_staged(staged, buffers, batch, head, q0, kv0)
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.weigh(products, weights)
                 for total, expr in zip(sums, summed, strict=True):
                     maths.contribute(products, weights, gradients, expr, contribution)

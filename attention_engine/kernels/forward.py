@@ -113,7 +113,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
-                copy_staged(staged, buffers, batch, head, q0, kv0)
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.score(kv0)
                 if schedule.fill is not None:
                     partial = either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv)
