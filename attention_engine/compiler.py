@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,15 +29,20 @@ class Tiles:
 
 
 class Kernel:
-    """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called."""
+    """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called.
 
-    def __init__(self, trace: Callable[[], Any], target: Target, problem: Problem) -> None:
-        self._trace, self.target, self.problem = trace, target, problem
+    builder: its module and function in kernels/, "forward.forward"; given: the function's arguments, which with the
+    target are all that the kernel is made of, and so its key on disk.
+    """
+
+    def __init__(self, builder: str, given: tuple[object, ...], target: Target, problem: Problem) -> None:
+        self.builder, self.given, self.target, self.problem = builder, given, target, problem
 
     @cached_property
     def prim_func(self) -> Any:
         """The TileLang function."""
-        return self._trace()
+        module, function = self.builder.split(".")
+        return getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)(*self.given)
 
     @cached_property
     def compiled(self) -> Any:
@@ -46,9 +51,12 @@ class Kernel:
             from attention_engine.target.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
+        from attention_engine.target.cache import KernelKey, find_or_compile
         from attention_engine.target.compile import compile_kernel
 
-        kernel = compile_kernel(self.prim_func, self.target, pass_configs=pass_configs(self.problem))
+        arch, configs = self.target, pass_configs(self.problem)
+        key = KernelKey(self.builder, self.given, arch, tuple(configs.items()))
+        kernel = find_or_compile(key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
         if needed > limit:
             problem = self.problem
@@ -116,23 +124,19 @@ class Kernels:
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
         self._preprocess: dict[tuple[str, ...], Kernel] = {}
 
-    def _kernel(self, trace: Callable[[], Any]) -> Kernel:
-        return Kernel(trace, self.target, self.problem)
+    def _kernel(self, builder: str, *given: object) -> Kernel:
+        return Kernel(builder, (self.problem, *given), self.target, self.problem)
 
     @cached_property
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
-        from attention_engine.kernels.forward import forward
-
-        return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, self.tiles.forward))
+        return self._kernel("forward.forward", self.maths.forward_schedule, self.tiles.forward)
 
     def preprocess(self, finals: tuple[str, ...]) -> Kernel:
         """Row values for the backward pass, where gradients arrive at these returned rows."""
-        from attention_engine.kernels.rows import preprocess
-
         if finals not in self._preprocess:
             tile = None if self.over_queries else self.tiles.backward
-            self._preprocess[finals] = self._kernel(lambda: preprocess(self.problem, self._backward, finals, tile))
+            self._preprocess[finals] = self._kernel("rows.preprocess", self._backward, finals, tile)
         return self._preprocess[finals]
 
     @property
@@ -154,26 +158,19 @@ class Kernels:
     @cached_property
     def backward(self) -> Kernel:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
-        from attention_engine.kernels.backward import backward
-
         return self._kernel(
-            lambda: backward(
-                self.problem, self._schedule, self._backward, self.tiles.backward, self.vectors, not self.over_queries
-            )
-        )
+            "backward.backward", self._schedule, self._backward, self.tiles.backward, self.vectors,
+            not self.over_queries,
+        )  # fmt: skip
 
     @cached_property
     def backward_queries(self) -> Kernel:
         """dQ, and what rows add to gradients of custom inputs."""
-        from attention_engine.kernels.backward_queries import backward_queries
-
         return self._kernel(
-            lambda: backward_queries(self.problem, self._schedule, self._backward, self._sums, self.tiles.queries)
+            "backward_queries.backward_queries", self._schedule, self._backward, self._sums, self.tiles.queries
         )
 
     @cached_property
     def postprocess(self) -> Kernel:
         """dQ from its sums."""
-        from attention_engine.kernels.rows import postprocess
-
-        return self._kernel(lambda: postprocess(self.problem, self.tiles.backward, self._schedule.scale, self.vectors))
+        return self._kernel("rows.postprocess", self.tiles.backward, self._schedule.scale, self.vectors)

@@ -5,7 +5,7 @@ Tensors are (batch, length, heads, dim) here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_
 from attention_engine.passes.row_sums import RowSums
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.tuner.defaults import default_tiles
+from attention_engine.tuner.problems import bucket
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CUSTOM_NAMES = {
@@ -63,9 +64,16 @@ def as_parameter(tensor: Tensor) -> Tensor:
     return tensor.view(1) if tensor.ndim == 0 else tensor
 
 
+Choose = Callable[[Problem, Target, tuple[int, int, int], torch.device, Tiles, bool, Sequence[Tensor]], Tiles]
+
+
 @dataclass
 class Launcher:
-    """The kernels of one program on one kind of device, for every problem that comes."""
+    """The kernels of one program on one kind of device, for every problem that comes.
+
+    tiles: those to use, whatever the problem; choose(problem, target, (batch, queries, keys), device, default tiles,
+    backward, custom inputs): which tiles a direction runs with, where they may differ from the defaults.
+    """
 
     maths: Maths
     specs: Sequence[CustomSpec]
@@ -73,6 +81,7 @@ class Launcher:
     device: Arch | None
     deterministic: bool
     tiles: Tiles | None = None
+    choose: Choose | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
@@ -91,9 +100,13 @@ class Launcher:
             return "interpret"
         return self.device or detect(tensor.device)
 
-    def kernels(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Kernels:
-        """The kernels for these tensors."""
+    def kernels(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], backward: bool = False
+    ) -> Kernels:
+        """The kernels for these tensors, in one direction."""
+        lengths = (bucket(q.shape[1]), bucket(k.shape[1]), backward) if self.choose is not None else ()
         key = (
+            *lengths,
             q.dtype,
             q.shape[2],
             k.shape[2],
@@ -106,14 +119,11 @@ class Launcher:
         found = self._kernels.get(key)
         if found is None:
             problem, target = self.problem(q, k, v, custom), self.target(q)
-            found = Kernels(
-                self.maths,
-                problem,
-                self.tiles or default_tiles(problem, self.maths, target),
-                target,
-                self.deterministic,
-            )
-            self._kernels[key] = found
+            tiles = self.tiles or default_tiles(problem, self.maths, target)
+            if self.choose is not None:
+                sizes = (q.shape[0], q.shape[1], k.shape[1])
+                tiles = self.choose(problem, target, sizes, q.device, tiles, backward, custom)
+            found = self._kernels[key] = Kernels(self.maths, problem, tiles, target, self.deterministic)
         return found
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -139,7 +149,7 @@ class Launcher:
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k, v, contiguous, and of the custom inputs that are read, fp32, by name."""
         given, custom = custom, [as_parameter(c) for c in custom]
-        kernels = self.kernels(q, k, v, custom)
+        kernels = self.kernels(q, k, v, custom, backward=True)
         backward = self.maths.backward
         if backward is None:
             assert self.maths.refusal is not None

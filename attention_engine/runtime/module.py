@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Kernel, Kernels, Maths, analyse
+from attention_engine.compiler import Kernel, Kernels, Maths, Target, Tiles, analyse
 from attention_engine.errors import AttentionEngineError, NoDevice, UnknownOption, UnsupportedOperation, WrongResult
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_metas
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op
@@ -37,6 +38,7 @@ from attention_engine.runtime.inputs import (
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.tuning import Asked, Tuning, choose
 
 KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
 
@@ -52,6 +54,10 @@ class AttentionEngine(torch.nn.Module):
     "bhsd". device: an Arch to compile for, or None: the tensors' own. backend: "auto" (kernels on CUDA tensors, the
     reference on CPU tensors), "tilelang", "reference", or "interpret" (the kernels on CPU tensors).
     deterministic: gradients that are bitwise the same in every run.
+    tune: at the first call of each new problem (a dtype, a power of two of the lengths, ...) tiles of the forward
+    kernel are compiled and measured, in processes of their own and on random q, k, v; tune_bwd: those of the backward
+    kernels. tune_file: where what was found is kept, and looked up; a file that holds the problem spares measuring,
+    also without tune. tune_file_bwd: another one for the backward kernels.
 
     Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotOnline, and what tracing finds wrong in the functions.
     """
@@ -69,7 +75,7 @@ class AttentionEngine(torch.nn.Module):
         self.qkv_meta = check_metas(qkv_meta)
         self.custom_io = custom_fwd_inputs if custom_fwd_inputs is not None else CustomIO()
         check_options(backend, layout, mask_value, device, block_size)
-        check_tuning({"tune": tune, "tune_file": tune_file, "tune_bwd": tune_bwd, "tune_file_bwd": tune_file_bwd})
+        check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
         check_type("custom_fwd_inputs", self.custom_io, CustomIO)
         check_type("online_func", online_func, OnlineFunc, optional=True)
         if callable(block_mask) and not isinstance(block_mask, Tensor):
@@ -84,7 +90,7 @@ class AttentionEngine(torch.nn.Module):
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
         self.block_size = (block_size[0], block_size[1])
-        self.tune_file = tune_file
+        self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._keys: dict[object, str] = {}
         self._types = self._guess_types()
@@ -152,7 +158,6 @@ class AttentionEngine(torch.nn.Module):
             raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
         return self.backend
 
-    @torch.compiler.assume_constant_result  # torch.compile asks for the key and looks no further
     def _key(self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None) -> str:
         """The key of the attention that runs these calls; registered when first needed."""
         variant = (backend, types, blocks)
@@ -160,16 +165,32 @@ class AttentionEngine(torch.nn.Module):
             program = self._trace(dict(types), blocks)
             specs = list(self._io(blocks).specs.values())
             device = self.device.name if self.device else ""
-            options = f"{backend} {device} {self.deterministic} {[(s.name, s.axes) for s in specs]}"
+            options = f"{backend} {device} {self.deterministic} {[(s.name, s.axes) for s in specs]} {self.tuning}"
             key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
             if key not in op.ATTENTIONS:
                 maths = analyse(program)
                 launcher = None
                 if backend != "reference":
-                    launcher = Launcher(maths, specs, backend == "interpret", self.device, self.deterministic)
+                    launcher = self._launcher(maths, specs, backend == "interpret")
                 op.ATTENTIONS[key] = op.Attention(maths, specs, launcher)
             self._keys[variant] = key
         return self._keys[variant]
+
+    def _launcher(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> Launcher:
+        def choose_tiles(
+            problem: Problem, target: Target, lengths: tuple[int, int, int], device: torch.device, tiles: Tiles,
+            backward: bool, custom: Sequence[Tensor],
+        ) -> Tiles:  # fmt: skip
+            asked = Asked(maths, specs, problem, target, deterministic, lengths, str(device))
+            return choose(tuning, asked, tiles, backward, custom)
+
+        tuning, deterministic = self.tuning, self.deterministic
+        chosen = choose_tiles if tuning.matters else None
+        return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen)
+
+    # torch.compile asks for the key and looks no further; torch.compiler.assume_constant_result sets this too, after
+    # a second's import of the compiler
+    _key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                 return_rowscales: bool = False, **named: Tensor) -> Any:  # fmt: skip
@@ -242,7 +263,7 @@ class AttentionEngine(torch.nn.Module):
                 "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
             )
         maths = self._maths()
-        launcher = Launcher(maths, list(self.custom_io.specs.values()), interpret, self.device, self.deterministic)
+        launcher = self._launcher(maths, list(self.custom_io.specs.values()), interpret)
         place = torch.device("cuda" if torch.cuda.is_available() and not interpret else "cpu")
         dtype = getattr(torch, self.qkv_meta[0].dtype_name)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
