@@ -7,7 +7,8 @@
 5. A step takes its longest part, and half of the rest where two blocks or two warpgroups share the SM, all of it else.
 6. Occupancy: blocks an SM holds, by shared memory, registers and threads.
 7. Waves: blocks over the SMs' places, rounded up; the last wave is as long as a full one.
-8. A step costs 300 cycles of barriers and loop besides, less where copies run two stages ahead.
+8. A step costs 300 cycles of barriers and loop besides, more where copies don't run two stages ahead, and an eighth of
+   its time where weights go through shared memory. A third stage buys little and costs memory.
 9. The time is waves * blocks an SM holds * steps of a block * the time of a step.
 10. Its order is what counts: measuring decides.
 """
@@ -60,7 +61,8 @@ def cycles(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile, work: W
     together = blocks_per_sm(kernel, problem, arch, tile)
     longest = max(matrix, scalar, copies)
     rest = (matrix + scalar + copies - longest) * (0.5 if together > 1 or tile.threads > 128 else 1.0)
-    step = longest + rest + 300 * {0: 2.0, 1: 1.5}.get(tile.stages, 1.0)
+    step = (longest + rest) * (9 / 8 if tile.shared_weights else 1.0) * (1.02 if tile.stages > 2 else 1.0)
+    step += 300 * {0: 2.0, 1: 1.5}.get(tile.stages, 1.0)
     rows, columns = (work.keys, work.queries) if kernel == "backward" else (work.queries, work.keys)
     heads = problem.kv_heads if kernel == "backward" else problem.heads
     turns = problem.group if kernel == "backward" else 1
