@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,6 +67,11 @@ class Kernel:
                 '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
             )
         return kernel
+
+    @cached_property
+    def run(self) -> Callable[..., None]:
+        """`compiled` without a method call around it."""
+        return getattr(self.compiled, "run", self.compiled)
 
     def source(self, form: str) -> str:
         """The kernel as "tilelang" or, compiled, as "cuda"."""

@@ -88,12 +88,24 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
     return [found[n] for n in names]
 
 
+def signature(*tensors: Tensor) -> object:
+    """All that the checks of a call look at, for tensors without autocast; None where something is no tensor."""
+    try:
+        return tuple([(t.shape, t.dtype, t.device) for t in tensors])
+    except AttributeError:
+        return None
+
+
+def is_cast(q: Tensor) -> bool:
+    """Does autocast say the dtype of tensors where q is?"""
+    return q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
+
+
 def follow_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As scaled_dot_product_attention does: under autocast q, k, v have autocast's dtype."""
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+    if not is_cast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors)
 
 
@@ -127,8 +139,7 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
         )
     if not q.is_floating_point():
         raise BadInput(f"q, k and v are {q.dtype}. Give floating tensors.")
-    cast = q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
-    if kernels and not cast and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
+    if kernels and not is_cast(q) and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
         raise BadInput(
             f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
         )

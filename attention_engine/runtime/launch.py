@@ -5,6 +5,7 @@ Tensors are (batch, length, heads, dim) here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,16 +43,21 @@ def stride_unit(*dims: int) -> int:
     return 8 if all(d % 8 == 0 for d in dims) else 1
 
 
+@functools.lru_cache(maxsize=4096)
+def stride_steps(shape: torch.Size, strides: tuple[int, ...], unit: int) -> tuple[int, ...] | None:
+    """The strides in units; None where they don't fit a kernel's wide reads."""
+    steps = [step if size > 1 else unit * shape[3] for size, step in zip(shape[:3], strides, strict=False)]
+    if strides[3] != 1 or any(s <= 0 or s % unit for s in steps):
+        return None
+    return tuple(s // unit for s in steps)
+
+
 def with_strides(tensor: Tensor, unit: int) -> list[int | Tensor]:
     """The strides in units and the tensor; a copy where a stride doesn't fit a kernel's wide reads."""
-    strides = [
-        step if size > 1 else unit * tensor.shape[3]
-        for size, step in zip(tensor.shape[:3], tensor.stride(), strict=False)
-    ]
-    aligned = tensor.data_ptr() % 16 == 0 or unit == 1
-    if tensor.stride(3) != 1 or not aligned or any(s <= 0 or s % unit for s in strides):
+    steps = stride_steps(tensor.shape, tensor.stride(), unit)
+    if steps is None or (unit != 1 and tensor.data_ptr() % 16):
         return with_strides(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor), unit)
-    return [*(s // unit for s in strides), tensor]
+    return [*steps, tensor]
 
 
 def as_parameter(tensor: Tensor) -> Tensor:
@@ -105,17 +111,8 @@ class Launcher:
     ) -> Kernels:
         """The kernels for these tensors, in one direction."""
         lengths = (bucket(q.shape[1]), bucket(k.shape[1]), backward) if self.choose is not None else ()
-        key = (
-            *lengths,
-            q.dtype,
-            q.shape[2],
-            k.shape[2],
-            q.shape[3],
-            v.shape[3],
-            q.device,
-            allows_tf32(),
-            *(c.dtype for c in custom),
-        )
+        tf32 = q.dtype is torch.float32 and allows_tf32()
+        key = (q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32, *lengths, *[c.dtype for c in custom])
         found = self._kernels.get(key)
         if found is None:
             problem, target = self.problem(q, k, v, custom), self.target(q)
@@ -131,10 +128,10 @@ class Launcher:
         custom = [as_parameter(c) for c in custom]
         kernels = self.kernels(q, k, v, custom)
         batch, queries, heads, _ = q.shape
-        output = q.new_empty(batch, queries, heads, v.shape[3])
-        rows = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in self.maths.forward_schedule.rows]
+        output = q.new_empty((batch, queries, heads, v.shape[3]))
+        rows = [q.new_empty((batch, heads, queries), dtype=torch.float32) for _ in self.maths.forward_schedule.rows]
         inputs = self._inputs(kernels, q, k, v, custom)
-        kernels.forward.compiled(*inputs, output, *rows)
+        kernels.forward.run(*inputs, output, *rows)
         return output, rows
 
     def _inputs(
@@ -169,21 +166,21 @@ class Launcher:
             tile = kernels.tiles.backward.q
             workspace = [q.new_empty(batch, heads, length // tile, tile * padded(dim), dtype=torch.float32)]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
-        kernels.preprocess(finals).compiled(
+        kernels.preprocess(finals).run(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
         )
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         names = list(dict.fromkeys(load.name for load in kernels.scattered))
         tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
         found = {n: torch.zeros(tensors[n].shape, dtype=torch.float32, device=q.device) for n in names}
-        kernels.backward.compiled(*inputs, *gradient, *row_values, dk, dv, *workspace, *(found[n] for n in names))
+        kernels.backward.run(*inputs, *gradient, *row_values, dk, dv, *workspace, *(found[n] for n in names))
         if kernels.over_queries:
             assert kernels.row_sums is not None
             sums = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in kernels.row_sums.sums]
-            kernels.backward_queries.compiled(*inputs, *gradient, *row_values, dq, *sums)
+            kernels.backward_queries.run(*inputs, *gradient, *row_values, dq, *sums)
             self._row_sums(kernels.row_sums, sums, found, saved, delta, q, k, tensors)
         else:
-            kernels.postprocess.compiled(dq, *workspace)
+            kernels.postprocess.run(dq, *workspace)
         self._row_gradients(found, saved, delta, d_finals, q, k, tensors)
         return (
             dq,

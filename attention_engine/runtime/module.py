@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Kernel, Kernels, Maths, Target, Tiles, analyse
@@ -24,6 +25,7 @@ from attention_engine.ir.program import Program
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op
 from attention_engine.runtime.check import CheckReport, compare
+from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import (
     BLOCKS,
     check_blocks,
@@ -34,12 +36,16 @@ from attention_engine.runtime.inputs import (
     check_tuning,
     check_type,
     follow_autocast,
+    is_cast,
     order_custom,
+    signature,
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 
+MOST_SEEN = 4096
+USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
 KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
 
 
@@ -93,6 +99,7 @@ class AttentionEngine(torch.nn.Module):
         self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._keys: dict[object, str] = {}
+        self._seen: dict[object, str] = {}  # signatures of calls that passed every check, and their keys
         self._types = self._guess_types()
         self._program = self._trace(self._types, None)
         check_online(self._program)
@@ -199,9 +206,17 @@ class AttentionEngine(torch.nn.Module):
         q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
         order, or by name. Raises BadInput for tensors that don't fit.
         """
+        asked = None
+        if block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling():
+            asked = signature(q, k, v, *custom)
+            key = self._seen.get(asked)
+            if key is not None and not torch.is_autocast_enabled(q.device.type):  # as a call that all checks let pass
+                if self.layout == "bhsd":
+                    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                return self._results(*op.run(key, q, k, v, custom, return_rowscales), return_rowscales)
         tensors = order_custom(self.custom_io, custom, named)
         check_ranks(self.layout, q, k, v)
-        q, k, v = follow_autocast(q, k, v)
+        cast, q, k, v = is_cast(q), *follow_autocast(q, k, v)
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         backend = self._backend_for(q.device)
@@ -212,7 +227,14 @@ class AttentionEngine(torch.nn.Module):
         specs = self._io(variant).specs.values()
         check_custom(specs, tensors, q, k)
         types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
-        output, rows = op.run(self._key(backend, types, variant), q, k, v, tensors)
+        key = self._key(backend, types, variant)
+        if asked is not None and not cast:
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()
+            self._seen[asked] = key
+        return self._results(*op.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
+
+    def _results(self, output: Tensor, rows: Sequence[Tensor], return_rowscales: bool) -> Any:
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         if not return_rowscales:
             return output
@@ -262,14 +284,42 @@ class AttentionEngine(torch.nn.Module):
             raise NoDevice(
                 "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
             )
-        maths = self._maths()
-        launcher = self._launcher(maths, list(self.custom_io.specs.values()), interpret)
-        place = torch.device("cuda" if torch.cuda.is_available() and not interpret else "cpu")
+        return self._asked(self.device, interpret).kernels_as_known(self.tuning)
+
+    def _asked(self, device: Arch | None, interpret: bool) -> Asked:
+        """The problem that the metas describe."""
+        place = torch.device("cuda" if device is None and not interpret else "cpu")
         dtype = getattr(torch, self.qkv_meta[0].dtype_name)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
-        bools = [self._types.get(spec.name) is Type.BOOL for spec in launcher.specs]
+        specs = list(self.custom_io.specs.values())
+        bools = [self._types.get(spec.name) is Type.BOOL for spec in specs]
         dtypes = [torch.uint8 if held_as_bool else torch.float32 for held_as_bool in bools]
-        return launcher.kernels(q, k, v, [torch.empty(1, dtype=t, device=place) for t in dtypes])
+        custom = [torch.empty(1, dtype=t, device=place) for t in dtypes]
+        launcher = Launcher(self._maths(), specs, interpret, device, self.deterministic)
+        hints = (self.qkv_meta[0].batch, self.qkv_meta[0].length, self.qkv_meta[1].length)
+        batch, queries, keys = (n if isinstance(n, int) else m for n, m in zip(hints, USUAL, strict=True))
+        problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
+        return Asked(launcher.maths, specs, problem, target, self.deterministic, (batch, queries, keys), str(place))
+
+    def explain(self) -> str:
+        """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""
+        interpret = self.device is None and not torch.cuda.is_available()
+        return explain(self._asked(self.device, interpret), self.tuning)
+
+    def compile_for(self, device: Arch) -> list[str]:
+        """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
+
+        A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. Custom inputs
+        are taken as fp32, and gradients through returned rows are left out. Raises NoCudaCompiler, TileDoesNotFit.
+        """
+        kernels = self._asked(device, False).kernels_as_known(self.tuning)
+        wanted = {"forward": kernels.forward}
+        if kernels.maths.backward is not None:
+            last = "backward_queries" if kernels.over_queries else "postprocess"
+            wanted |= {"preprocess": kernels.preprocess(()), "backward": kernels.backward, last: getattr(kernels, last)}
+        for kernel in wanted.values():
+            _ = kernel.compiled
+        return list(wanted)
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: Tensor | None

@@ -17,10 +17,11 @@ from attention_engine import settings
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.errors import NotWhileCapturing
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import Problem
+from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
 from attention_engine.tuner.cost import Work, cycles
+from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.problems import KernelName, mask_class, problem_key
 from attention_engine.tuner.search import Budget, Result, search
 from attention_engine.tuner.space import Space, as_arch, space
@@ -82,6 +83,13 @@ class Asked:
         """Is dQ made by a kernel of its own?"""
         return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic).over_queries
 
+    def kernels_as_known(self, tuning: Tuning) -> Kernels:
+        """The kernels with the tiles that are known without measuring."""
+        tiles = default_tiles(self.problem, self.maths, self.target)
+        known: dict[str, Tile] = {name: entry.tile for name, entry in look_up(tuning, self, tiles).items()}
+        tiles = dataclasses.replace(tiles, **known)
+        return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic)
+
     def key(self, kernel: KernelName, tiles: Tiles) -> dict:
         """What the tune file calls it."""
         over_queries = kernel != "forward" and self.over_queries(tiles)
@@ -114,6 +122,13 @@ def choose(tuning: Tuning, asked: Asked, tiles: Tiles, backward: bool, custom: S
         if entry is not None:
             tiles = dataclasses.replace(tiles, **{kernel: entry.tile})
     return tiles
+
+
+def look_up(tuning: Tuning, asked: Asked, tiles: Tiles) -> dict[KernelName, Entry]:
+    """What is known of a problem's kernels, both directions, without measuring."""
+    names = [name for backward in (False, True) for name in asked.kernels(backward, tiles)]
+    found = {name: tuning.find(name, asked.key(name, tiles)) for name in names}
+    return {name: entry for name, entry in found.items() if entry is not None}
 
 
 def _tune_once(
