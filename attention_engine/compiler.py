@@ -12,10 +12,11 @@ from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, Tile
-from attention_engine.ir.program import Backward, Program
+from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.simplify import mul
 
 Target = Arch | str  # an architecture, or "interpret"
 
@@ -36,8 +37,10 @@ class Kernel:
     target are all that the kernel is made of, and so its key on disk.
     """
 
-    def __init__(self, builder: str, given: tuple[object, ...], target: Target, problem: Problem) -> None:
-        self.builder, self.given, self.target, self.problem = builder, given, target, problem
+    def __init__(
+        self, builder: str, given: tuple[object, ...], target: Target, problem: Problem, configs: dict[str, bool]
+    ) -> None:
+        self.builder, self.given, self.target, self.problem, self.configs = builder, given, target, problem, configs
 
     @cached_property
     def prim_func(self) -> Any:
@@ -55,7 +58,7 @@ class Kernel:
         from attention_engine.target.cache import KernelKey, find_or_compile
         from attention_engine.target.compile import compile_kernel
 
-        arch, configs = self.target, pass_configs(self.problem)
+        arch, configs = self.target, self.configs
         key = KernelKey(self.builder, self.given, arch, tuple(configs.items()))
         kernel = find_or_compile(key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
@@ -128,22 +131,34 @@ class Kernels:
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
-        self._preprocess: dict[tuple[str, ...], Kernel] = {}
+        self._preprocess: dict[tuple[tuple[str, ...], bool], Kernel] = {}
 
     def _kernel(self, builder: str, *given: object) -> Kernel:
-        return Kernel(builder, (self.problem, *given), self.target, self.problem)
+        return Kernel(builder, (self.problem, *given), self.target, self.problem, pass_configs(self.problem))
 
     @cached_property
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
         return self._kernel("forward.forward", self.maths.forward_schedule, self.tiles.forward)
 
-    def preprocess(self, finals: tuple[str, ...]) -> Kernel:
-        """Row values for the backward pass, where gradients arrive at these returned rows."""
-        if finals not in self._preprocess:
-            tile = None if self.over_queries else self.tiles.backward
-            self._preprocess[finals] = self._kernel("rows.preprocess", self._backward, finals, tile)
-        return self._preprocess[finals]
+    def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
+        """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
+
+        delta_given: from a delta that `exact_delta` made; the sums are zero by then.
+        """
+        key = finals, delta_given
+        if key not in self._preprocess:
+            tile = None if self.over_queries or delta_given else self.tiles.backward
+            self._preprocess[key] = self._kernel("rows.preprocess", self._backward, finals, tile, delta_given)
+        return self._preprocess[key]
+
+    @cached_property
+    def exact_delta(self) -> Kernel:
+        """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
+        sums, with_dq = (mul(WEIGHT, WEIGHT_GRADIENT),), False
+        return self._kernel(
+            "backward_queries.backward_queries", self._schedule, self._backward, sums, self.tiles.queries, with_dq
+        )
 
     @property
     def _backward(self) -> Backward:
@@ -180,3 +195,13 @@ class Kernels:
     def postprocess(self) -> Kernel:
         """dQ from its sums."""
         return self._kernel("rows.postprocess", self.tiles.backward, self._schedule.scale, self.vectors)
+
+    def of_backward(self) -> dict[str, Kernel]:
+        """What a backward pass launches, in order, where no gradient arrives at returned rows."""
+        exact = self._backward.exact_delta
+        return {
+            "preprocess": self.preprocess(()),
+            **({"exact_delta": self.exact_delta, "preprocess_again": self.preprocess((), True)} if exact else {}),
+            "backward": self.backward,
+            **({"queries": self.backward_queries} if self.over_queries else {"postprocess": self.postprocess}),
+        }

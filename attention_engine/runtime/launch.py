@@ -5,7 +5,6 @@ Tensors are (batch, length, heads, dim) here.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from attention_engine.ir.problem import ROW_PAD, Problem, padded
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
 from attention_engine.passes.row_sums import RowSums
 from attention_engine.reference.evaluate import Evaluator, add_at
+from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, with_strides
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.problems import bucket
 
@@ -41,23 +41,6 @@ def allows_tf32() -> bool:
 def stride_unit(*dims: int) -> int:
     """The unit that strides are counted in: 8 elements where head dims allow it."""
     return 8 if all(d % 8 == 0 for d in dims) else 1
-
-
-@functools.lru_cache(maxsize=4096)
-def stride_steps(shape: torch.Size, strides: tuple[int, ...], unit: int) -> tuple[int, ...] | None:
-    """The strides in units; None where they don't fit a kernel's wide reads."""
-    steps = [step if size > 1 else unit * shape[3] for size, step in zip(shape[:3], strides, strict=False)]
-    if strides[3] != 1 or any(s <= 0 or s % unit for s in steps):
-        return None
-    return tuple(s // unit for s in steps)
-
-
-def with_strides(tensor: Tensor, unit: int) -> list[int | Tensor]:
-    """The strides in units and the tensor; a copy where a stride doesn't fit a kernel's wide reads."""
-    steps = stride_steps(tensor.shape, tensor.stride(), unit)
-    if steps is None or (unit != 1 and tensor.data_ptr() % 16):
-        return with_strides(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor), unit)
-    return [*steps, tensor]
 
 
 def as_parameter(tensor: Tensor) -> Tensor:
@@ -89,6 +72,7 @@ class Launcher:
     tiles: Tiles | None = None
     choose: Choose | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
+    _plans: dict[object, LaunchPlan] = field(default_factory=dict)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
         """What the kernels must be compiled for."""
@@ -123,22 +107,30 @@ class Launcher:
             found = self._kernels[key] = Kernels(self.maths, problem, tiles, target, self.deterministic)
         return found
 
+    def plan(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], backward: bool = False
+    ) -> LaunchPlan:
+        """The kernels for these tensors, in one direction, with all that their shapes and strides say."""
+        tf32 = q.dtype is torch.float32 and allows_tf32()
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, tf32, backward,
+            *[c.dtype for c in custom],
+        )  # fmt: skip
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            kernels = self.kernels(q, k, v, custom, backward)
+            found = self._plans[key] = LaunchPlan.make(kernels, q, k, v, len(self.maths.forward_schedule.rows))
+        return found
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""
-        custom = [as_parameter(c) for c in custom]
-        kernels = self.kernels(q, k, v, custom)
-        batch, queries, heads, _ = q.shape
-        output = q.new_empty((batch, queries, heads, v.shape[3]))
-        rows = [q.new_empty((batch, heads, queries), dtype=torch.float32) for _ in self.maths.forward_schedule.rows]
-        inputs = self._inputs(kernels, q, k, v, custom)
-        kernels.forward.run(*inputs, output, *rows)
+        custom = [as_parameter(c) for c in custom] if custom else custom
+        plan = self.plan(q, k, v, custom)
+        output, rows = torch.empty_like(plan.output), [torch.empty_like(row) for row in plan.rows]
+        plan.kernels.forward.run(*plan.inputs(q, k, v, custom), output, *rows)
         return output, rows
-
-    def _inputs(
-        self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
-    ) -> list[int | Tensor]:
-        unit = kernels.problem.stride_unit
-        return [*with_strides(q, unit), *with_strides(k, unit), *with_strides(v, unit), *custom]
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
@@ -146,7 +138,8 @@ class Launcher:
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k, v, contiguous, and of the custom inputs that are read, fp32, by name."""
         given, custom = custom, [as_parameter(c) for c in custom]
-        kernels = self.kernels(q, k, v, custom, backward=True)
+        plan = self.plan(q, k, v, custom, backward=True)
+        kernels = plan.kernels
         backward = self.maths.backward
         if backward is None:
             assert self.maths.refusal is not None
@@ -156,11 +149,9 @@ class Launcher:
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals))
         batch, queries, heads, dim = q.shape
         length = -(-queries // ROW_PAD) * ROW_PAD
-        inputs = self._inputs(kernels, q, k, v, custom)
-        gradient = with_strides(d_output, kernels.problem.stride_unit)
-        delta, *row_values = (
-            q.new_empty(batch, heads, length, dtype=torch.float32) for _ in range(1 + len(backward.rows))
-        )
+        inputs = plan.inputs(q, k, v, custom)
+        gradient = with_strides(d_output, plan.unit)
+        delta, *row_values = q.new_empty((1 + len(backward.rows), batch, heads, length), dtype=torch.float32).unbind()
         workspace = []
         if not kernels.over_queries:
             tile = kernels.tiles.backward.q
@@ -169,6 +160,12 @@ class Launcher:
         kernels.preprocess(finals).run(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
         )
+        if backward.exact_delta:
+            exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
+            kernels.exact_delta.run(*inputs, *gradient, *row_values, exact)
+            kernels.preprocess(finals, delta_given=True).run(
+                *inputs, exact, *saved, *arriving, delta, *row_values
+            )
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         names = list(dict.fromkeys(load.name for load in kernels.scattered))
         tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}

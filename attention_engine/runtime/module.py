@@ -46,7 +46,7 @@ from attention_engine.runtime.tuning import Asked, Tuning, choose
 
 MOST_SEEN = 4096
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
-KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
+KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
 
 
 class AttentionEngine(torch.nn.Module):
@@ -255,7 +255,8 @@ class AttentionEngine(torch.nn.Module):
         return f"{maths.program}\n\n{backward}"
 
     def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
-        """A kernel as text: "forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess".
+        """A kernel as text: "forward", "backward", "backward_queries", "exact_delta", "backward_preprocess",
+        "backward_postprocess".
 
         form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
         of other dtypes than fp32 the kernels of a call differ in those loads.
@@ -315,8 +316,7 @@ class AttentionEngine(torch.nn.Module):
         kernels = self._asked(device, False).kernels_as_known(self.tuning)
         wanted = {"forward": kernels.forward}
         if kernels.maths.backward is not None:
-            last = "backward_queries" if kernels.over_queries else "postprocess"
-            wanted |= {"preprocess": kernels.preprocess(()), "backward": kernels.backward, last: getattr(kernels, last)}
+            wanted |= kernels.of_backward()
         for kernel in wanted.values():
             _ = kernel.compiled
         return list(wanted)

@@ -56,9 +56,8 @@ def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
     """The kernels that a timed call runs, the tuned one first."""
     if kernel == "forward":
         return [kernels.forward]
-    last = kernels.backward_queries if kernels.over_queries else kernels.postprocess
-    first, second = (kernels.backward, last) if kernel == "backward" else (last, kernels.backward)
-    return [first, second, kernels.preprocess(()), kernels.forward]
+    launched = kernels.of_backward()
+    return [launched.pop(kernel), *launched.values(), kernels.forward]
 
 
 def compile_tile(job: Job, tile: Tile) -> Resources | None:
