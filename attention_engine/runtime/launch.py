@@ -18,7 +18,7 @@ from attention_engine.ir.problem import ROW_PAD, Problem, padded
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
 from attention_engine.passes.row_sums import RowSums
 from attention_engine.reference.evaluate import Evaluator, add_at
-from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, with_strides
+from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, template, with_strides
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.problems import bucket
 
@@ -137,7 +137,7 @@ class Launcher:
         d_output: Tensor, d_finals: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k, v, contiguous, and of the custom inputs that are read, fp32, by name."""
-        given, custom = custom, [as_parameter(c) for c in custom]
+        given, custom = custom, [as_parameter(c) for c in custom] if custom else custom
         plan = self.plan(q, k, v, custom, backward=True)
         kernels = plan.kernels
         backward = self.maths.backward
@@ -146,16 +146,18 @@ class Launcher:
             raise self.maths.refusal
         written = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
         saved = [written[n] for n, _ in backward.saved]
-        finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals))
+        finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
         batch, queries, heads, dim = q.shape
         length = -(-queries // ROW_PAD) * ROW_PAD
         inputs = plan.inputs(q, k, v, custom)
         gradient = with_strides(d_output, plan.unit)
-        delta, *row_values = q.new_empty((1 + len(backward.rows), batch, heads, length), dtype=torch.float32).unbind()
+        made = template((batch, heads, length), torch.float32, q.device)
+        delta, *row_values = [torch.empty_like(made) for _ in range(1 + len(backward.rows))]
         workspace = []
         if not kernels.over_queries:
             tile = kernels.tiles.backward.q
-            workspace = [q.new_empty(batch, heads, length // tile, tile * padded(dim), dtype=torch.float32)]
+            size = (batch, heads, length // tile, tile * padded(dim))
+            workspace = [torch.empty_like(template(size, torch.float32, q.device))]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
         kernels.preprocess(finals).run(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
@@ -166,7 +168,7 @@ class Launcher:
             kernels.preprocess(finals, delta_given=True).run(
                 *inputs, exact, *saved, *arriving, delta, *row_values
             )
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        dq, dk, dv = [torch.empty_like(template(t.shape, t.dtype, t.device)) for t in (q, k, v)]
         names = list(dict.fromkeys(load.name for load in kernels.scattered))
         tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
         found = {n: torch.zeros(tensors[n].shape, dtype=torch.float32, device=q.device) for n in names}

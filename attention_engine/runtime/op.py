@@ -108,7 +108,7 @@ def _backward(
     d_rows: list[Tensor], given: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     attention = ATTENTIONS[key]
-    d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)}
+    d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)} if given else {}
     if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals)
         d_custom = [

@@ -40,7 +40,8 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(1, dtype=dtype, device=device)
 
 
-def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=MOST_PLANS)
+def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One element seen as a tensor of this shape. torch.empty_like of it is contiguous, and the quickest allocation."""
     return _one(dtype, device).expand(*shape)
 
