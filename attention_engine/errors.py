@@ -116,3 +116,7 @@ class NothingRan(AttentionEngineError, RuntimeError):
 
 class NotWhileCapturing(AttentionEngineError, RuntimeError):
     """Tuning was needed inside the capture of a CUDA graph."""
+
+
+class BadScript(AttentionEngineError, ValueError):
+    """A file that was named on the command line has no attention as named."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path | None:
-    """Where the user wants every cache: ATTENTION_ENGINE_CACHE_DIR; None leaves TileLang's own where TileLang has it."""
+    """Where the user wants every cache: ATTENTION_ENGINE_CACHE_DIR; None leaves TileLang's own in its place."""
     value = os.environ.get("ATTENTION_ENGINE_CACHE_DIR")
     return Path(value).expanduser().resolve() if value else None
 

@@ -36,7 +36,7 @@ class Tuning:
 
     measure: tuple[bool, bool] = (False, False)
     files: tuple[str | os.PathLike[str] | None, ...] = (None, None)
-    budget: Budget = Budget()
+    budget: Budget = field(default_factory=Budget)
     bench: Callable[[Job, Sequence[Tensor]], WorkerBench | LocalBench] = bench_for
     results: dict[str, Result] = field(default_factory=dict)
 

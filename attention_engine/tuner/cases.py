@@ -1,6 +1,6 @@
 """The benchmark problems, by name: models' attention shapes, programs and masks, as data for tuning and benchmarks.
 
-A case is called shape.program.mask.length: "llama-8b.softmax.causal.8192". `find` takes patterns: "mha-*.softmax.*.8192".
+A case is called shape.program.mask.length, "llama-8b.softmax.causal.8192"; `find` takes patterns, "mha-*.softmax.*".
 """
 
 from __future__ import annotations

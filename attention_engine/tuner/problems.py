@@ -20,7 +20,7 @@ def bucket(length: int) -> int:
 
 
 def mask_class(plan: MaskPlan) -> str:
-    """What kind of mask it is, as far as tiles care: full, causal, band (several bounds) or pairs (asked one by one)."""
+    """What kind of mask it is, as tiles see it: full, causal, band (several bounds) or pairs (asked one by one)."""
     if not plan.exact:
         return "pairs"
     match plan.bounds:

@@ -78,8 +78,9 @@ def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile)
     if (reason := _shape_reason(kernel, problem, arch, tile)) is not None:
         return reason
     needs = demand(kernel, problem, tile)
-    if needs.shared_bytes > arch.shared_memory_per_block:
-        return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {arch.shared_memory_per_block}"
+    most = arch.shared_memory_per_block
+    if needs.shared_bytes > most:
+        return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {most}"
     limit = register_limit(arch, tile)
     if needs.registers + OTHER_REGISTERS > limit:
         return f"needs some {needs.registers + OTHER_REGISTERS} registers a thread, and there are {limit}"

@@ -1,6 +1,7 @@
 """Tune files: one readable JSON that holds many problems, each with the tile that was found for it.
 
-    {"schema": 1, "entries": [{"key": {...}, "tile": {...}, "time_us": 812.4, "tried": 18, "when": "2026-01-31T12:00:00Z"}]}
+    {"schema": 1, "entries": [
+        {"key": {...}, "tile": {...}, "time_us": 812.4, "tried": 18, "when": "2026-01-31T12:00:00Z"}]}
 
 A write takes the file's lock, reads it again, joins what is new, and puts a whole file in place by a rename; so many
 processes may write one file. A file that can't be read is never written over.

@@ -1,4 +1,4 @@
-"""Processes that run functions for the tuner, so that a crash, a hang or a lost GPU context costs one trial, not the caller.
+"""Processes that run functions for the tuner: a crash, a hang or a lost GPU context costs one trial, not the caller.
 
     with Worker() as worker:
         worker.call(math.sqrt, 2.0, timeout=5)
@@ -141,7 +141,7 @@ Answer = tuple[int, Any]  # the number of the call, and its value or the excepti
 def call_all(
     function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int, timeout: float
 ) -> Iterator[Answer]:
-    """Calls in several processes, in order of the calls; answers as they come. Closing the iterator ends the processes."""
+    """Calls in several processes, begun in order; answers as they come. Closing the iterator ends the processes."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
     crew = [Worker() for _ in range(workers)]
