@@ -1,4 +1,4 @@
-"""Trials: each way to fail has its class, wrong numbers are seen whatever the size, and a process that fails is replaced."""
+"""Trials: each way to fail has its class, wrong numbers are seen, and a process that fails is replaced."""
 
 from types import SimpleNamespace
 

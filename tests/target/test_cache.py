@@ -1,4 +1,4 @@
-"""Kernels on disk: keys that hold what changes a kernel and nothing else, whole folders, one compilation among processes."""
+"""Kernels on disk: keys that hold what changes a kernel and nothing else, whole folders, one compilation for all."""
 
 from __future__ import annotations
 
@@ -131,8 +131,9 @@ def test_threads_that_want_one_kernel_compile_it_once(tmp_path, loaded):
 def test_processes_that_want_one_kernel_compile_it_once(tmp_path):
     code = "import sys; from pathlib import Path; from tests.target.text_compiler import compile_once; "
     code += "print(compile_once(Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code]
     running = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / str(n))], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(tmp_path / str(n))], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for n in range(3)
     ]
     assert sorted(process.communicate(timeout=120)[0].strip() for process in running) == ["0", "0", "1"]
@@ -164,7 +165,8 @@ try:
     run(torch.zeros(1, 1, 2, 64, dtype=torch.float16), torch.zeros(1, 2, 2, 64 * 64))
 except RuntimeError as error:
     words = str(error)
-print(json.dumps([seconds, sorted({"tilelang", "sympy", "torch._dynamo"} & set(sys.modules)), words, kernel.source("cuda")]))
+slow = sorted({"tilelang", "sympy", "torch._dynamo"} & set(sys.modules))
+print(json.dumps([seconds, slow, words, kernel.source("cuda")]))
 """
 
 

@@ -31,7 +31,8 @@ WIDE = Problem(16, 16, 256, 256, "float16")
     ("backward", PROBLEM, H100, Tile(64, 64, 256, 2), "64 rows don't cut into 128, what 256 threads take at a time"),
     ("backward", PROBLEM, H100, Tile(64, 64, 256, 2, True), None),
     ("backward", PROBLEM, H100, Tile(16, 16, 256, 2, True), "8 warps can't share so few pairs"),
-    ("queries", WIDE, H100, Tile(128, 128, 256, 2), "needs at least 393216 bytes of shared memory, and there are 232448"),
+    ("queries", WIDE, H100, Tile(128, 128, 256, 2),
+     "needs at least 393216 bytes of shared memory, and there are 232448"),
 ])  # fmt: skip
 def test_a_tile_that_cannot_run_has_its_reason(kernel, problem, gpu, tile, reason):
     assert reason_against(kernel, problem, gpu, tile) == reason
@@ -97,7 +98,8 @@ def test_default_tiles_are_marked_with_how_they_were_found(family):
 def test_every_usual_problem_has_default_tiles(gpu, dtype):
     for dim in (16, 64, 80, 128, 192, 256):
         tiles = defaults.default_tiles(Problem(4, 2, dim, dim, dtype), None, gpu())
-        assert all((tile.stages == 0) is (dtype == "float32") for tile in (tiles.forward, tiles.backward, tiles.queries))
+        every = (tiles.forward, tiles.backward, tiles.queries)
+        assert all((tile.stages == 0) is (dtype == "float32") for tile in every)
 
 
 def test_head_dims_beyond_every_class_are_refused():
