@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
-from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.simplify import mul
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 
 Target = Arch | str  # an architecture, or "interpret"
 
@@ -28,6 +30,11 @@ class Tiles:
     forward: Tile
     backward: Tile
     queries: Tile
+
+    @property
+    def pairs(self) -> Tile:
+        """Of the kernel of pairs, which copies queries and keys alike in each step."""
+        return replace(self.queries, stages=min(self.queries.stages, 1))
 
 
 class Kernel:
@@ -103,6 +110,17 @@ class Maths:
     forward_schedule: ForwardSchedule
     backward_schedule: BackwardSchedule | None
 
+    def wanting(self, names: Collection[str]) -> Maths:
+        """The same with the gradients of these custom inputs alone."""
+        if self.backward is None:
+            return self
+        asked = {
+            field: tuple((read, e) for read, e in getattr(self.backward, field) if read.name in names)
+            for field in ("pair_gradients", "row_gradients")
+        }
+        backward = replace(self.backward, **asked)
+        return replace(self, backward=backward, backward_schedule=schedule_backward(self.program, backward))
+
 
 def analyse(program: Program) -> Maths:
     """Derives the backward pass and puts both directions in order."""
@@ -125,16 +143,31 @@ class Kernels:
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
         schedule = maths.backward_schedule
         self.row_sums = plan_row_sums(schedule, maths.backward) if schedule and maths.backward else None
-        pairs = schedule.pair_gradients if schedule else ()
-        self.scattered = [load for load, _ in pairs if Axis.KEY in load.axes]  # whose gradients are summed by atomics
+        axes = {name: axes for name, _, axes in problem.custom}
+        self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
         self.over_queries = deterministic or bool(
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
         self._preprocess: dict[tuple[tuple[str, ...], bool], Kernel] = {}
+        self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
+        self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
     def _kernel(self, builder: str, *given: object) -> Kernel:
         return Kernel(builder, (self.problem, *given), self.target, self.problem, pass_configs(self.problem))
+
+    @cached_property
+    def tile_plan(self) -> TilePlan:
+        """What the mask asks of the kernels' loops."""
+        return plan_tiles(self.maths.program.mask)
+
+    def tile_map(self, tile: Tile, over_keys: bool) -> Kernel:
+        """The lists of tiles that blocks with this tile walk over, where the mask's bounds don't say it all."""
+        mask, key = self.maths.program.mask, (tile.q, tile.kv, over_keys)
+        assert mask is not None
+        if key not in self._tile_maps:
+            self._tile_maps[key] = self._kernel("tile_map.tile_map", mask, tile, over_keys)
+        return self._tile_maps[key]
 
     @cached_property
     def forward(self) -> Kernel:
@@ -181,8 +214,15 @@ class Kernels:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
         return self._kernel(
             "backward.backward", self._schedule, self._backward, self.tiles.backward, self.vectors,
-            not self.over_queries,
+            not self.over_queries, self.custom_sums,
         )  # fmt: skip
+
+    def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
+        """The gradient of a read that differs from pair to pair, as tiles of pairs."""
+        if (read, dtype) not in self._pairs:
+            given = (self._schedule, self._backward, read, expr, self.tiles.pairs, dtype)
+            self._pairs[read, dtype] = self._kernel("backward_pairs.backward_pairs", *given)
+        return self._pairs[read, dtype]
 
     @cached_property
     def backward_queries(self) -> Kernel:

@@ -23,9 +23,6 @@ from attention_engine.kernels.common import (
     accumulate,
     block_values,
     build,
-    either,
-    is_partial,
-    kv_range,
     load,
     loop,
     multiply,
@@ -34,25 +31,28 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
 from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
 
 
 def backward_queries(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile,
     with_dq: bool = True,
 ) -> Any:  # fmt: skip
-    """The PrimFunc: (q, k, v, custom..., do, rows..., [dq], sums...), sums fp32 (batch, heads, queries): the row sums
-    of the expressions `summed` over kept pairs."""
+    """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., [dq], sums...).
+
+    sums: fp32 (batch, heads, queries), the row sums of the expressions `summed` over kept pairs.
+    """
     sizes = Sizes()
-    parameters = sizes.inputs(problem)
+    plan = plan_tiles(schedule.mask)
+    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
     if with_dq:
         parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
     parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    plan = analyse_mask(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -85,9 +85,10 @@ def backward_queries(
                 T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
             for total in sums:
                 T.fill(total, 0)
-            first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
-            for step in loop(stop - first, tile.stages):
-                kv0 = (first + step) * tile.kv
+            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            for step in loop(walk.count, tile.stages):
+                kv_tile = walk.tile(step)
+                kv0 = kv_tile * tile.kv
                 maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, transposed=False)
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(products)
@@ -102,7 +103,7 @@ def backward_queries(
                 if with_dq:
                     maths.differentiate(products, weights, gradients)
                     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                    partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
+                    partial = either(walk.is_partial(step, kv_tile), outside)
                     where_partial(partial, bind(maths.mask, gradients))
                     load(gradients_in, gradients)
                     accumulate(gradients_in, k, dq_sums)

@@ -5,7 +5,7 @@ Tensors are (batch, length, heads, dim) here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,10 +15,9 @@ from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.problem import ROW_PAD, Problem, padded
-from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
-from attention_engine.passes.row_sums import RowSums
-from attention_engine.reference.evaluate import Evaluator, add_at
+from attention_engine.runtime.custom_gradients import CustomGradients
 from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, template, with_strides
+from attention_engine.runtime.tile_maps import TileMaps
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.problems import bucket
 
@@ -53,15 +52,17 @@ def as_parameter(tensor: Tensor) -> Tensor:
     return tensor.view(1) if tensor.ndim == 0 else tensor
 
 
-Choose = Callable[[Problem, Target, tuple[int, int, int], torch.device, Tiles, bool, Sequence[Tensor]], Tiles]
+Choose = Callable[
+    [tuple[str, ...], Problem, Target, tuple[int, int, int], torch.device, Tiles, bool, Sequence[Tensor]], Tiles
+]
 
 
 @dataclass
 class Launcher:
     """The kernels of one program on one kind of device, for every problem that comes.
 
-    tiles: those to use, whatever the problem; choose(problem, target, (batch, queries, keys), device, default tiles,
-    backward, custom inputs): which tiles a direction runs with, where they may differ from the defaults.
+    tiles: those to use, whatever the problem; choose(wanted, problem, target, (batch, queries, keys), device,
+    default tiles, backward, custom inputs): which tiles a direction runs with, where they may differ from the defaults.
     """
 
     maths: Maths
@@ -73,6 +74,7 @@ class Launcher:
     choose: Choose | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
     _plans: dict[object, LaunchPlan] = field(default_factory=dict)
+    _maps: TileMaps = field(default_factory=TileMaps)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
         """What the kernels must be compiled for."""
@@ -91,36 +93,41 @@ class Launcher:
         return self.device or detect(tensor.device)
 
     def kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], backward: bool = False
-    ) -> Kernels:
-        """The kernels for these tensors, in one direction."""
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str] = (),
+        backward: bool = False,
+    ) -> Kernels:  # fmt: skip
+        """The kernels for these tensors, in one direction; wanted: the custom inputs whose gradients are asked for."""
         lengths = (bucket(q.shape[1]), bucket(k.shape[1]), backward) if self.choose is not None else ()
         tf32 = q.dtype is torch.float32 and allows_tf32()
-        key = (q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32, *lengths, *[c.dtype for c in custom])
+        key = (
+            tuple(wanted), q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32, *lengths,
+            *[c.dtype for c in custom],
+        )  # fmt: skip
         found = self._kernels.get(key)
         if found is None:
-            problem, target = self.problem(q, k, v, custom), self.target(q)
-            tiles = self.tiles or default_tiles(problem, self.maths, target)
+            problem, target, maths = self.problem(q, k, v, custom), self.target(q), self.maths.wanting(wanted)
+            tiles = self.tiles or default_tiles(problem, maths, target)
             if self.choose is not None:
                 sizes = (q.shape[0], q.shape[1], k.shape[1])
-                tiles = self.choose(problem, target, sizes, q.device, tiles, backward, custom)
-            found = self._kernels[key] = Kernels(self.maths, problem, tiles, target, self.deterministic)
+                tiles = self.choose(tuple(wanted), problem, target, sizes, q.device, tiles, backward, custom)
+            found = self._kernels[key] = Kernels(maths, problem, tiles, target, self.deterministic)
         return found
 
     def plan(
-        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], backward: bool = False
-    ) -> LaunchPlan:
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str] = (),
+        backward: bool = False,
+    ) -> LaunchPlan:  # fmt: skip
         """The kernels for these tensors, in one direction, with all that their shapes and strides say."""
         tf32 = q.dtype is torch.float32 and allows_tf32()
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, tf32, backward,
-            *[c.dtype for c in custom],
+            *wanted, *[c.dtype for c in custom],
         )  # fmt: skip
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            kernels = self.kernels(q, k, v, custom, backward)
+            kernels = self.kernels(q, k, v, custom, wanted, backward)
             found = self._plans[key] = LaunchPlan.make(kernels, q, k, v, len(self.maths.forward_schedule.rows))
         return found
 
@@ -129,23 +136,24 @@ class Launcher:
         custom = [as_parameter(c) for c in custom] if custom else custom
         plan = self.plan(q, k, v, custom)
         output, rows = torch.empty_like(plan.output), [torch.empty_like(row) for row in plan.rows]
-        plan.kernels.forward.run(*plan.inputs(q, k, v, custom), output, *rows)
+        maps = self._maps(plan.kernels, plan.kernels.tiles.forward, True, q, k, custom)
+        plan.kernels.forward.run(*plan.inputs(q, k, v, custom), *maps, output, *rows)
         return output, rows
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
-        d_output: Tensor, d_finals: Mapping[str, Tensor],
+        d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Gradients of q, k, v, contiguous, and of the custom inputs that are read, fp32, by name."""
+        """Gradients of q, k, v, contiguous, and of the wanted custom inputs that are read, by name."""
         given, custom = custom, [as_parameter(c) for c in custom] if custom else custom
-        plan = self.plan(q, k, v, custom, backward=True)
+        plan = self.plan(q, k, v, custom, wanted, backward=True)
         kernels = plan.kernels
-        backward = self.maths.backward
+        backward = kernels.maths.backward
         if backward is None:
             assert self.maths.refusal is not None
             raise self.maths.refusal
-        written = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
-        saved = [written[n] for n, _ in backward.saved]
+        rows_by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
+        saved = [rows_by_name[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
         batch, queries, heads, dim = q.shape
         length = -(-queries // ROW_PAD) * ROW_PAD
@@ -164,83 +172,26 @@ class Launcher:
         )
         if backward.exact_delta:
             exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
-            kernels.exact_delta.run(*inputs, *gradient, *row_values, exact)
+            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
+            kernels.exact_delta.run(*inputs, *maps, *gradient, *row_values, exact)
             kernels.preprocess(finals, delta_given=True).run(
                 *inputs, exact, *saved, *arriving, delta, *row_values
             )
         dq, dk, dv = [torch.empty_like(template(t.shape, t.dtype, t.device)) for t in (q, k, v)]
-        names = list(dict.fromkeys(load.name for load in kernels.scattered))
-        tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
-        found = {n: torch.zeros(tensors[n].shape, dtype=torch.float32, device=q.device) for n in names}
-        kernels.backward.run(*inputs, *gradient, *row_values, dk, dv, *workspace, *(found[n] for n in names))
+        tensors = dict(zip((s.name for s in self.specs), custom, strict=True))
+        gradients = CustomGradients(kernels, q, k, tensors) if custom else None
+        maps = self._maps(kernels, kernels.tiles.backward, False, q, k, custom)
+        sums = gradients.sums_over_keys() if gradients else []
+        kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *workspace, *sums)
         if kernels.over_queries:
-            assert kernels.row_sums is not None
-            sums = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in kernels.row_sums.sums]
-            kernels.backward_queries.run(*inputs, *gradient, *row_values, dq, *sums)
-            self._row_sums(kernels.row_sums, sums, found, saved, delta, q, k, tensors)
+            sums = gradients.sums_over_queries() if gradients else []
+            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
+            kernels.backward_queries.run(*inputs, *maps, *gradient, *row_values, dq, *sums)
         else:
             kernels.postprocess.run(dq, *workspace)
-        self._row_gradients(found, saved, delta, d_finals, q, k, tensors)
-        return (
-            dq,
-            dk,
-            dv,
-            {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found},
-        )
-
-    def _row_sums(self, plan: RowSums, sums: list[Tensor], found: dict[str, Tensor], saved: list[Tensor], delta: Tensor,
-                  q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:  # fmt: skip
-        """Gradients of reads from their row sums."""
-        assert self.maths.backward is not None
-        rows = {final_variable(n): r[..., None] for (n, _), r in zip(self.maths.backward.saved, saved, strict=True)}
-        evaluate = Evaluator({**self._indices(q, k), **rows}, tensors, torch.float32, q.device)
-        for gradient in plan.gradients:
-            total = sums[gradient.index]
-            if plan.delta is not None:
-                rounding = sums[plan.delta] - delta[..., : q.shape[1]]
-                for correction in gradient.corrections:
-                    slope = evaluate(correction.slope).expand(*rounding.shape, 1)[..., 0]
-                    total = total + torch.where(rounding == 0, 0.0, rounding * slope * sums[correction.index])
-            self._add(found, gradient.load, total, q, k, tensors)
-
-    def _row_gradients(
-        self, found: dict[str, Tensor], saved: list[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor], q: Tensor,
-        k: Tensor, tensors: dict[str, Tensor],
-    ) -> None:  # fmt: skip
-        """Gradients of reads outside the sums (a sink): from rows alone, so torch makes them."""
-        backward = self.maths.backward
-        assert backward is not None
-        if not backward.row_gradients:
-            return
-        values: dict[Expr, Tensor] = {
-            final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)
-        }
-        values[DELTA] = delta[..., : q.shape[1], None]
-        silent = values[DELTA] == 0
-        for name, _ in self.maths.program.finals:
-            arriving = d_finals.get(name)
-            values[final_gradient(name)] = (
-                torch.zeros_like(values[DELTA]) if arriving is None else arriving[..., None].float()
-            )
-            silent = silent & (values[final_gradient(name)] == 0)
-        evaluate = Evaluator({**self._indices(q, k), **values}, tensors, torch.float32, q.device)
-        for load, expr in backward.row_gradients:
-            value = evaluate(expr).expand(values[DELTA].shape)
-            self._add(found, load, torch.where(silent, 0.0, value)[..., 0], q, k, tensors)  # an empty row adds nothing
-
-    def _indices(self, q: Tensor, k: Tensor) -> dict[Expr, Tensor]:
-        sizes = (
-            (B, q.shape[0], (-1, 1, 1, 1)),
-            (H, q.shape[2], (1, -1, 1, 1)),
-            (Q_IDX, q.shape[1], (1, 1, -1, 1)),
-            (KV_IDX, k.shape[1], (1, 1, 1, -1)),
-        )
-        return {v: torch.arange(n, device=q.device).view(shape) for v, n, shape in sizes}
-
-    def _add(
-        self, found: dict[str, Tensor], load: Expr, values: Tensor, q: Tensor, k: Tensor, tensors: dict[str, Tensor]
-    ) -> None:
-        """Adds what each row contributes, (batch, heads, queries), to the entries that it read."""
-        evaluate = Evaluator(self._indices(q, k), tensors, torch.float32, q.device)
-        total = found.setdefault(load.name, torch.zeros(tensors[load.name].shape, dtype=torch.float32, device=q.device))
-        found[load.name] = add_at(total, load, values[..., None], evaluate)
+        if gradients is None:
+            return dq, dk, dv, {}
+        gradients.walk_pairs([*inputs, *gradient, *row_values])
+        found = gradients.collect(saved, delta, d_finals)
+        named = {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found}
+        return dq, dk, dv, named

@@ -185,10 +185,12 @@ class AttentionEngine(torch.nn.Module):
 
     def _launcher(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> Launcher:
         def choose_tiles(
-            problem: Problem, target: Target, lengths: tuple[int, int, int], device: torch.device, tiles: Tiles,
-            backward: bool, custom: Sequence[Tensor],
+            wanted: tuple[str, ...], problem: Problem, target: Target, lengths: tuple[int, int, int],
+            device: torch.device, tiles: Tiles, backward: bool, custom: Sequence[Tensor],
         ) -> Tiles:  # fmt: skip
-            asked = Asked(maths, specs, problem, target, deterministic, lengths, str(device))
+            asked = Asked(
+                maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted
+            )
             return choose(tuning, asked, tiles, backward, custom)
 
         tuning, deterministic = self.tuning, self.deterministic
@@ -300,7 +302,11 @@ class AttentionEngine(torch.nn.Module):
         hints = (self.qkv_meta[0].batch, self.qkv_meta[0].length, self.qkv_meta[1].length)
         batch, queries, keys = (n if isinstance(n, int) else m for n, m in zip(hints, USUAL, strict=True))
         problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
-        return Asked(launcher.maths, specs, problem, target, self.deterministic, (batch, queries, keys), str(place))
+        wanted = tuple(spec.name for spec, held_as_bool in zip(specs, bools, strict=True) if not held_as_bool)
+        sizes = (batch, queries, keys)
+        return Asked(
+            launcher.maths.wanting(wanted), specs, problem, target, self.deterministic, sizes, str(place), wanted
+        )
 
     def explain(self) -> str:
         """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""

@@ -45,6 +45,7 @@ class Job:
     device: str
     deterministic: bool
     tiles: Tiles
+    wanted: tuple[str, ...] = ()  # the custom inputs whose gradients are asked for
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def with_tile(self, tile: Tile) -> Tiles:
@@ -62,7 +63,8 @@ def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
 
 def compile_tile(job: Job, tile: Tile) -> Resources | None:
     """Puts the kernels of a tile on disk; what the tuned one takes, where they are for a GPU."""
-    kernels = Kernels(analyse(job.program), job.problem, job.with_tile(tile), job.target, job.deterministic)
+    maths = analyse(job.program).wanting(job.wanted)
+    kernels = Kernels(maths, job.problem, job.with_tile(tile), job.target, job.deterministic)
     compiled = [kernel.compiled for kernel in needed(kernels, job.kernel)]
     return None if isinstance(job.target, str) else compiled[0].lowered.resources()
 
@@ -120,7 +122,7 @@ class Prepared:
         if self.job.kernel == "forward":
             return lambda: [launcher.forward(*qkv, custom)[0]]
         assert ahead is not None
-        return lambda: list(launcher.backward(*qkv, custom, *ahead, do, {})[:3])
+        return lambda: list(launcher.backward(*qkv, custom, *ahead, do, {}, self.job.wanted)[:3])
 
     def _ahead(self, given: list[Tensor], custom: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
         """The forward pass that a backward pass needs before it."""

@@ -78,6 +78,7 @@ class Asked:
     deterministic: bool
     lengths: tuple[int, int, int]  # batch, queries, keys
     device: str
+    wanted: tuple[str, ...] = ()  # the custom inputs whose gradients are asked for; maths holds no others
 
     def over_queries(self, tiles: Tiles) -> bool:
         """Is dQ made by a kernel of its own?"""
@@ -93,7 +94,7 @@ class Asked:
     def key(self, kernel: KernelName, tiles: Tiles) -> dict:
         """What the tune file calls it."""
         over_queries = kernel != "forward" and self.over_queries(tiles)
-        return problem_key(kernel, self.maths, self.problem, self.target, self.lengths[1:], over_queries)
+        return problem_key(kernel, self.maths, self.problem, self.target, self.lengths[1:], over_queries, self.wanted)
 
     def kernels(self, backward: bool, tiles: Tiles) -> list[KernelName]:
         """The tuned kernels of a direction."""
@@ -156,7 +157,7 @@ def _tune(
         torch.cuda.synchronize(asked.device)  # else what still runs would be timed too
     job = Job(
         asked.maths.program, tuple(asked.specs), kernel, asked.problem, asked.lengths, asked.target, asked.device,
-        asked.deterministic, tiles,
+        asked.deterministic, tiles, asked.wanted,
     )  # fmt: skip
     bench = tuning.bench(job, custom)
     try:

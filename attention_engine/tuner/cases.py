@@ -1,6 +1,6 @@
 """The benchmark problems, by name: models' attention shapes, programs and masks, as data for tuning and benchmarks.
 
-A case is called shape.program.mask.length, "llama-8b.softmax.causal.8192"; `find` takes patterns, "mha-*.softmax.*".
+A case is called shape.program.mask.length: "llama-8b.softmax.causal.8192". `find` takes patterns with *.
 """
 
 from __future__ import annotations

@@ -38,9 +38,11 @@ def gpu_name(target: Target) -> str:
 
 
 def problem_key(
-    kernel: KernelName, maths: Maths, problem: Problem, target: Target, lengths: tuple[int, int], over_queries: bool
-) -> dict[str, Any]:
-    """The key of a problem. lengths: queries and keys; over_queries: is dQ made without atomics?"""
+    kernel: KernelName, maths: Maths, problem: Problem, target: Target, lengths: tuple[int, int], over_queries: bool,
+    wanted: tuple[str, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """The key of a problem. lengths: queries and keys; over_queries: is dQ made without atomics? wanted: the custom
+    inputs whose gradients are asked for."""
     named = {"forward": "forward", "backward": "backward", "queries": "backward over queries"}[kernel]
     key: dict[str, Any] = {
         "kernel": "backward over keys" if kernel == "backward" and over_queries else named,
@@ -58,4 +60,6 @@ def problem_key(
     }
     if problem.custom:
         key["custom"] = {name: dtype for name, dtype, _ in problem.custom}
+    if wanted and kernel != "forward":
+        key["gradients"] = sorted(wanted)
     return key

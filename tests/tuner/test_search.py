@@ -1,4 +1,4 @@
-"""The search: outcomes keep their class, wrong numbers never win, the budget holds, the default stands unless beaten."""
+"""The search: outcomes keep their class, wrong numbers never win, a budget holds, a default stands unless beaten."""
 
 from __future__ import annotations
 
