@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attention_engine.frontend.made import made_by
 from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
 
 Mask = Callable[..., Any]
@@ -86,6 +87,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
+@made_by
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query to `right` after it."""
 
@@ -95,6 +97,7 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     return mask
 
 
+@made_by
 def prefix_lm(prefix: int) -> Mask:
     """The first `prefix` keys, and keys up to the query."""
 
@@ -104,6 +107,7 @@ def prefix_lm(prefix: int) -> Mask:
     return mask
 
 
+@made_by
 def dilated(step: int) -> Mask:
     """Keys up to the query whose distance is a multiple of `step`."""
 
@@ -123,26 +127,31 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any]) -> Mask:
     return mask
 
 
+@made_by
 def and_masks(*masks: Mask) -> Mask:
     """Pairs that every mask keeps."""
     return _joined(masks, lambda a, b: a & b)
 
 
+@made_by
 def or_masks(*masks: Mask) -> Mask:
     """Pairs that some mask keeps."""
     return _joined(masks, lambda a, b: a | b)
 
 
+@made_by
 def scale(factor: float) -> Callable[..., Any]:
     """score * factor."""
     return lambda score, custom, b, h, q_idx, kv_idx: score * factor
 
 
+@made_by
 def softcap(cap: float, factor: float = 1.0) -> Callable[..., Any]:
     """cap * tanh(score * factor / cap), as Gemma 2 does (arXiv 2408.00118)."""
     return lambda score, custom, b, h, q_idx, kv_idx: cap * (score * (factor / cap)).tanh()
 
 
+@made_by
 def alibi(factor: float, slopes: str = "slopes") -> Callable[..., Any]:
     """score * factor - slope of the head * distance; slopes come as a custom input ("heads",) (arXiv 2108.12409)."""
     return lambda score, custom, b, h, q_idx, kv_idx: score * factor - custom[slopes] * (q_idx - kv_idx)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from attention_engine.errors import BadCustomInput, UnknownCustomInput
+from attention_engine.errors import UnknownAxis, UnknownCustomInput, WrongIndex
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, where_from, wrap
 from attention_engine.ir.expr import Expr, Op, Type, const, make
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
@@ -37,17 +37,20 @@ class CustomIO:
         specs = {}
         for name, axes in (input_tensors or {}).items():
             if isinstance(axes, (str, int)):
-                raise BadCustomInput(
+                raise UnknownAxis(
                     f"{where_from()}custom input '{name}': axes are {axes!r}. Write a tuple: '{name}': ({axes!r},)."
                 )
             for axis in axes:
                 if not _is_axis(axis):
-                    raise BadCustomInput(
+                    raise UnknownAxis(
                         f"{where_from()}custom input '{name}': {axis!r} is no axis.\n"
                         f"  Use a positive int, or one of {', '.join(map(repr, INDEX))}."
                     )
             specs[name] = CustomSpec(name, tuple(axes))
         self.specs: Mapping[str, CustomSpec] = MappingProxyType(specs)
+
+    def __reduce__(self) -> tuple[type[CustomIO], tuple[dict[str, tuple[AxisSpec, ...]]]]:
+        return CustomIO, ({s.name: s.axes for s in self.specs.values()},)
 
     def __repr__(self) -> str:
         return f"CustomIO({ {s.name: s.axes for s in self.specs.values()} })"
@@ -62,7 +65,7 @@ class CustomInput:
     def read(self, indices: Sequence[object]) -> Expr:
         """The read at these indices, one a dimension."""
         if len(indices) != len(self.spec.axes):
-            raise BadCustomInput(
+            raise WrongIndex(
                 f"{where_from()}custom input '{self.spec.name}' has {len(self.spec.axes)} dimensions {self.spec.axes}, "
                 f"and is read with {len(indices)} indices."
             )
@@ -79,7 +82,7 @@ class CustomInput:
                 indices.append(const(0))
             else:
                 places = ", ".join("..." for _ in self.spec.axes)
-                raise BadCustomInput(
+                raise WrongIndex(
                     f"{where_from()}custom input '{self.spec.name}' has an axis of length {axis}, which no loop runs "
                     f"over.\n  Read it at an index: custom['{self.spec.name}'][{places}]."
                 )

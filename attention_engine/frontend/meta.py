@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attention_engine.errors import BadMeta, HeadsDoNotGroup
+from attention_engine.errors import BadMeta, HeadDimsDiffer, HeadsDoNotGroup
 
 Length = int | str | None
 DTYPES = ("float16", "bfloat16", "float32")
@@ -55,7 +55,7 @@ def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
         raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
     q, k, v = metas
     if q.dim != k.dim:
-        raise BadMeta(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: the score is q . k.")
+        raise HeadDimsDiffer(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: the score is q . k.")
     if k.heads != v.heads:
         raise BadMeta(f"k has {k.heads} heads and v has {v.heads}. They must be equal.")
     if isinstance(k.length, int) and isinstance(v.length, int) and k.length != v.length:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from attention_engine.errors import BranchOnSymbol, UnsupportedOperation
+from attention_engine.errors import BranchOnSymbol, TensorInMod, UnknownReduction, UnsupportedOperation
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -36,7 +36,7 @@ def lift(value: object) -> Expr:
     item = getattr(value, "item", None)
     if item is not None and getattr(value, "numel", lambda: 1)() == 1:
         return const(item())
-    raise UnsupportedOperation(
+    raise TensorInMod(
         f"{where_from()}a {type(value).__name__} can't be mixed with symbolic values.\n"
         "  Use Python numbers, or pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."
     )
@@ -221,7 +221,7 @@ class SymbolicTensor(Symbol):
             case "abssum" | "absmax":
                 return wrap(make(Op.REDUCE, make(Op.ABS, a), arg=kind.removeprefix("abs")))
             case _:
-                raise UnsupportedOperation(
+                raise UnknownReduction(
                     f'{where_from()}get_reduce("{kind}") is unknown. Choose "sum", "max", "min", "abssum" or "absmax".'
                 )
 
@@ -233,7 +233,7 @@ class SymbolicArray(Symbol):
 
     def get_reduce(self, kind: str) -> NoReturn:
         """Always an error: there is nothing to reduce."""
-        raise UnsupportedOperation(
+        raise UnknownReduction(
             f'{where_from()}get_reduce("{kind}") on {self.expr}, which is the same for every key.\n'
             "  Reduce the scores, or what you computed from them."
         )

@@ -6,7 +6,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attention_engine.errors import BadInitialValue, UnknownState, WrongArity, WrongResult
+from attention_engine.errors import (
+    BadInitialValue,
+    MaskIsNoCondition,
+    MissingState,
+    NotReduced,
+    UnknownState,
+    WrongArity,
+    WrongResult,
+)
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
 from attention_engine.frontend.symbols import Symbol, convert, lift, wrap
@@ -71,7 +79,7 @@ def _number(function: Callable[..., Any], what: str, value: object, allowed: fro
     expr = lift(value)
     if extra := expr.axes - allowed:
         held = "a value of each key" if Axis.KEY in extra else "the output"
-        raise WrongResult(
+        raise NotReduced(
             f"{place_of(function)} returned {what} that still holds {held}: {expr}. Reduce it: x.get_reduce('sum')."
         )
     return convert(expr, Type.FLOAT)
@@ -82,7 +90,7 @@ def _mask(mask_mod: Callable[..., Any], custom: CustomInputs) -> Expr:
     expr = lift(result) if isinstance(result, (Symbol, bool)) else None
     if expr is None or expr.dtype is not Type.BOOL:
         shown = type(result).__name__ if expr is None else f"the number {expr}"
-        raise WrongResult(
+        raise MaskIsNoCondition(
             f"{place_of(mask_mod)} returned {shown}. Return a condition, True where the pair is kept: q_idx >= kv_idx."
         )
     return expr
@@ -120,7 +128,7 @@ def _check_keys(function: Callable[..., Any], what: str, given: object, declared
         raise WrongResult(f"{place_of(function)} returned {type(given).__name__} where a dict of {what}s belongs.")
     known = ", ".join(map(repr, declared)) or "none"
     if missing := [n for n in declared if n not in given]:
-        raise UnknownState(f"{place_of(function)} returned no {what} {missing[0]!r}. Declared: {known}.")
+        raise MissingState(f"{place_of(function)} returned no {what} {missing[0]!r}. Declared: {known}.")
     if extra := [n for n in given if n not in declared]:
         raise UnknownState(
             f"{place_of(function)} returned a {what} {extra[0]!r} that isn't declared. Declared: {known}."

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from attention_engine.compiler import Maths
-from attention_engine.errors import NotYetSupported, RowNotDifferentiable
+from attention_engine.errors import NotYetSupported, RowNotDifferentiable, UnknownProgram
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Axis
 from attention_engine.ir.program import Program
@@ -44,7 +45,15 @@ class Attention:
         return {s.name: c for s, c in zip(self.specs, custom, strict=True)}
 
 
-ATTENTIONS: dict[str, Attention] = {}
+class _Attentions(dict[str, Attention]):
+    def __missing__(self, key: str) -> Attention:
+        raise UnknownProgram(
+            f"no attention with the key {key} has been built in this process.\n"
+            "  Build the same AttentionEngine and call it once before an exported or loaded graph runs."
+        )
+
+
+ATTENTIONS: dict[str, Attention] = _Attentions()
 LIBRARY = torch.library.Library("attention_engine", "DEF")
 LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
 LIBRARY.define(
@@ -128,7 +137,7 @@ BACKWARD = torch.ops.attention_engine.backward.default
 
 
 def differentiable_gradients(
-    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor], again: bool
+    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor], again: bool = True
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and the custom inputs by the reference; `again`: so that they can be differentiated too."""
     q, k, v, *custom = leaves
@@ -154,15 +163,21 @@ def differentiable_gradients(
 class AttentionFunction(torch.autograd.Function):
     """(key, q, k, v, custom inputs...) -> (o, rows...)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, key: str, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+    def forward(key: str, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
         output, rows = FORWARD(q, k, v, list(custom), key)
-        ctx.save_for_backward(q, k, v, *custom, output, *rows)
-        ctx.key, ctx.customs = key, len(custom)
+        return (output, *rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        key, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.key, ctx.customs = key, len(tensors) - 3
         ctx.set_materialize_grads(False)
         returned = len(ATTENTIONS[key].program.finals)
-        ctx.mark_non_differentiable(*rows[returned:])
-        return (output, *rows)
+        ctx.mark_non_differentiable(*output[1 + returned :])
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -179,17 +194,79 @@ class AttentionFunction(torch.autograd.Function):
         _refuse_atomics(attention, wanted)
         if d_o is None:
             d_o = torch.zeros_like(output)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: the reference can
-            d_finals = {attention.row_names[n]: d_rows[n] for n in given}
-            with torch.autocast(q.device.type, enabled=False):
-                return (None, *differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True))
-        # under a dispatch mode an op is below autograd, by which the reference differentiates
-        opaque = attention.launcher is not None or torch.compiler.is_compiling()
-        run_backward = BACKWARD if opaque else _backward
-        dq, dk, dv, d_custom = run_backward(
-            q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, ctx.key
-        )
+        arrived = [d_rows[n] for n in given]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            dq, dk, dv, *d_custom = GradientFunction.apply(
+                ctx.key, tuple(given), q, k, v, d_o, output, *custom, *arrived, *rows
+            )
+        else:
+            dq, dk, dv, d_custom = _gradients(attention, q, k, v, custom, output, rows, d_o, arrived, given, ctx.key)
         return (None, dq, dk, dv, *(d if w else None for d, w in zip(d_custom, wanted, strict=True)))
+
+
+class GradientFunction(torch.autograd.Function):
+    """(key, which rows have gradients, q, k, v, d_o, o, custom..., d_rows..., rows...) -> (dq, dk, dv, d_custom...).
+
+    Its own gradient is the reference's: dense, and differentiable as often as is asked for.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(key: str, given: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, output: Tensor,
+                *others: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+        attention = ATTENTIONS[key]
+        custom, d_rows, rows = _parted(others, len(attention.specs), len(given))
+        dq, dk, dv, d_custom = _gradients(attention, q, k, v, custom, output, rows, d_o, d_rows, list(given), key)
+        return (dq, dk, dv, *d_custom)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        key, given, q, k, v, d_o, _, *others = inputs
+        custom, d_rows, rows = _parted(others, len(ATTENTIONS[key].specs), len(given))
+        ctx.save_for_backward(q, k, v, d_o, *custom, *d_rows)
+        ctx.key, ctx.given, ctx.rows = key, given, len(rows)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        attention = ATTENTIONS[ctx.key]
+        q, k, v, d_o, *others = ctx.saved_tensors
+        wanted = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7 : 7 + len(others)])
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+            saved = (q, k, v, d_o, *others)
+            # views, where the graph goes on: what leads from d_o to q is not counted twice
+            fresh = [
+                t.view_as(t) if again else t.detach().requires_grad_(w) for t, w in zip(saved, wanted, strict=True)
+            ]
+            q, k, v, d_o, *others = fresh
+            custom, d_rows, _ = _parted(others, len(attention.specs), len(ctx.given))
+            d_finals = {attention.row_names[n]: d for n, d in zip(ctx.given, d_rows, strict=True)}
+            made = differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals)
+            both = [(m, a) for m, a in zip(made, arriving, strict=True) if m is not None and a is not None]
+            both = [(m, a) for m, a in both if m.requires_grad]
+            asked = [t for t, w in zip(fresh, wanted, strict=True) if w]
+            outputs, arrived = [m for m, _ in both], [a for _, a in both]
+            found = iter(torch.autograd.grad(outputs, asked, arrived, create_graph=again, allow_unused=True)
+                         if both else [None] * len(asked))  # fmt: skip
+        gradients = [next(found) if w else None for w in wanted]
+        return (None, None, *gradients[:4], None, *gradients[4:], *[None] * ctx.rows)
+
+
+def _parted(others: Sequence[Tensor], customs: int, given: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Custom inputs, gradients of rows, rows."""
+    return list(others[:customs]), list(others[customs : customs + given]), list(others[customs + given :])
+
+
+def _gradients(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], output: Tensor, rows: list[Tensor],
+    d_o: Tensor, d_rows: list[Tensor], given: list[int], key: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    # under a dispatch mode an op is below autograd, by which the reference differentiates: there run its insides
+    opaque = attention.launcher is not None or torch.compiler.is_compiling() or not _len_torch_dispatch_stack()
+    run_backward = BACKWARD if opaque else _backward
+    return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, key)  # type: ignore[no-any-return]
 
 
 def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
