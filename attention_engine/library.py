@@ -46,6 +46,22 @@ class OnlineSoftmaxOne(OnlineSoftmax):
         return o * (m - m_one).exp() / total, {"lse": total.log() + m_one}
 
 
+class OnlineSoftmaxSink(OnlineSoftmax):
+    """w_j = exp(x_j) / (exp(sink) + sum exp(x)), the sink a custom input "sinks" ("heads",), as in GPT-OSS.
+
+    Xiao et al., arXiv 2309.17453. Returns lse = log(exp(sink) + sum exp(x)).
+    """
+
+    @staticmethod
+    def online_fwd_epilogue(  # type: ignore[override]
+        o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any, custom: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        m, r, sink = online_rowscales["m"], online_rowscales["r"], custom["sinks"]
+        top = m.max(sink).detach()  # it cancels
+        total = r * (m - top).exp() + (sink - top).exp()
+        return o * (m - top).exp() / total, {"lse": total.log() + top}
+
+
 class OnlineSigmoid(OnlineFunc):
     """w_j = 1 / (1 + exp(-x_j)); a bias, often -log(keys), belongs in score_mod. Ramapuram et al., arXiv 2409.04431."""
 

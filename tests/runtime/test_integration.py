@@ -320,9 +320,10 @@ dist.destroy_process_group()
 
 def test_two_processes_share_their_gradients(tmp_path):
     (tmp_path / "ddp.py").write_text(DDP)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     started = [
-        subprocess.Popen([sys.executable, tmp_path / "ddp.py", str(n), str(tmp_path)], stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"})
+        subprocess.Popen([sys.executable, tmp_path / "ddp.py", str(n), str(tmp_path)], env=environment,
+                         stderr=subprocess.PIPE, text=True)
         for n in range(2)
     ]  # fmt: skip
     said = [process.communicate(timeout=300)[1] for process in started]
