@@ -7,6 +7,10 @@ class AttentionEngineError(Exception):
     """The base of every error that this package raises on purpose."""
 
 
+class NotAFunction(AttentionEngineError, TypeError):
+    """A score_mod or mask_mod that can't be called."""
+
+
 class BranchOnSymbol(AttentionEngineError, TypeError):
     """Python asked for the truth of a symbolic value."""
 
@@ -19,12 +23,20 @@ class UnknownReduction(UnsupportedOperation):
     """get_reduce was asked for what it can't do."""
 
 
+class SymbolAsIndex(UnsupportedOperation):
+    """Python or torch was asked to count or to index by a symbol."""
+
+
 class TensorInMod(UnsupportedOperation):
     """A mod mixed a tensor, an array or another object with symbols."""
 
 
 class WrongArity(AttentionEngineError, TypeError):
     """A mod or a method takes the wrong number of arguments."""
+
+
+class FactoryNotCalled(WrongArity):
+    """A function that makes mods was given where a mod belongs."""
 
 
 class WrongResult(AttentionEngineError, TypeError):
@@ -71,6 +83,10 @@ class WrongIndex(BadCustomInput):
 
 class BadInitialValue(AttentionEngineError, ValueError):
     """A row state that doesn't start at a number."""
+
+
+class StatesNotDeclared(AttentionEngineError, TypeError):
+    """An OnlineFunc whose __init__ doesn't call the base class."""
 
 
 class NotOnline(AttentionEngineError, ValueError):
@@ -135,6 +151,10 @@ class DevicesDiffer(BadInput):
 
 class CustomInputMissing(BadInput):
     """A declared custom input that a call didn't bring, or one too many."""
+
+
+class WrongCustomDtype(BadInput):
+    """A custom input of a dtype that kernels don't read."""
 
 
 class WrongCustomShape(BadInput):

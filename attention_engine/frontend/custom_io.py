@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NoReturn
 
-from attention_engine.errors import UnknownAxis, UnknownCustomInput, WrongIndex
+from attention_engine.errors import BadCustomInput, UnknownAxis, UnknownCustomInput, WrongIndex
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, where_from, wrap
 from attention_engine.ir.expr import Expr, Op, Type, const, make
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
@@ -35,8 +36,13 @@ class CustomIO:
 
     def __init__(self, input_tensors: Mapping[str, Sequence[AxisSpec]] | None = None) -> None:
         specs = {}
+        if input_tensors is not None and not isinstance(input_tensors, Mapping):
+            raise BadCustomInput(
+                f"{where_from()}CustomIO was given {type(input_tensors).__name__}. Give a dict of axes: "
+                "CustomIO({'slopes': ('heads',)})."
+            )
         for name, axes in (input_tensors or {}).items():
-            if isinstance(axes, (str, int)):
+            if isinstance(axes, (str, int)) or axes is None:
                 raise UnknownAxis(
                     f"{where_from()}custom input '{name}': axes are {axes!r}. Write a tuple: '{name}': ({axes!r},)."
                 )
@@ -120,6 +126,11 @@ class CustomInputs:
     def input_tensors(self) -> CustomInputs:
         """This mapping itself, for code that was written so."""
         return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnknownCustomInput(f"{where_from()}custom inputs are read by name in brackets: custom[{name!r}].")
 
     def __contains__(self, name: object) -> bool:
         return name in self._io.specs

@@ -39,4 +39,5 @@ def made_by(factory: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
     def make(*args: Any, **named: Any) -> Made:
         return Made(make, args, named)
 
+    make.makes_mods = True  # type: ignore[attr-defined]
     return make

@@ -52,7 +52,9 @@ def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any 
 def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     """q, k and v as descriptions that fit each other."""
     if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
-        raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
+        listed = isinstance(metas, (tuple, list)) and not all(isinstance(m, (Meta, int)) for m in metas)
+        shown = f"({', '.join(type(m).__name__ for m in metas)})" if listed else repr(metas)
+        raise BadMeta(f"qkv_meta is {shown}. Give three descriptions: (meta_tensor(...),) * 3.")
     q, k, v = metas
     if q.dim != k.dim:
         raise HeadDimsDiffer(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: the score is q . k.")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attention_engine.arch import Arch
 from attention_engine.errors import (
-    BadInput,
     CustomInputMissing,
     DevicesDiffer,
     DtypesDiffer,
@@ -20,6 +19,7 @@ from attention_engine.errors import (
     NotYetSupported,
     UnknownOption,
     WrongBlockMask,
+    WrongCustomDtype,
     WrongCustomShape,
     WrongDtype,
     WrongHeads,
@@ -166,7 +166,7 @@ def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tens
         if tensor.device != q.device:
             raise DevicesDiffer(f"{what} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
         if tensor.dtype not in CUSTOM_NAMES and tensor.dtype not in (torch.bool, torch.float64):
-            raise BadInput(f"{what} is {tensor.dtype}. Give a floating, integer or bool tensor.")
+            raise WrongCustomDtype(f"{what} is {tensor.dtype}. Give a floating, integer or bool tensor.")
 
 
 def check_blocks(blocks: Tensor, block_size: tuple[int, int], q: Tensor, k: Tensor) -> Tensor:

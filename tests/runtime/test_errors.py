@@ -6,6 +6,7 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.errors import (
     AttentionEngineError,
+    BadCustomInput,
     BadMeta,
     DevicesDiffer,
     DtypesDiffer,
@@ -16,7 +17,9 @@ from attention_engine.errors import (
     NotATensor,
     NotFloating,
     NotYetSupported,
+    UnknownCustomInput,
     UnknownOption,
+    WrongCustomDtype,
     WrongDtype,
     WrongHeads,
     WrongRank,
@@ -222,3 +225,21 @@ def test_kernels_want_the_dtype_that_they_were_built_for():
         "q, k and v are torch.float16, and the engine was built for torch.float32. Convert them, or build another."
     )
     assert build(backend="reference")(Q.half(), K.half(), V.half()).dtype is torch.float16
+
+
+# ---- custom inputs
+
+def test_a_custom_input_must_be_of_a_dtype_that_kernels_read():
+    engine = build({"x": ("heads",)}, score_mod=lambda s, custom, b, h, q_idx, kv_idx: s * custom["x"])
+    assert said(WrongCustomDtype, engine, Q, K, V, torch.ones(4, dtype=torch.complex64)) == (
+        "custom input 'x' is torch.complex64. Give a floating, integer or bool tensor."
+    )
+
+
+def test_custom_inputs_are_declared_by_a_dict_and_read_in_brackets():
+    assert said(BadCustomInput, CustomIO, ["x"]).endswith(
+        "CustomIO was given list. Give a dict of axes: CustomIO({'slopes': ('heads',)})."
+    )
+    assert said(UnknownCustomInput, build, {"x": (1,)}, score_mod=lambda s, c, b, h, q_idx, kv_idx: s * c.x).endswith(
+        "custom inputs are read by name in brackets: custom['x']."
+    )
