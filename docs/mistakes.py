@@ -242,8 +242,8 @@ def page() -> str:
         # Errors
 
         Every mistake has a class in `attention_engine.errors`, derived from `AttentionEngineError` and from Python's
-        own class where there is one (`TypeError`, `ValueError`, ...). A message says where, what was found, and what to do.
-        This page is written by `python docs/mistakes.py --write`, which makes each mistake; a test makes it again.
+        own class where there is one (`TypeError`, `ValueError`, ...). A message says where, what was found, and what to
+        do. This page is written by `python docs/mistakes.py --write`, which makes each mistake; a test makes it again.
 
         All examples begin with
         """

@@ -392,7 +392,7 @@ Symbol.FUNCTIONS.update(
 )
 
 
-COMPARISONS = {"less": "lt", "greater": "gt", "less_equal": "le", "greater_equal": "ge", "equal": "eq", "not_equal": "ne"}
+COMPARISONS = dict(less="lt", greater="gt", less_equal="le", greater_equal="ge", equal="eq", not_equal="ne")
 
 
 def _otherwise(name: str = "") -> str:
