@@ -19,7 +19,7 @@ COUNTED = 36  # Python blocks that run; one that is lost, or fenced so that nobo
 
 
 def blocks(page):
-    """The page's Python blocks in order, each with the line where it begins; without those that a later version runs."""
+    """The page's Python blocks in order, each on its line of the page; without those that a later version runs."""
     text = page.read_text()
     found = []
     for match in BLOCK.finditer(text):
