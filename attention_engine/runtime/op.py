@@ -15,9 +15,8 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from attention_engine.compiler import Maths
-from attention_engine.errors import NotYetSupported, RowNotDifferentiable, UnknownProgram
+from attention_engine.errors import RowNotDifferentiable, UnknownProgram
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.expr import Axis
 from attention_engine.ir.program import Program
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
 from attention_engine.runtime.launch import Launcher
@@ -58,7 +57,7 @@ LIBRARY = torch.library.Library("attention_engine", "DEF")
 LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
 LIBRARY.define(
     "backward(Tensor q, Tensor k, Tensor v, Tensor[] custom, Tensor o, Tensor[] rows, Tensor d_o, Tensor[] d_rows, "
-    "int[] given, str key) -> (Tensor, Tensor, Tensor, Tensor[])"
+    "int[] given, int[] wanted, str key) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
 
@@ -103,30 +102,40 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: st
 @_outside_autocast
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
-    d_rows: list[Tensor], given: list[int], key: str,
+    d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
     attention = ATTENTIONS[key]
     d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)}
     if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
-        dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals)
+        names = [attention.specs[n].name for n in wanted]
+        dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals, names)
         d_custom = [
             found[s.name].to(c.dtype) if s.name in found else torch.zeros_like(c)
             for s, c in zip(attention.specs, custom, strict=True)
+            if s.name in names
         ]
-        return dq, dk, dv, [d.contiguous() for d in d_custom]
+        return dq, dk, dv, _spread([d.contiguous() for d in d_custom], custom, wanted)
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
         gradients = differentiable_gradients(attention, leaves, d_o, d_finals, again=False)
     dq, dk, dv, *d_custom = (torch.zeros_like(t) if g is None else g for g, t in zip(gradients, leaves, strict=True))
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), [d.contiguous() for d in d_custom]
+    asked = [d_custom[n].contiguous() for n in wanted]
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), _spread(asked, custom, wanted)
+
+
+def _spread(gradients: Sequence[Tensor], custom: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    """One tensor for each custom input: an empty one where no gradient is wanted."""
+    asked = dict(zip(wanted, gradients, strict=True))
+    return [asked[n] if n in asked else c.new_empty(0) for n, c in enumerate(custom)]
 
 
 def _backward_fake(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
-    d_rows: list[Tensor], given: list[int], key: str,
+    d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    return dq, dk, dv, [c.new_empty(c.shape) for c in custom]
+    return dq, dk, dv, _spread([custom[n].new_empty(custom[n].shape) for n in wanted], custom, wanted)
 
 
 for _name, _run, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
@@ -190,39 +199,44 @@ class AttentionFunction(torch.autograd.Function):
             assert attention.maths.refusal is not None
             raise attention.maths.refusal
         wanted = ctx.needs_input_grad[4:]
+        numbers = [n for n, want in enumerate(wanted) if want]
         _refuse_rows(attention, given)
-        _refuse_atomics(attention, wanted)
         if d_o is None:
             d_o = torch.zeros_like(output)
         arrived = [d_rows[n] for n in given]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dq, dk, dv, *d_custom = GradientFunction.apply(
-                ctx.key, tuple(given), q, k, v, d_o, output, *custom, *arrived, *rows
+                ctx.key, tuple(given), tuple(numbers), q, k, v, d_o, output, *custom, *arrived, *rows
             )
         else:
-            dq, dk, dv, d_custom = _gradients(attention, q, k, v, custom, output, rows, d_o, arrived, given, ctx.key)
+            dq, dk, dv, d_custom = _gradients(
+                attention, q, k, v, custom, output, rows, d_o, arrived, given, numbers, ctx.key
+            )
         return (None, dq, dk, dv, *(d if w else None for d, w in zip(d_custom, wanted, strict=True)))
 
 
 class GradientFunction(torch.autograd.Function):
-    """(key, which rows have gradients, q, k, v, d_o, o, custom..., d_rows..., rows...) -> (dq, dk, dv, d_custom...).
+    """(key, given, wanted, q, k, v, d_o, o, custom..., d_rows..., rows...) -> (dq, dk, dv, d_custom...).
 
-    Its own gradient is the reference's: dense, and differentiable as often as is asked for.
+    given: which rows have gradients; wanted: the custom inputs that want one. Its own gradient is the reference's:
+    dense, and differentiable as often as is asked for.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(key: str, given: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, output: Tensor,
-                *others: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+    def forward(key: str, given: tuple[int, ...], wanted: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, d_o: Tensor,
+                output: Tensor, *others: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
         attention = ATTENTIONS[key]
         custom, d_rows, rows = _parted(others, len(attention.specs), len(given))
-        dq, dk, dv, d_custom = _gradients(attention, q, k, v, custom, output, rows, d_o, d_rows, list(given), key)
+        dq, dk, dv, d_custom = _gradients(
+            attention, q, k, v, custom, output, rows, d_o, d_rows, list(given), list(wanted), key
+        )
         return (dq, dk, dv, *d_custom)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        key, given, q, k, v, d_o, _, *others = inputs
+        key, given, _, q, k, v, d_o, _, *others = inputs
         custom, d_rows, rows = _parted(others, len(ATTENTIONS[key].specs), len(given))
         ctx.save_for_backward(q, k, v, d_o, *custom, *d_rows)
         ctx.key, ctx.given, ctx.rows = key, given, len(rows)
@@ -232,7 +246,7 @@ class GradientFunction(torch.autograd.Function):
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
         attention = ATTENTIONS[ctx.key]
         q, k, v, d_o, *others = ctx.saved_tensors
-        wanted = (*ctx.needs_input_grad[2:6], *ctx.needs_input_grad[7 : 7 + len(others)])
+        wanted = (*ctx.needs_input_grad[3:7], *ctx.needs_input_grad[8 : 8 + len(others)])
         again = torch.is_grad_enabled()
         with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
             saved = (q, k, v, d_o, *others)
@@ -251,7 +265,7 @@ class GradientFunction(torch.autograd.Function):
             found = iter(torch.autograd.grad(outputs, asked, arrived, create_graph=again, allow_unused=True)
                          if both else [None] * len(asked))  # fmt: skip
         gradients = [next(found) if w else None for w in wanted]
-        return (None, None, *gradients[:4], None, *gradients[4:], *[None] * ctx.rows)
+        return (None, None, None, *gradients[:4], None, *gradients[4:], *[None] * ctx.rows)
 
 
 def _parted(others: Sequence[Tensor], customs: int, given: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -261,12 +275,12 @@ def _parted(others: Sequence[Tensor], customs: int, given: int) -> tuple[list[Te
 
 def _gradients(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], output: Tensor, rows: list[Tensor],
-    d_o: Tensor, d_rows: list[Tensor], given: list[int], key: str,
+    d_o: Tensor, d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     # under a dispatch mode an op is below autograd, by which the reference differentiates: there run its insides
     opaque = attention.launcher is not None or torch.compiler.is_compiling() or not _len_torch_dispatch_stack()
     run_backward = BACKWARD if opaque else _backward
-    return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, key)  # type: ignore[no-any-return]
+    return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, wanted, key)  # type: ignore[no-any-return]
 
 
 def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
@@ -280,20 +294,6 @@ def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
             raise RowNotDifferentiable(
                 f"a gradient arrived at the returned row '{name}', which has none: {reasons[name]}.\n"
                 "  Detach the row before it joins the loss."
-            )
-
-
-def _refuse_atomics(attention: Attention, wanted: Sequence[bool]) -> None:
-    """What many blocks add to in any order can't be the same in every run."""
-    schedule = attention.maths.backward_schedule
-    if schedule is None or attention.launcher is None or not attention.launcher.deterministic:
-        return
-    asked = {spec.name for spec, want in zip(attention.specs, wanted, strict=True) if want}
-    for load, _ in schedule.pair_gradients:
-        if load.name in asked and Axis.KEY in load.axes:
-            raise NotYetSupported(
-                f"deterministic=True: the gradient of custom input '{load.name}', read as {load}, needs atomics.\n"
-                "  Leave deterministic out, or detach the input."
             )
 
 

@@ -75,12 +75,12 @@ def _vmap_forward(info: Any, dims: Dims, q: Tensor, k: Tensor, v: Tensor, custom
 
 def _vmap_backward(info: Any, dims: Dims, *given: Any) -> Any:
     count = info.batch_size
-    q, k, v, custom, o, rows, d_o, d_rows, returned, key = given
+    q, k, v, custom, o, rows, d_o, d_rows, returned, wanted, key = given
     if not custom and _folds(key, ()):
         q, k, v, o, d_o = (_fold(count, t, dims[n]) for n, t in ((0, q), (1, k), (2, v), (4, o), (6, d_o)))
         rows, d_rows = ([_fold(count, t, d) for t, d in zip(ts, dims[n], strict=True)]
                         for n, ts in ((5, rows), (7, d_rows)))  # fmt: skip
-        found = _apart(count, BACKWARD(q, k, v, custom, o, rows, d_o, d_rows, returned, key))
+        found = _apart(count, BACKWARD(q, k, v, custom, o, rows, d_o, d_rows, returned, wanted, key))
     else:
         found = _stack([BACKWARD(*each) for each in _entries(count, dims, given)])
     return found, _zeros(found)

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from attention_engine import library
 from attention_engine.errors import UnknownProgram
 from attention_engine.library import OnlineSoftmax, alibi, and_masks, causal, or_masks, prefix_lm, scale, sliding_window
 from attention_engine.runtime import op
@@ -75,6 +76,17 @@ def test_a_pickled_engine_runs_in_another_process(tmp_path):
 ])  # fmt: skip
 def test_what_the_library_makes_prints_and_pickles_as_its_call(made, shown):
     assert repr(made) == repr(through_pickle(made)) == shown
+
+
+def test_whatever_makes_mods_remembers_its_call():
+    factories = {
+        name: f for name, f in vars(library).items()
+        if callable(f) and getattr(f, "__module__", "") == library.__name__ and not name.startswith("_")
+        and getattr(f, "__annotations__", {}).get("return") in ("Mask", "Callable[..., Any]")
+    }  # fmt: skip
+    assert len(factories) >= 8
+    for name, factory in factories.items():
+        assert getattr(factory, "makes_mods", False), name
 
 
 def test_what_the_library_makes_is_the_function_itself():
