@@ -50,15 +50,19 @@ class Attention:
         return {s.name: c for s, c in zip(self.specs, custom, strict=True)}
 
 
-class _Attentions(dict[str, Attention]):
-    def __missing__(self, key: str) -> Attention:
+ATTENTIONS: dict[str, Attention] = {}  # a plain one: torch.compile guards on the key alone
+
+
+def _find(key: str) -> Attention:
+    """What an op was called with; UnknownProgram where a graph came from another process."""
+    if key not in ATTENTIONS:
         raise UnknownProgram(
             f"no attention with the key {key} has been built in this process.\n"
             "  Build the same AttentionEngine and call it once before an exported or loaded graph runs."
         )
+    return ATTENTIONS[key]
 
 
-ATTENTIONS: dict[str, Attention] = _Attentions()
 LIBRARY = torch.library.Library("attention_engine", "DEF")
 LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
 LIBRARY.define(
@@ -85,7 +89,7 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = ATTENTIONS[key]
+    attention = _find(key)
     if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         return attention.launcher.forward(q, k, v, custom)
     return _forward_dense(q, k, v, custom, attention)
@@ -101,7 +105,7 @@ def _forward_dense(
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = ATTENTIONS[key]
+    attention = _find(key)
     rows = (
         compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
     )
@@ -116,7 +120,7 @@ def _backward(
     d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
-    attention = ATTENTIONS[key]
+    attention = _find(key)
     d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)} if given else {}
     if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         names = [attention.specs[n].name for n in wanted]

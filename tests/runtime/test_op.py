@@ -36,7 +36,7 @@ def arguments(backend, dtype=torch.float32, permuted=False, number=0):
     o, rows = op.FORWARD(*inputs, [slopes], key)
     seen.append((*inputs, [slopes], key))
     d_rows = [torch.randn_like(rows[0])]
-    seen.append((*inputs, [slopes], o, rows, torch.randn_like(o), d_rows, [0], key))
+    seen.append((*inputs, [slopes], o, rows, torch.randn_like(o), d_rows, [0], [0], key))
     return seen[number]
 
 
