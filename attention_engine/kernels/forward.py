@@ -33,6 +33,7 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
+from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
 from attention_engine.passes.tile_plan import plan_tiles
@@ -54,6 +55,20 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
             case TileStep():
                 pass
     return list(found)
+
+
+def _of_pairs(schedule: ForwardSchedule) -> list[Expr]:
+    """The expressions that are computed for each pair."""
+    found = [schedule.score]
+    for step in schedule.steps:
+        match step:
+            case ReduceStep():
+                found += [] if step.source is None else [step.source]
+            case TileStep():
+                found.append(step.value)
+            case RowStep():
+                pass
+    return found
 
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
@@ -86,7 +101,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             q0 = block * tile.q
             kv_head = head // problem.group
             place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
-            maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes)
+            staged = StagedReads(_of_pairs(schedule), problem, tile)
+            maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
             for variable, value in schedule.initial:
@@ -98,6 +114,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.score(kv0)
                 if schedule.fill is not None:
                     partial = either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv)
@@ -123,8 +141,9 @@ class _Maths:
 
     def __init__(
         self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], scores: Any, other: Any,
-        q0: Any, sizes: Sizes,
+        q0: Any, sizes: Sizes, staged: StagedReads,
     ) -> None:  # fmt: skip
+        self.staged = staged
         self.schedule, self.tile, self.place, self.rows = schedule, tile, place, rows
         self.scores, self.other, self.q0, self.sizes = scores, other, q0, sizes
 
@@ -142,7 +161,7 @@ class _Maths:
         """target = expr for each pair, with the tile's entry as `held`."""
 
         def entry(i: Any, j: Any) -> None:
-            values = {**self._row(i), held: self.scores[i, j]}
+            values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
             if self.schedule.fill is None:
                 values[KEEP] = self._keep(i, j, kv0)
             assign([(target, expr)], self.place.splice(self.q0 + i, kv0 + j, values), i, j)

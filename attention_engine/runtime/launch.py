@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import ROW_PAD, Problem, padded
+from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem, padded
+from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
 from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, template, with_strides
 from attention_engine.runtime.tile_maps import TileMaps
@@ -84,7 +86,26 @@ class Launcher:
             shapes.append((spec.name, CUSTOM_NAMES[tensor.dtype], tuple(axes)))
         tf32 = q.dtype is torch.float32 and allows_tf32()
         dim, dim_v = q.shape[3], v.shape[3]
-        return Problem(q.shape[2], k.shape[2], dim, dim_v, NAMES[q.dtype], tf32, stride_unit(dim, dim_v), tuple(shapes))
+        staged = self.staged(q, v, custom)
+        unit = stride_unit(dim, dim_v)
+        return Problem(q.shape[2], k.shape[2], dim, dim_v, NAMES[q.dtype], tf32, unit, tuple(shapes), staged)
+
+    @cached_property
+    def _biases(self) -> list[int]:
+        """The numbers of the custom inputs that pairs read each at its own entry."""
+        axes = {spec.name: (number, tuple(spec.axes)) for number, spec in enumerate(self.specs)}
+        reads = [(read, *axes[read.name]) for read in self.maths.program.loads()]
+        return sorted({n for read, n, of_read in reads if place_of_read(read, of_read) is ReadPlace.PAIR})
+
+    def staged(self, q: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[str, ...]:
+        """The biases whose tiles are copied ahead: of 16 bits, with rows of whole 16 bytes, where tiles have room."""
+        if not self._biases or q.dtype.itemsize != 2 or max(q.shape[3], v.shape[3]) > 128:
+            return ()
+        target = self.target(q)
+        if isinstance(target, Arch) and not target.has_wgmma:
+            return ()
+        fits = [n for n in self._biases if custom[n].dtype.itemsize == 2 and custom[n].shape[-1] % STAGED_UNIT == 0]
+        return tuple(self.specs[n].name for n in fits[:1] if custom[n].data_ptr() % 16 == 0)
 
     def target(self, tensor: Tensor) -> Target:
         """What the kernels must be compiled for, of the device."""
@@ -100,8 +121,8 @@ class Launcher:
         lengths = (bucket(q.shape[1]), bucket(k.shape[1]), backward) if self.choose is not None else ()
         tf32 = q.dtype is torch.float32 and allows_tf32()
         key = (
-            tuple(wanted), q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32, *lengths,
-            *[c.dtype for c in custom],
+            tuple(wanted), self.staged(q, v, custom), q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32,
+            *lengths, *[c.dtype for c in custom],
         )  # fmt: skip
         found = self._kernels.get(key)
         if found is None:
@@ -121,7 +142,7 @@ class Launcher:
         tf32 = q.dtype is torch.float32 and allows_tf32()
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, tf32, backward,
-            *wanted, *[c.dtype for c in custom],
+            self.staged(q, v, custom) if custom else (), *wanted, *[c.dtype for c in custom],
         )  # fmt: skip
         found = self._plans.get(key)
         if found is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.compiler import Kernels
+from attention_engine.runtime.tile_maps import custom_arguments
 
 MOST_PLANS = 4096
 ALIGNED = 16  # bytes: what a kernel's wide reads and TMA want of an address
@@ -71,8 +72,10 @@ class LaunchPlan:
             (template((batch, heads, queries), torch.float32, q.device),) * rows,
         )
 
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> list[int | Tensor]:
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[int | Tensor]) -> list[int | Tensor]:
         """The first arguments of every kernel; copies of tensors whose strides or addresses don't fit."""
+        if self.kernels.problem.staged:
+            custom = custom_arguments(self.kernels.problem, custom)
         of_q, of_k, of_v = self.steps
         aligned = self.unit == 1 or not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED
         if aligned and of_q is not None and of_k is not None and of_v is not None:

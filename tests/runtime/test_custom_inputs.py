@@ -280,3 +280,16 @@ def test_a_float_tensor_as_an_index_is_refused_at_the_call():
         f"test_custom_inputs.py:{line}: custom input 'bias' is read at place[q_idx], which is a float.\n"
         "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int)."
     )
+
+
+@pytest.mark.parametrize("axes", [(1, "heads", "seq_len", "seq_len_kv"), ("batch", "seq_len", "seq_len_kv")], ids=str)
+def test_a_bias_of_whole_16_byte_rows_is_staged(axes):
+    from attention_engine.runtime import op
+
+    x = torch.randn([{**SIZES, "seq_len_kv": 72}.get(a, a) for a in axes]).half().requires_grad_()
+    inputs = qkv(Q_LEN, 72, dtype=torch.float16)
+    for deterministic in (False, True):
+        op.ATTENTIONS.clear()
+        agrees({"x": axes}, *inputs, x, score_mod=biased, deterministic=deterministic)
+        launchers = [a.launcher for a in op.ATTENTIONS.values() if a.launcher is not None]
+        assert [k.problem.staged for k in launchers[0]._kernels.values()] == [("x",)] * 2

@@ -155,3 +155,14 @@ def test_two_programs_of_one_shape_are_two_keys():
     for engine in kinds:
         engine(*inputs)
     assert len({keys[0], *(next(iter(e._keys.values())) for e in kinds)}) == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_input_whose_gradient_nobody_wants_gets_an_empty_tensor(backend):
+    *given, wanted, key = arguments(backend, torch.float32, False, 1)
+    assert wanted == [0]
+    *qkv_wanted, (d_slopes,) = op.BACKWARD(*given, wanted, key)
+    *qkv_alone, (nothing,) = op.BACKWARD(*given, [], key)
+    assert d_slopes.any() and nothing.shape == (0,)
+    for a, b in zip(qkv_wanted, qkv_alone):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
