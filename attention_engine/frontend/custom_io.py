@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NoReturn
 
-from attention_engine.errors import BadCustomInput, UnknownCustomInput
+from attention_engine.errors import BadCustomInput, UnknownAxis, UnknownCustomInput, WrongIndex
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, where_from, wrap
 from attention_engine.ir.expr import Expr, Op, Type, const, make, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
@@ -35,19 +36,27 @@ class CustomIO:
 
     def __init__(self, input_tensors: Mapping[str, Sequence[AxisSpec]] | None = None) -> None:
         specs = {}
+        if input_tensors is not None and not isinstance(input_tensors, Mapping):
+            raise BadCustomInput(
+                f"{where_from()}CustomIO was given {type(input_tensors).__name__}. Give a dict of axes: "
+                "CustomIO({'slopes': ('heads',)})."
+            )
         for name, axes in (input_tensors or {}).items():
-            if isinstance(axes, (str, int)):
-                raise BadCustomInput(
+            if isinstance(axes, (str, int)) or axes is None:
+                raise UnknownAxis(
                     f"{where_from()}custom input '{name}': axes are {axes!r}. Write a tuple: '{name}': ({axes!r},)."
                 )
             for axis in axes:
                 if not _is_axis(axis):
-                    raise BadCustomInput(
+                    raise UnknownAxis(
                         f"{where_from()}custom input '{name}': {axis!r} is no axis.\n"
                         f"  Use a positive int, or one of {', '.join(map(repr, INDEX))}."
                     )
             specs[name] = CustomSpec(name, tuple(axes))
         self.specs: Mapping[str, CustomSpec] = MappingProxyType(specs)
+
+    def __reduce__(self) -> tuple[type[CustomIO], tuple[dict[str, tuple[AxisSpec, ...]]]]:
+        return CustomIO, ({s.name: s.axes for s in self.specs.values()},)
 
     def __repr__(self) -> str:
         return f"CustomIO({ {s.name: s.axes for s in self.specs.values()} })"
@@ -63,7 +72,7 @@ class CustomInput:
     def read(self, indices: Sequence[object]) -> Expr:
         """The read at these indices, one a dimension."""
         if len(indices) != len(self.spec.axes):
-            raise BadCustomInput(
+            raise WrongIndex(
                 f"{where_from()}custom input '{self.spec.name}' has {len(self.spec.axes)} dimensions {self.spec.axes}, "
                 f"and is read with {len(indices)} indices."
             )
@@ -87,7 +96,7 @@ class CustomInput:
                 indices.append(const(0))
             else:
                 places = ", ".join("..." for _ in self.spec.axes)
-                raise BadCustomInput(
+                raise WrongIndex(
                     f"{where_from()}custom input '{self.spec.name}' has an axis of length {axis}, which no loop runs "
                     f"over.\n  Read it at an index: custom['{self.spec.name}'][{places}]."
                 )
@@ -125,6 +134,11 @@ class CustomInputs:
     def input_tensors(self) -> CustomInputs:
         """This mapping itself, for code that was written so."""
         return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnknownCustomInput(f"{where_from()}custom inputs are read by name in brackets: custom[{name!r}].")
 
     def __contains__(self, name: object) -> bool:
         return name in self._io.specs

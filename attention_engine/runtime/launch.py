@@ -121,8 +121,8 @@ class Launcher:
         lengths = (bucket(q.shape[1]), bucket(k.shape[1]), backward) if self.choose is not None else ()
         tf32 = q.dtype is torch.float32 and allows_tf32()
         key = (
-            tuple(wanted), q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32, *lengths,
-            *[c.dtype for c in custom], self.staged(q, v, custom),
+            tuple(wanted), self.staged(q, v, custom), q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32,
+            *lengths, *[c.dtype for c in custom],
         )  # fmt: skip
         found = self._kernels.get(key)
         if found is None:
@@ -142,7 +142,7 @@ class Launcher:
         tf32 = q.dtype is torch.float32 and allows_tf32()
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, tf32, backward,
-            *wanted, *[c.dtype for c in custom], self.staged(q, v, custom),
+            self.staged(q, v, custom) if custom else (), *wanted, *[c.dtype for c in custom],
         )  # fmt: skip
         found = self._plans.get(key)
         if found is None:

@@ -14,7 +14,14 @@ from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Kernel, Kernels, Maths, Target, Tiles, analyse
-from attention_engine.errors import AttentionEngineError, NoDevice, UnknownOption, UnsupportedOperation, WrongResult
+from attention_engine.errors import (
+    AttentionEngineError,
+    NoDevice,
+    OptionsClash,
+    UnknownOption,
+    UnsupportedOperation,
+    WrongResult,
+)
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_metas
 from attention_engine.frontend.online_func import OnlineFunc
@@ -23,7 +30,7 @@ from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.check_cuts import check_online
-from attention_engine.runtime import op
+from attention_engine.runtime import op, transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import (
@@ -86,7 +93,7 @@ class AttentionEngine(torch.nn.Module):
         check_type("online_func", online_func, OnlineFunc, optional=True)
         if callable(block_mask) and not isinstance(block_mask, Tensor):
             if mask_mod is not None:
-                raise UnknownOption(
+                raise OptionsClash(
                     "block_mask is a function and mask_mod is given too. A function is a mask_mod: join them with\n"
                     "  attention_engine.library.and_masks."
                 )
@@ -103,6 +110,15 @@ class AttentionEngine(torch.nn.Module):
         self._types = self._guess_types()
         self._program = self._trace(self._types, None)
         check_online(self._program)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was given; the traced program's nodes are one of a kind in a process, so they stay in theirs."""
+        return {n: value for n, value in super().__getstate__().items() if n not in ("_program", "_keys")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keys = {}
+        self._program = self._trace(self._types, None)
 
     def _guess_types(self) -> dict[str, Type]:
         """Which custom inputs are bool: as few as let the maths be traced. A call's tensors say what they are."""
@@ -152,6 +168,8 @@ class AttentionEngine(torch.nn.Module):
     def _backend_for(self, device: torch.device) -> str:
         """Which backend runs on this device; NoDevice where the one asked for can't."""
         cuda = device.type == "cuda"
+        if device.type == "meta":  # shapes alone
+            return "reference" if self.backend == "auto" else self.backend
         if self.backend == "auto":
             if not cuda and device.type != "cpu":
                 raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")

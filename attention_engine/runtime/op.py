@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from attention_engine.compiler import Maths
-from attention_engine.errors import RowNotDifferentiable
+from attention_engine.errors import RowNotDifferentiable, UnknownProgram
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.program import Program
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
@@ -49,7 +50,19 @@ class Attention:
         return {s.name: c for s, c in zip(self.specs, custom, strict=True)}
 
 
-ATTENTIONS: dict[str, Attention] = {}
+ATTENTIONS: dict[str, Attention] = {}  # a plain one: torch.compile guards on the key alone
+
+
+def _find(key: str) -> Attention:
+    """What an op was called with; UnknownProgram where a graph came from another process."""
+    if key not in ATTENTIONS:
+        raise UnknownProgram(
+            f"no attention with the key {key} has been built in this process.\n"
+            "  Build the same AttentionEngine and call it once before an exported or loaded graph runs."
+        )
+    return ATTENTIONS[key]
+
+
 LIBRARY = torch.library.Library("attention_engine", "DEF")
 LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
 LIBRARY.define(
@@ -76,7 +89,7 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = ATTENTIONS[key]
+    attention = _find(key)
     if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         return attention.launcher.forward(q, k, v, custom)
     return _forward_dense(q, k, v, custom, attention)
@@ -92,7 +105,7 @@ def _forward_dense(
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = ATTENTIONS[key]
+    attention = _find(key)
     rows = (
         compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
     )
@@ -107,7 +120,7 @@ def _backward(
     d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
-    attention = ATTENTIONS[key]
+    attention = _find(key)
     d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)} if given else {}
     if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         names = [attention.specs[n].name for n in wanted]
@@ -168,7 +181,7 @@ def skips_dispatch(attention: Attention) -> bool:
 
 
 def differentiable_gradients(
-    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor], again: bool
+    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor], again: bool = True
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and the custom inputs by the reference; `again`: so that they can be differentiated too."""
     q, k, v, *custom = leaves
@@ -192,19 +205,25 @@ def differentiable_gradients(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(key, with the program's rows?, q, k, v, custom inputs...) -> (o, rows...)."""
+    """(key, with the program's rows?, q, k, v, custom inputs...) -> (o, rows...).
+
+    Every row is an output here, as what is saved must be one under torch.func's transforms.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        ctx: Any, key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
-    ) -> tuple[Tensor, ...]:
-        attention = ATTENTIONS[key]
-        run_forward = _forward if skips_dispatch(attention) else FORWARD
-        output, rows = run_forward(q, k, v, list(custom), key)
-        ctx.save_for_backward(q, k, v, *custom, output, *rows)
-        ctx.key, ctx.customs = key, len(custom)
+    def forward(key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+        output, rows = FORWARD(q, k, v, list(custom), key)
+        return (output, *rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        key, _, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.key, ctx.customs = key, len(tensors) - 3
         ctx.set_materialize_grads(False)
-        return (output, *rows[: attention.returned]) if with_rows else (output,)
+        ctx.mark_non_differentiable(*output[1 + ATTENTIONS[key].returned :])
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -222,18 +241,102 @@ class AttentionFunction(torch.autograd.Function):
             _refuse_rows(attention, given)
         if d_o is None:
             d_o = torch.zeros_like(output)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: the reference can
-            d_finals = {attention.row_names[n]: d_rows[n] for n in given}
-            with torch.autocast(q.device.type, enabled=False):
-                found = differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True)
-                return (None, None, *found)
-        # under a dispatch mode an op is below autograd, by which the reference differentiates
-        opaque = attention.launcher is not None or torch.compiler.is_compiling()
-        run_backward = BACKWARD if opaque and not skips_dispatch(attention) else _backward
-        dq, dk, dv, d_custom = run_backward(
-            q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, numbers, ctx.key
-        )
+        arrived = [d_rows[n] for n in given]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            dq, dk, dv, *d_custom = GradientFunction.apply(
+                ctx.key, tuple(given), tuple(numbers), q, k, v, d_o, output, *custom, *arrived, *rows
+            )
+        else:
+            dq, dk, dv, d_custom = _gradients(
+                attention, q, k, v, custom, output, rows, d_o, arrived, given, numbers, ctx.key
+            )
         return (None, None, dq, dk, dv, *[d if w else None for d, w in zip(d_custom, wanted, strict=True)])
+
+
+class DirectAttention(AttentionFunction):
+    """The same where nothing watches ops: kernels are launched without the dispatcher, and rows that nobody asked for
+    are no outputs (each would cost host time)."""
+
+    generate_vmap_rule = False
+    setup_context = torch.autograd.Function.setup_context
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
+    ) -> tuple[Tensor, ...]:
+        output, rows = _forward(q, k, v, list(custom), key)
+        ctx.save_for_backward(q, k, v, *custom, output, *rows)
+        ctx.key, ctx.customs = key, len(custom)
+        ctx.set_materialize_grads(False)
+        return (output, *rows[: ATTENTIONS[key].returned]) if with_rows else (output,)
+
+
+class GradientFunction(torch.autograd.Function):
+    """(key, given, wanted, q, k, v, d_o, o, custom..., d_rows..., rows...) -> (dq, dk, dv, d_custom...).
+
+    given: which rows have gradients; wanted: the custom inputs that want one. Its own gradient is the reference's:
+    dense, and differentiable as often as is asked for.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(key: str, given: tuple[int, ...], wanted: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, d_o: Tensor,
+                output: Tensor, *others: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+        attention = ATTENTIONS[key]
+        custom, d_rows, rows = _parted(others, len(attention.specs), len(given))
+        dq, dk, dv, d_custom = _gradients(
+            attention, q, k, v, custom, output, rows, d_o, d_rows, list(given), list(wanted), key
+        )
+        return (dq, dk, dv, *d_custom)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        key, given, _, q, k, v, d_o, _, *others = inputs
+        custom, d_rows, rows = _parted(others, len(ATTENTIONS[key].specs), len(given))
+        ctx.save_for_backward(q, k, v, d_o, *custom, *d_rows)
+        ctx.key, ctx.given, ctx.rows = key, given, len(rows)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        attention = ATTENTIONS[ctx.key]
+        q, k, v, d_o, *others = ctx.saved_tensors
+        wanted = (*ctx.needs_input_grad[3:7], *ctx.needs_input_grad[8 : 8 + len(others)])
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+            saved = (q, k, v, d_o, *others)
+            # views, where the graph goes on: what leads from d_o to q is not counted twice
+            fresh = [
+                t.view_as(t) if again else t.detach().requires_grad_(w) for t, w in zip(saved, wanted, strict=True)
+            ]
+            q, k, v, d_o, *others = fresh
+            custom, d_rows, _ = _parted(others, len(attention.specs), len(ctx.given))
+            d_finals = {attention.row_names[n]: d for n, d in zip(ctx.given, d_rows, strict=True)}
+            made = differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals)
+            both = [(m, a) for m, a in zip(made, arriving, strict=True) if m is not None and a is not None]
+            both = [(m, a) for m, a in both if m.requires_grad]
+            asked = [t for t, w in zip(fresh, wanted, strict=True) if w]
+            outputs, arrived = [m for m, _ in both], [a for _, a in both]
+            found = iter(torch.autograd.grad(outputs, asked, arrived, create_graph=again, allow_unused=True)
+                         if both else [None] * len(asked))  # fmt: skip
+        gradients = [next(found) if w else None for w in wanted]
+        return (None, None, None, *gradients[:4], None, *gradients[4:], *[None] * ctx.rows)
+
+
+def _parted(others: Sequence[Tensor], customs: int, given: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Custom inputs, gradients of rows, rows."""
+    return list(others[:customs]), list(others[customs : customs + given]), list(others[customs + given :])
+
+
+def _gradients(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], output: Tensor, rows: list[Tensor],
+    d_o: Tensor, d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    # under a dispatch mode an op is below autograd, by which the reference differentiates: there run its insides
+    opaque = attention.launcher is not None or torch.compiler.is_compiling() or not _len_torch_dispatch_stack()
+    run_backward = BACKWARD if opaque and not skips_dispatch(attention) else _backward
+    return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, wanted, key)  # type: ignore[no-any-return]
 
 
 def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
@@ -257,8 +360,9 @@ def run(
     attention = ATTENTIONS[key]
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in custom])
     if wanted and torch.is_grad_enabled():
-        output, *rows = AttentionFunction.apply(key, with_rows, q, k, v, *custom)
-        return output, rows
+        function = DirectAttention if skips_dispatch(attention) else AttentionFunction
+        output, *rows = function.apply(key, with_rows, q, k, v, *custom)
+        return output, rows[: attention.returned] if with_rows else []
     run_forward = _forward if skips_dispatch(attention) else FORWARD
     output, rows = run_forward(q, k, v, list(custom), key)
     return output, rows[: attention.returned]

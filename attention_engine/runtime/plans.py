@@ -6,14 +6,14 @@ Host time counts where kernels are short, and most of it went into asking tensor
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from attention_engine.compiler import Kernels
-from attention_engine.ir.problem import STAGED_UNIT, Problem
+from attention_engine.runtime.tile_maps import custom_arguments
 
 MOST_PLANS = 4096
 ALIGNED = 16  # bytes: what a kernel's wide reads and TMA want of an address
@@ -47,18 +47,6 @@ def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     return _one(dtype, device).expand(*shape)
 
 
-def custom_arguments(
-    problem: Problem, custom: Sequence[Tensor], names: Collection[str] | None = None
-) -> list[int | Tensor]:
-    """Custom inputs (of these names alone) as kernels' arguments: staged ones after their strides in units."""
-    found: list[int | Tensor] = []
-    for tensor, (name, _, _) in zip(custom, problem.custom, strict=True):
-        if names is None or name in names:
-            found += [s // STAGED_UNIT for s in tensor.stride()[:-1]] if name in problem.staged else []
-            found.append(tensor)
-    return found
-
-
 @dataclass(frozen=True)
 class LaunchPlan:
     """The kernels for tensors of one signature, their strides in order, and what the forward pass allocates."""
@@ -84,13 +72,13 @@ class LaunchPlan:
             (template((batch, heads, queries), torch.float32, q.device),) * rows,
         )
 
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> list[int | Tensor]:
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[int | Tensor]) -> list[int | Tensor]:
         """The first arguments of every kernel; copies of tensors whose strides or addresses don't fit."""
+        if self.kernels.problem.staged:
+            custom = custom_arguments(self.kernels.problem, custom)
         of_q, of_k, of_v = self.steps
-        problem = self.kernels.problem
-        others = custom_arguments(problem, custom) if problem.staged else custom
         aligned = self.unit == 1 or not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED
         if aligned and of_q is not None and of_k is not None and of_v is not None:
-            return [*of_q, q, *of_k, k, *of_v, v, *others]
+            return [*of_q, q, *of_k, k, *of_v, v, *custom]
         unit = self.unit
-        return [*with_strides(q, unit), *with_strides(k, unit), *with_strides(v, unit), *others]
+        return [*with_strides(q, unit), *with_strides(k, unit), *with_strides(v, unit), *custom]

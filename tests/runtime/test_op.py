@@ -48,9 +48,10 @@ OPS = {"forward": (op.FORWARD, 0), "backward": (op.BACKWARD, 1)}
     ("forward", "reference"), ("forward", "interpret"),
     ("backward", "interpret"),  # the reference's differentiates by autograd, above which opcheck's modes stand
 ])  # fmt: skip
-def test_an_op_keeps_the_rules_of_torch(name, backend, permuted):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_op_keeps_the_rules_of_torch(name, backend, permuted, dtype):
     run, number = OPS[name]
-    torch.library.opcheck(run, arguments(backend, permuted=permuted, number=number))
+    torch.library.opcheck(run, arguments(backend, dtype, permuted, number))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
