@@ -236,12 +236,22 @@ class Kernels:
         """dQ from its sums."""
         return self._kernel("rows.postprocess", self.tiles.backward, self._schedule.scale, self.vectors)
 
+    def of_forward(self) -> dict[str, Kernel]:
+        """What a forward pass launches."""
+        return {"forward": self.forward, **self._map_for("forward", self.tiles.forward, True)}
+
     def of_backward(self) -> dict[str, Kernel]:
-        """What a backward pass launches, in order, where no gradient arrives at returned rows."""
-        exact = self._backward.exact_delta
+        """What a backward pass launches, where no gradient arrives at returned rows; of custom inputs in fp32."""
+        exact, queries = self._backward.exact_delta, self.over_queries
         return {
             "preprocess": self.preprocess(()),
             **({"exact_delta": self.exact_delta, "preprocess_again": self.preprocess((), True)} if exact else {}),
             "backward": self.backward,
-            **({"queries": self.backward_queries} if self.over_queries else {"postprocess": self.postprocess}),
+            **({"queries": self.backward_queries} if queries else {"postprocess": self.postprocess}),
+            **self._map_for("backward", self.tiles.backward, False),
+            **(self._map_for("queries", self.tiles.queries, True) if exact or queries else {}),
+            **{f"pairs of {read}": self.backward_pairs(read, e, "float32") for read, e in self.custom_sums.pairs},
         }
+
+    def _map_for(self, name: str, tile: Tile, over_keys: bool) -> dict[str, Kernel]:
+        return {f"tile map of {name}": self.tile_map(tile, over_keys)} if self.tile_plan.mapped else {}

@@ -119,4 +119,4 @@ def backward_queries(
             for number, total in enumerate(sums):
                 T.copy(total, buffers[f"sum{number}"][batch, head, q0 : q0 + tile.q])
 
-    return build("backward_queries", parameters, body)
+    return build("backward_queries" if with_dq else "exact_delta", parameters, body)

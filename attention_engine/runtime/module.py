@@ -338,7 +338,7 @@ class AttentionEngine(torch.nn.Module):
         are taken as fp32, and gradients through returned rows are left out. Raises NoCudaCompiler, TileDoesNotFit.
         """
         kernels = self._asked(device, False).kernels_as_known(self.tuning)
-        wanted = {"forward": kernels.forward}
+        wanted = kernels.of_forward()
         if kernels.maths.backward is not None:
             wanted |= kernels.of_backward()
         for kernel in wanted.values():

@@ -55,10 +55,8 @@ class Job:
 
 def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
     """The kernels that a timed call runs, the tuned one first."""
-    if kernel == "forward":
-        return [kernels.forward]
-    launched = kernels.of_backward()
-    return [launched.pop(kernel), *launched.values(), kernels.forward]
+    launched = kernels.of_forward() if kernel == "forward" else {**kernels.of_forward(), **kernels.of_backward()}
+    return [launched.pop(kernel), *launched.values()]
 
 
 def compile_tile(job: Job, tile: Tile) -> Resources | None:

@@ -14,7 +14,7 @@ import pytest
 
 from attention_engine import AttentionEngine, arch, meta_tensor
 from attention_engine.ir.problem import Tile
-from attention_engine.library import OnlineSoftmax, causal, scale
+from attention_engine.library import OnlineSoftmax, causal, dilated, scale
 from attention_engine.target import cache
 from attention_engine.target.cache import KernelKey, spell
 from attention_engine.target.compile import CompiledKernel, LoweredKernel, find_nvcc
@@ -191,6 +191,9 @@ def test_compile_for_fills_the_cache_with_what_a_call_needs(monkeypatch):
     assert wanted == [digest(kernel) for kernel in
                       ("forward", "backward_preprocess", "backward", "backward_postprocess")]  # fmt: skip
     assert engine(device=None, deterministic=True).compile_for(H100)[-1] == "queries"
+    assert engine(device=None, mask=dilated(2)).compile_for(H100) == [
+        "forward", "tile map of forward", "preprocess", "backward", "postprocess", "tile map of backward",
+    ]  # fmt: skip
 
 
 FITS = CompiledKernel(LoweredKernel(cache.Script(""), H100, "", ""), lambda *_: None)
