@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,20 +30,16 @@ class Attention:
     maths: Maths
     specs: Sequence[CustomSpec]
     launcher: Launcher | None  # None: the reference
+    row_names: list[str] = field(init=False)  # that the forward op returns: the program's, then what is kept for later
+    returned: int = field(init=False)  # how many of them are the program's own
+
+    def __post_init__(self) -> None:  # attributes, not cached properties: a compiler can't follow their locks
+        self.row_names = [n for n, _ in self.maths.forward_schedule.rows]
+        self.returned = len(self.program.finals)
 
     @property
     def program(self) -> Program:
         return self.maths.program
-
-    @functools.cached_property
-    def row_names(self) -> list[str]:
-        """The rows that the forward op returns: the program's own, then what the backward pass keeps."""
-        return [n for n, _ in self.maths.forward_schedule.rows]
-
-    @functools.cached_property
-    def returned(self) -> int:
-        """How many of these rows are the program's own."""
-        return len(self.program.finals)
 
     def named(self, custom: Sequence[Tensor]) -> dict[str, Tensor]:
         """Custom inputs by name."""
