@@ -10,11 +10,11 @@ from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.passes.analyse_mask import Bound
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.reference.evaluate import Evaluator
 
 pytest.importorskip("tilelang")
 from attention_engine.kernels.tile_map import tile_map
-from attention_engine.kernels.tiles import plan_tiles
 from attention_engine.target.interpreter import Interpreter
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 4, 2, 150, 181
