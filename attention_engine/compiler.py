@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
 from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
@@ -31,8 +32,11 @@ class Tiles:
 class Kernel:
     """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called."""
 
-    def __init__(self, trace: Callable[[], Any], target: Target, problem: Problem) -> None:
-        self._trace, self.target, self.problem = trace, target, problem
+    def __init__(
+        self, trace: Callable[[], Any], target: Target, problem: Problem | LinearProblem,
+        configs: Mapping[str, bool] | None = None,
+    ) -> None:  # fmt: skip
+        self._trace, self.target, self.problem, self.configs = trace, target, problem, configs or {}
 
     @cached_property
     def prim_func(self) -> Any:
@@ -48,7 +52,9 @@ class Kernel:
             return Interpreter(self.prim_func)
         from attention_engine.target.compile import compile_kernel
 
-        kernel = compile_kernel(self.prim_func, self.target, pass_configs=pass_configs(self.problem))
+        kernel = compile_kernel(
+            self.prim_func, self.target, pass_configs={**pass_configs(self.problem), **self.configs}
+        )
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
         if needed > limit:
             problem = self.problem
@@ -66,7 +72,7 @@ class Kernel:
         return str(self.compiled.source("cuda"))
 
 
-def pass_configs(problem: Problem) -> dict[str, bool]:
+def pass_configs(problem: Problem | LinearProblem) -> dict[str, bool]:
     """What TileLang is told: 16-bit problems may approximate (exp2, tanh ...), fp32 ones may not.
 
     tf32 products on wgmma want operands that fp32 tiles don't have in both orders; mma takes them all.

@@ -1,0 +1,287 @@
+"""Runs the kernels of a linear attention on tensors: picks them by the tensors' problem, allocates results, launches.
+
+Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads), a state (batch, heads, dim, dim_v), fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_engine.arch import Arch, detect
+from attention_engine.compiler import Kernel, Target
+from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
+from attention_engine.reference.evaluate import Evaluator, add_at
+from attention_engine.reference.linear import token_indices
+from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, as_parameter, stride_unit, with_strides
+from attention_engine.tuner.linear import default_linear_tiles
+
+SPECIALIZED = "tl.disable_warp_specialized"
+
+
+@dataclass(frozen=True)
+class LinearGradients:
+    """Gradients, each None where it wasn't wanted or doesn't exist; custom: by name, fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    initial: Tensor | None
+    custom: dict[str, Tensor]
+
+
+class LinearKernels:
+    """The kernels of a program for one problem, tile choice and target."""
+
+    def __init__(self, program: LinearProgram, problem: LinearProblem, tiles: LinearTiles, target: Target) -> None:
+        self.program, self.problem, self.tiles, self.target = program, problem, tiles, target
+        self._made: dict[object, Kernel] = {}
+
+    def _kernel(self, key: object, trace: Callable[[], Any], specialize: bool = True) -> Kernel:
+        if key not in self._made:
+            configs = {} if specialize else {SPECIALIZED: True}
+            self._made[key] = Kernel(trace, self.target, self.problem, configs)
+        return self._made[key]
+
+    def sum_decays(self, chunk: int) -> Kernel:
+        """Decays summed within chunks."""
+        from attention_engine.kernels.linear.decays import sum_decays
+
+        return self._kernel(("sum_decays", chunk), lambda: sum_decays(self.problem, self.program, chunk))
+
+    def forward(self, starts: bool) -> Kernel:
+        """The output and the last state in one walk."""
+        from attention_engine.kernels.linear.forward import forward
+
+        make = lambda: forward(self.problem, self.program, self.tiles.forward, starts)  # noqa: E731
+        return self._kernel(("forward", starts), make)
+
+    def step(self, starts: bool) -> Kernel:
+        """One token."""
+        from attention_engine.kernels.linear.step import step
+
+        return self._kernel(("step", starts), lambda: step(self.problem, self.program, self.tiles.step, starts))
+
+    def states(self, reverse: bool, starts: bool, overlaps: bool) -> Kernel:
+        """States before chunks, or in reverse the gradients of those after them."""
+        from attention_engine.kernels.linear.states import states
+
+        make = lambda: states(self.problem, self.program, self.tiles.states, reverse, starts, overlaps)  # noqa: E731
+        return self._kernel(("states", reverse, starts, overlaps), make)
+
+    def rows(self, role: str, decay_rows: bool, reads: tuple[Expr, ...]) -> Kernel:
+        """The output, or the gradient of q, k or v, from states."""
+        from attention_engine.kernels.linear.chunk import ROLES, chunk_rows
+
+        make = lambda: chunk_rows(  # noqa: E731
+            self.problem, self.program, ROLES[role], self.tiles.rows[role], decay_rows, reads
+        )
+        return self._kernel(("rows", role, decay_rows, reads), make, specialize=False)
+
+    def decay_gradients(self, tiles: tuple[int, int, int], reads: tuple[Expr, ...]) -> Kernel:
+        """The gradient of decay."""
+        from attention_engine.kernels.linear.decays import decay_gradients
+
+        chunk = self.tiles.states.chunk
+        make = lambda: decay_gradients(self.problem, self.program, chunk, tiles, reads)  # noqa: E731
+        return self._kernel(("decay_gradients", tiles, reads), make)
+
+
+@dataclass
+class LinearLauncher:
+    """The kernels of one program on one kind of device, for every problem that comes."""
+
+    program: LinearProgram
+    specs: Sequence[CustomSpec]
+    interpret: bool
+    device: Arch | None
+    tiles: LinearTiles | None = None
+    _kernels: dict[object, LinearKernels] = field(default_factory=dict)
+
+    def target(self, tensor: Tensor) -> Target:
+        """What the kernels must be compiled for, of the device."""
+        return "interpret" if self.interpret else self.device or detect(tensor.device)
+
+    def kernels(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor]) -> LinearKernels:
+        """The kernels for these tensors."""
+        decay_dtype = "" if decay is None else NAMES[decay.dtype]
+        dims = (v.shape[2], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        key = (*dims, q.dtype, decay_dtype, q.device, allows_tf32(), *(c.dtype for c in custom))
+        if key not in self._kernels:
+            shapes = tuple(
+                (s.name, CUSTOM_NAMES[c.dtype], tuple(s.axes) or (1,)) for s, c in zip(self.specs, custom, strict=True)
+            )
+            tf32 = q.dtype is torch.float32 and allows_tf32()
+            problem = LinearProblem(*dims, NAMES[q.dtype], decay_dtype, tf32, stride_unit(*dims[3:]), shapes)
+            target = self.target(q)
+            tiles = self.tiles or default_linear_tiles(problem, target)
+            self._kernels[key] = LinearKernels(self.program, problem, tiles, target)
+        return self._kernels[key]
+
+    def _sums(
+        self, kernels: LinearKernels, chunk: int, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor]
+    ) -> list[Tensor]:
+        if not self.program.decays:
+            return []
+        sums = v.new_empty(v.shape[0], v.shape[2], _padded(v.shape[1], chunk), dtype=torch.float32)
+        kernels.sum_decays(chunk).compiled(*_strided_decay(decay), *custom, sums)
+        return [sums]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The output, contiguous, and the last state."""
+        custom = [as_parameter(c) for c in custom]
+        kernels = self.kernels(q, k, v, decay, custom)
+        output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        first = [] if initial is None else [initial.to(torch.float32).contiguous()]
+        sums = self._sums(kernels, kernels.tiles.forward.chunk, v, decay, custom)
+        unit = kernels.problem.stride_unit
+        tensors = [x for t in (q, k, v) for x in with_strides(t, unit)]
+        kernels.forward(bool(first)).compiled(*tensors, *custom, *sums, *first, output, last)
+        return output, last
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """One token, length 1: the output and the next state."""
+        custom = [as_parameter(c) for c in custom]
+        kernels = self.kernels(q, k, v, decay, custom)
+        output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        first = [] if state is None else [state.to(torch.float32).contiguous()]
+        tensors = [x for t in (q, k, v) for x in with_strides(t, kernels.problem.stride_unit)]
+        kernels.step(bool(first)).compiled(*tensors, *_strided_decay(decay), *custom, *first, output, last)
+        return output, last
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor],
+        d_output: Tensor, d_last: Tensor | None, wanted: frozenset[str],
+    ) -> LinearGradients:  # fmt: skip
+        """Gradients of everything; wanted: which of "decay" and the custom inputs are asked for."""
+        return _Backward(
+            self, q, k, v, decay, initial, [as_parameter(c) for c in custom], d_output, d_last, wanted
+        ).run()
+
+
+def _padded(length: int, chunk: int) -> int:
+    return -(-length // chunk) * chunk
+
+
+def _strided_decay(decay: Tensor | None) -> list[int | Tensor]:
+    """decay as kernels take it: its strides, where there is one to walk by, and itself."""
+    if decay is None:
+        return []
+    return [*(s if n > 1 else 1 for n, s in zip(decay.shape, decay.stride(), strict=True)), decay]
+
+
+class _Backward:
+    """One backward pass: what its launches share."""
+
+    def __init__(
+        self, launcher: LinearLauncher, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None,
+        custom: Sequence[Tensor], d_output: Tensor, d_last: Tensor | None, wanted: frozenset[str],
+    ) -> None:  # fmt: skip
+        self.launcher, self.program, self.custom, self.wanted = launcher, launcher.program, custom, wanted
+        self.kernels = launcher.kernels(q, k, v, decay, custom)
+        self.decay, self.initial, self.d_last = decay, initial, d_last
+        self.given = {"q": q, "k": k, "v": v}
+        unit = self.kernels.problem.stride_unit
+        self.tensors = {n: with_strides(t, unit) for n, t in (*self.given.items(), ("do", d_output))}
+        chunk = self.kernels.tiles.states.chunk
+        self.chunks = -(-v.shape[1] // chunk)
+        self.batch, self.length, self.heads = v.shape[0], v.shape[1], v.shape[2]
+        self.sums = launcher._sums(self.kernels, chunk, v, decay, custom)
+        decay_reads = {r.name for r in self.program.loads("decay")}
+        self.of_decay = self.program.decays and ("decay" in wanted or bool(decay_reads & wanted))
+        self.found: dict[str, Tensor] = {}
+
+    def _names(self, *names: str) -> list[int | Tensor]:
+        return [x for n in names for x in self.tensors[n]]
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.given["v"].device)
+
+    def run(self) -> LinearGradients:
+        """Launches all, in order."""
+        problem = self.kernels.problem
+        states, _, _ = self._walk("k", "v", self.initial, None)
+        d_states, d_initial, overlap = self._walk("q", "do", self.d_last, states if self.of_decay else None)
+        dq, of_queries = self._rows("dq", states)
+        dk, of_keys = self._rows("dk", d_states)
+        dv, _ = self._rows("dv", d_states)
+        d_decay = None
+        if self.of_decay:
+            assert of_queries is not None and of_keys is not None and overlap is not None
+            tiles = (of_queries.shape[0], of_keys.shape[0], overlap.shape[-1])
+            d_decay = self._new(self.batch, self.length, problem.heads)
+            reads = self._reads("decay")
+            rows = [self._new(*of_keys.shape[1:]) for _ in reads]
+            self.kernels.decay_gradients(tiles, reads).compiled(
+                *_strided_decay(self.decay), *self.custom, of_queries, of_keys, overlap, d_decay, *rows
+            )
+            self._add(reads, rows)
+        return LinearGradients(dq, dk, dv, d_decay, d_initial if self.initial is not None else None, self.found)
+
+    def _reads(self, name: str) -> tuple[Expr, ...]:
+        return tuple(r for r in self.program.loads(name) if r.name in self.wanted)
+
+    def _walk(
+        self, left: str, right: str, first: Tensor | None, other: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(states of chunks, the state at the walk's end, overlaps with the other states)."""
+        problem, tile = self.kernels.problem, self.kernels.tiles.states
+        kept = self._new(
+            self.batch, problem.heads, self.chunks, problem.dim, problem.dim_v, dtype=self.given["v"].dtype
+        )
+        last = self._new(self.batch, problem.heads, problem.dim, problem.dim_v)
+        given = [] if first is None else [first.to(torch.float32).contiguous()]
+        others, overlap = [], []
+        if other is not None:
+            from attention_engine.kernels.linear.states import state_tiles
+
+            others = [other]
+            overlap = [self._new(self.batch, problem.heads, self.chunks, state_tiles(problem, tile))]
+        kernel = self.kernels.states(left == "q", bool(given), bool(others))
+        kernel.compiled(*self._names(left, right), *self.custom, *self.sums, *given, *others, kept, last, *overlap)
+        return kept, last, overlap[0] if overlap else None
+
+    def _rows(self, role: str, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(a gradient, what its rows add to the gradient of decays)."""
+        from attention_engine.kernels.linear.chunk import ROLES, column_tiles, parts_of
+
+        problem, tile, names = self.kernels.problem, self.kernels.tiles.rows[role], ROLES[role]
+        assert names.own is not None
+        own = self.given[names.own]
+        parts, (_, tiles) = parts_of(problem, names, tile), column_tiles(problem, names, tile)
+        result = self._new(*own.shape, dtype=own.dtype) if parts == 1 else self._new(parts, *own.shape)
+        shape = (tiles, self.batch, self.heads, self.chunks * tile.chunk)
+        local = [self._new(*shape)] if self.of_decay and role != "dv" else []
+        reads = self._reads(names.own)
+        rows = [self._new(*shape) for _ in reads]
+        inputs = self._names(*dict.fromkeys((names.rows, names.columns, names.others, names.own)))
+        self.kernels.rows(role, bool(local), reads).compiled(
+            *inputs, *self.custom, *self.sums, states, result, *local, *rows
+        )
+        self._add(reads, [r.sum(0) for r in rows])
+        result = result if parts == 1 else result.sum(0).to(own.dtype)
+        return result, local[0] if local else None
+
+    def _add(self, reads: Sequence[Expr], rows: Sequence[Tensor]) -> None:
+        """Adds what tokens contribute, (batch, heads, padded length), to the entries that they read."""
+        tensors = {s.name: c for s, c in zip(self.launcher.specs, self.custom, strict=True)}
+        device = self.given["v"].device
+        evaluate = Evaluator(token_indices(self.batch, self.heads, self.length, device), tensors, torch.float32, device)
+        for read, row in zip(reads, rows, strict=True):
+            shape = tensors[read.name].shape
+            total = self.found.get(read.name)
+            total = torch.zeros(shape, dtype=torch.float32, device=device) if total is None else total
+            self.found[read.name] = add_at(total, read, row[:, :, : self.length, None], evaluate)
