@@ -109,6 +109,7 @@ class LinearTile:
     outer: how much of the other dim a block makes. threads of a block; stages of the copy pipeline (0: none). heads:
     the most heads of a group that one block sums the gradient of. in_registers: weights go from registers into their
     product, each warp keeping whole rows; else through shared memory, for blocks with more warps than rows for them.
+    specialize: on Hopper, warps of their own copy (only where all products stand in the pipelined loop).
     """
 
     chunk: int
@@ -118,6 +119,7 @@ class LinearTile:
     stages: int
     heads: int = 1
     in_registers: bool = True
+    specialize: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch
-from attention_engine.errors import BadInput, NotYetSupported, UnknownOption
+from attention_engine.errors import BadInput, NoDevice, NotYetSupported, UnknownOption
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta
 from attention_engine.ir.expr import Type
@@ -53,6 +54,30 @@ def check_tuning(options: Mapping[str, object]) -> None:
                 f"{name}={value!r}: this version has no tuner and reads no tune files.\n"
                 "  Leave the option out: default tiles are used."
             )
+
+
+def backend_for(backend: str, device: torch.device) -> str:
+    """Which backend runs on this device; NoDevice where the one asked for can't."""
+    cuda = device.type == "cuda"
+    if backend == "auto":
+        if not cuda and device.type != "cpu":
+            raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")
+        return "tilelang" if cuda else "reference"
+    if backend == "tilelang" and not cuda:
+        raise NoDevice(
+            f"backend=\"tilelang\" needs CUDA tensors, and these are on '{device}'.\n"
+            '  On a CPU use "reference" or "interpret".'
+        )
+    if backend == "interpret" and device.type != "cpu":
+        raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
+    return backend
+
+
+def bool_choices(names: Sequence[str]) -> Iterator[dict[str, Type]]:
+    """Guesses of which custom inputs are bool, the fewest first."""
+    choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+    for bools in itertools.islice(choices, 64):
+        yield dict.fromkeys(bools, Type.BOOL)
 
 
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:

@@ -16,13 +16,13 @@ from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernel, Target
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, LinearTiles
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
 from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, as_parameter, stride_unit, with_strides
 from attention_engine.tuner.linear import default_linear_tiles
 
-SPECIALIZED = "tl.disable_warp_specialized"
+DISABLE_SPECIALIZATION = "tl.disable_warp_specialized"
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class LinearKernels:
         self.program, self.problem, self.tiles, self.target = program, problem, tiles, target
         self._made: dict[object, Kernel] = {}
 
-    def _kernel(self, key: object, trace: Callable[[], Any], specialize: bool = True) -> Kernel:
+    def _kernel(self, key: object, trace: Callable[[], Any], tile: LinearTile | None = None) -> Kernel:
         if key not in self._made:
-            configs = {} if specialize else {SPECIALIZED: True}
+            configs = {} if tile is None or tile.specialize else {DISABLE_SPECIALIZATION: True}
             self._made[key] = Kernel(trace, self.target, self.problem, configs)
         return self._made[key]
 
@@ -56,12 +56,12 @@ class LinearKernels:
 
         return self._kernel(("sum_decays", chunk), lambda: sum_decays(self.problem, self.program, chunk))
 
-    def forward(self, starts: bool) -> Kernel:
+    def forward(self, starts: bool, ends: bool) -> Kernel:
         """The output and the last state in one walk."""
         from attention_engine.kernels.linear.forward import forward
 
-        make = lambda: forward(self.problem, self.program, self.tiles.forward, starts)  # noqa: E731
-        return self._kernel(("forward", starts), make)
+        make = lambda: forward(self.problem, self.program, self.tiles.forward, starts, ends)  # noqa: E731
+        return self._kernel(("forward", starts, ends), make, self.tiles.forward)
 
     def step(self, starts: bool) -> Kernel:
         """One token."""
@@ -74,7 +74,7 @@ class LinearKernels:
         from attention_engine.kernels.linear.states import states
 
         make = lambda: states(self.problem, self.program, self.tiles.states, reverse, starts, overlaps)  # noqa: E731
-        return self._kernel(("states", reverse, starts, overlaps), make)
+        return self._kernel(("states", reverse, starts, overlaps), make, self.tiles.states)
 
     def rows(self, role: str, decay_rows: bool, reads: tuple[Expr, ...]) -> Kernel:
         """The output, or the gradient of q, k or v, from states."""
@@ -83,7 +83,7 @@ class LinearKernels:
         make = lambda: chunk_rows(  # noqa: E731
             self.problem, self.program, ROLES[role], self.tiles.rows[role], decay_rows, reads
         )
-        return self._kernel(("rows", role, decay_rows, reads), make, specialize=False)
+        return self._kernel(("rows", role, decay_rows, reads), make, self.tiles.rows[role])
 
     def decay_gradients(self, tiles: tuple[int, int, int], reads: tuple[Expr, ...]) -> Kernel:
         """The gradient of decay."""
@@ -135,18 +135,20 @@ class LinearLauncher:
         return [sums]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The output, contiguous, and the last state."""
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor],
+        ends: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The output, contiguous, and the last state (an empty tensor unless `ends`)."""
         custom = [as_parameter(c) for c in custom]
         kernels = self.kernels(q, k, v, decay, custom)
         output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if ends else (0,)
+        last = v.new_empty(shape, dtype=torch.float32)
         first = [] if initial is None else [initial.to(torch.float32).contiguous()]
         sums = self._sums(kernels, kernels.tiles.forward.chunk, v, decay, custom)
         unit = kernels.problem.stride_unit
         tensors = [x for t in (q, k, v) for x in with_strides(t, unit)]
-        kernels.forward(bool(first)).compiled(*tensors, *custom, *sums, *first, output, last)
+        kernels.forward(bool(first), ends).compiled(*tensors, *custom, *sums, *first, output, *([last] if ends else []))
         return output, last
 
     def step(

@@ -57,7 +57,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+def outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     """q, k, v were cast where the engine was called; the reference's own products keep their dtype."""
 
     @functools.wraps(run)
@@ -70,7 +70,7 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
-@_outside_autocast
+@outside_autocast
 def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
     attention = ATTENTIONS[key]
     if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
@@ -91,7 +91,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: st
     )
 
 
-@_outside_autocast
+@outside_autocast
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
     d_rows: list[Tensor], given: list[int], key: str,

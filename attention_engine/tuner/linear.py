@@ -25,13 +25,15 @@ def _same(forward: LinearTile, states: LinearTile, row: LinearTile) -> LinearTil
 def _fp32(problem: LinearProblem) -> LinearTiles:
     """Each operand stands in shared memory twice (high and low part), so tiles are small; no pipeline."""
     forward = LinearTile(32, problem.dim, 32, 128, 0)
-    return _same(forward, LinearTile(32, 64, 32, 128, 0), LinearTile(32, 32, 32, 64, 0, heads=8))
+    return _same(forward, LinearTile(32, 64, 32, 128, 0), LinearTile(32, 32, 32, 64, 0, heads=8, specialize=False))
 
 
 def _ampere(problem: LinearProblem) -> LinearTiles:
     """Chosen by what fits without spills; not timed."""
     return _same(
-        LinearTile(64, problem.dim, 32, 128, 0), LinearTile(64, 64, 64, 128, 0), LinearTile(64, 32, 64, 128, 0, heads=8)
+        LinearTile(64, problem.dim, 32, 128, 0),
+        LinearTile(64, 64, 64, 128, 0),
+        LinearTile(64, 32, 64, 128, 0, heads=8, specialize=False),
     )
 
 
@@ -39,5 +41,5 @@ def _hopper(problem: LinearProblem) -> LinearTiles:
     return _same(
         LinearTile(64, problem.dim, 64, 128, 1),
         LinearTile(64, 128, 64, 128, 2),
-        LinearTile(64, 64, 128, 128, 0, heads=8),
+        LinearTile(64, 64, 128, 128, 0, heads=8, specialize=False),
     )

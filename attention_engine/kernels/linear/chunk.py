@@ -181,6 +181,17 @@ class _Chunk:
         rows_whole = tile.in_registers
 
         @T.macro
+        def gather(
+            block: Block, index: Any, inner0: Any, column0: Any, x: SourceTile, y: SourceTile, state: Operand,
+            scores: Accumulator, result: Accumulator,
+        ) -> None:  # fmt: skip
+            load_source(x, block, inner0)
+            load_source(y, block, inner0)
+            load(state, self.state_window(block, index, inner0, column0))
+            add_product(x.operand, y.operand, scores, transpose_B=True, rows=rows_whole)
+            add_product(x.operand, state, result, transpose_B=role.transposed, rows=rows_whole)
+
+        @T.macro
         def body(buffers: Any) -> None:
             with T.Kernel(
                 self.width_tiles * sizes.chunks, own_heads * self.parts, sizes.batch, threads=tile.threads
@@ -203,7 +214,7 @@ class _Chunk:
                 index, column0 = place // self.width_tiles, (place % self.width_tiles) * width
                 if self.heads > 1:
                     T.fill(total, 0)
-                for number in T.serial(self.heads):
+                for number in loop(self.heads, tile.stages if self.inner_tiles == 1 and self.heads > 1 else 0):
                     head = shared_head * self.heads + number
                     block = Block(buffers, sizes, batch, head, index * chunk)
                     if self.decays:
@@ -211,12 +222,11 @@ class _Chunk:
                     self.find_factors(block, rows)
                     T.clear(scores.sum)
                     T.clear(result.sum)
-                    for step in loop(self.inner_tiles, tile.stages):
-                        load_source(x, block, step * inner)
-                        load_source(y, block, step * inner)
-                        load(state, self.state_window(block, index, step * inner, column0))
-                        add_product(x.operand, y.operand, scores, transpose_B=True, rows=rows_whole)
-                        add_product(x.operand, state, result, transpose_B=role.transposed, rows=rows_whole)
+                    if self.inner_tiles == 1:
+                        gather(block, index, 0, column0, x, y, state, scores, result)
+                    else:
+                        for step in loop(self.inner_tiles, tile.stages):
+                            gather(block, index, step * inner, column0, x, y, state, scores, result)
                     self.weigh_rows(result.sum, rows)
                     self.weigh_pairs(scores.sum, rows)
                     load_source(z, block, column0)
@@ -362,9 +372,8 @@ class _Rows:
     """Numbers of the chunk's tokens, and what they are summed in."""
 
     def __init__(self, chunk: int, width: int, sums: bool) -> None:
-        self.sums, self.x, self.yz, self.own = (
-            named(n, T.alloc_shared([chunk], FLOAT)) for n in ("sums_tile", "row_factors", "column_factors", "own_factors")
-        )
+        names = ("sums_tile", "row_factors", "column_factors", "own_factors")
+        self.sums, self.x, self.yz, self.own = (named(n, T.alloc_shared([chunk], FLOAT)) for n in names)
         self.local = self.as_query = self.as_key = self.shared = self.products = None
         if sums:
             self.local, self.as_query, self.as_key = (

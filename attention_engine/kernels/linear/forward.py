@@ -24,8 +24,11 @@ from attention_engine.kernels.linear.common import (
 )
 
 
-def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, starts: bool) -> Any:
-    """The PrimFunc: (q, k, v, custom..., [sums], [first], o, last). first: the initial state, where `starts`."""
+def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, starts: bool, ends: bool) -> Any:
+    """The PrimFunc: (q, k, v, custom..., [sums], [first], o, [last]).
+
+    first: the initial state, where `starts`; last: the last one, where `ends`.
+    """
     sizes = LinearSizes(problem, tile.chunk)
     chunk, dim, width = tile.chunk, padded(problem.dim), min(tile.outer, padded(problem.dim_v))
     sources = [Source(n, problem, program) for n in ("q", "k", "v")]
@@ -36,7 +39,8 @@ def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, st
     if starts:
         parameters["first"] = sizes.state()
     parameters["o"] = sizes.tensor(sizes.length, problem.heads, problem.dim_v, problem)
-    parameters["last"] = sizes.state()
+    if ends:
+        parameters["last"] = sizes.state()
 
     maths = _Maths(chunk, width, decays)
 
@@ -88,7 +92,8 @@ def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, st
                         held[i, j] *= T.exp2(sums[chunk - 1])
                 add_product(k.operand, values, state, transpose_A=True, rows=False)
                 T.copy(made, buffers["o"][batch, step * chunk : (step + 1) * chunk, head, v0 : v0 + width])
-            T.copy(held, buffers["last"][batch, head, 0:dim, v0 : v0 + width])
+            if ends:
+                T.copy(held, buffers["last"][batch, head, 0:dim, v0 : v0 + width])
 
     return build("forward", parameters, body)
 

@@ -93,12 +93,16 @@ def states(
         other = T.alloc_shared([dim, dim_v], problem.dtype)
         products = T.alloc_fragment([dim, dim_v], FLOAT)
         of_rows = T.alloc_fragment([dim], FLOAT)
+        across = T.alloc_shared([dim], FLOAT)  # from the state's layout to one that sums over rows
+        each = T.alloc_fragment([dim], FLOAT)
         whole = T.alloc_fragment([1], FLOAT)
         T.copy(buffers["other"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v], other)
         for i, j in T.Parallel(dim, dim_v):
             products[i, j] = held[i, j] * T.cast(other[i, j], FLOAT)
         T.reduce_sum(products, of_rows, dim=1)
-        T.reduce_sum(of_rows, whole, dim=0)
+        T.copy(of_rows, across)
+        T.copy(across, each)
+        T.reduce_sum(each, whole, dim=0)
         for i in T.Parallel(1):
             buffers["overlap"][batch, head, chunk, part] = whole[i] * T.exp2(sums[tile.chunk - 1])
 
