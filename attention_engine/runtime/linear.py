@@ -39,8 +39,8 @@ class LinearAttentionEngine(torch.nn.Module):
     """A linear attention, from its maths: h_t = exp(a_t) h_{t-1} + k_t^T v_t, o_t = q_t h_t for each head.
 
     qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v; the heads are v's, and those of q and of k divide them (head
-    h reads query head h // (heads / query heads)). q_mod, k_mod, v_mod, decay_mod: (x, custom) -> x, elementwise, on the
-    entries of q, k, v and decay (the log of what a token keeps of the state); None leaves them. custom_io: a CustomIO;
+    h reads query head h // (heads / query heads)). q_mod, k_mod, v_mod, decay_mod: (x, custom) -> x, elementwise, on
+    the entries of q, k, v and decay (the log of what a token keeps of the state); None leaves them. custom_io: its
     "seq_len" and "seq_len_kv" are the same here, "heads" are v's. layout, device, backend: as AttentionEngine's. Every
     gradient is the same in every run, so `deterministic` asks for what there is anyway.
 
@@ -49,9 +49,10 @@ class LinearAttentionEngine(torch.nn.Module):
 
     def __init__(
         self, qkv_meta: Sequence[Meta], q_mod: Callable[..., Any] | None = None,
-        k_mod: Callable[..., Any] | None = None, v_mod: Callable[..., Any] | None = None, decay_mod: Callable[..., Any] | None = None,
-        custom_io: CustomIO | None = None, *, layout: str = "bshd", device: Arch | None = None, backend: str = "auto",
-        tune: bool = False, tune_filename: str | None = None, tune_bwd: bool = False, deterministic: bool = False,
+        k_mod: Callable[..., Any] | None = None, v_mod: Callable[..., Any] | None = None,
+        decay_mod: Callable[..., Any] | None = None, custom_io: CustomIO | None = None, *,
+        layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
+        tune_filename: str | None = None, tune_bwd: bool = False, deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.qkv_meta = check_linear_metas(qkv_meta)

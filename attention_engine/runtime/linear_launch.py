@@ -69,12 +69,12 @@ class LinearKernels:
 
         return self._kernel(("step", starts), lambda: step(self.problem, self.program, self.tiles.step, starts))
 
-    def states(self, reverse: bool, starts: bool, overlaps: bool) -> Kernel:
+    def states(self, reverse: bool, starts: bool, overlaps: bool, initial: bool = False) -> Kernel:
         """States before chunks, or in reverse the gradients of those after them."""
         from attention_engine.kernels.linear.states import states
 
-        make = lambda: states(self.problem, self.program, self.tiles.states, reverse, starts, overlaps)  # noqa: E731
-        return self._kernel(("states", reverse, starts, overlaps), make, self.tiles.states)
+        make = lambda: states(self.problem, self.program, self.tiles.states, reverse, starts, overlaps, initial)  # noqa: E731
+        return self._kernel(("states", reverse, starts, overlaps, initial), make, self.tiles.states)
 
     def rows(self, role: str, decay_rows: bool, reads: tuple[Expr, ...]) -> Kernel:
         """The output, or the gradient of q, k or v, from states."""
@@ -250,9 +250,9 @@ class _Backward:
         if other is not None:
             from attention_engine.kernels.linear.states import state_tiles
 
-            others = [other]
+            others = [other] if self.initial is None else [other, self.initial.to(torch.float32).contiguous()]
             overlap = [self._new(self.batch, problem.heads, self.chunks, state_tiles(problem, tile))]
-        kernel = self.kernels.states(left == "q", bool(given), bool(others))
+        kernel = self.kernels.states(left == "q", bool(given), bool(others), len(others) > 1)
         kernel.compiled(*self._names(left, right), *self.custom, *self.sums, *given, *others, kept, last, *overlap)
         return kept, last, overlap[0] if overlap else None
 

@@ -37,14 +37,21 @@ def _tile_of_state(problem: LinearProblem, tile: LinearTile) -> tuple[int, int]:
 
 
 def states(
-    problem: LinearProblem, program: LinearProgram, tile: LinearTile, reverse: bool, starts: bool, overlaps: bool
+    problem: LinearProblem,
+    program: LinearProgram,
+    tile: LinearTile,
+    reverse: bool,
+    starts: bool,
+    overlaps: bool,
+    initial: bool,
 ) -> Any:
-    """The PrimFunc: (left, right, custom..., [sums], [first], [other], kept, last, [overlap]).
+    """The PrimFunc: (left, right, custom..., [sums], [first], [other], [initial], kept, last, [overlap]).
 
     left, right: k, v forward; q, do in reverse. first: the initial state (in reverse: the gradient of the last), where
     `starts`. last: the last state (in reverse: the gradient of the initial one), fp32. Where `overlaps`: other, the
     states that the forward walk kept, and overlap (batch, heads, chunks, tiles): exp(g_T) <S, dS> of each chunk and
-    tile, which is what all tokens of the chunk's decays get from states.
+    tile, which is what all tokens of the chunk's decays get from states. initial: the state that the forward walk began
+    with, unrounded, where `initial`: all that the first chunk's overlap is made of.
     """
     sizes = LinearSizes(problem, tile.chunk)
     names = ("q", "do") if reverse else ("k", "v")
@@ -59,6 +66,8 @@ def states(
         parameters["first"] = sizes.state()
     if overlaps:
         parameters["other"] = sizes.states()
+    if initial:
+        parameters["initial"] = sizes.state()
     parameters["kept"] = sizes.states()
     parameters["last"] = sizes.state()
     if overlaps:
@@ -86,6 +95,14 @@ def states(
 
         over_pairs(tile.chunk, dim_v, entry)
 
+    def state_before(buffers: Any, batch: Any, head: Any, chunk: Any, i: Any, j: Any, kept: Any) -> Any:
+        kept = T.cast(kept, FLOAT)
+        if not initial:
+            return kept
+        inside = T.And(chunk == 0, T.And(i < problem.dim, j < problem.dim_v))
+        at = (batch, head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
+        return T.if_then_else(inside, buffers["initial"][at], kept)
+
     @T.macro
     def note_overlap(
         buffers: Any, held: Any, sums: Any, batch: Any, head: Any, chunk: Any, part: Any, d0: Any, v0: Any
@@ -98,7 +115,7 @@ def states(
         whole = T.alloc_fragment([1], FLOAT)
         T.copy(buffers["other"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v], other)
         for i, j in T.Parallel(dim, dim_v):
-            products[i, j] = held[i, j] * T.cast(other[i, j], FLOAT)
+            products[i, j] = held[i, j] * state_before(buffers, batch, head, chunk, d0 + i, v0 + j, other[i, j])
         T.reduce_sum(products, of_rows, dim=1)
         T.copy(of_rows, across)
         T.copy(across, each)
