@@ -110,6 +110,7 @@ class LinearTile:
     the most heads of a group that one block sums the gradient of. in_registers: weights go from registers into their
     product, each warp keeping whole rows; else through shared memory, for blocks with more warps than rows for them.
     specialize: on Hopper, warps of their own copy (only where all products stand in the pipelined loop).
+    blocks: how many the compiler leaves registers for on each SM.
     """
 
     chunk: int
@@ -120,6 +121,7 @@ class LinearTile:
     heads: int = 1
     in_registers: bool = True
     specialize: bool = True
+    blocks: int = 1
 
 
 @dataclass(frozen=True)

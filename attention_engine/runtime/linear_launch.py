@@ -222,13 +222,13 @@ class _Backward:
         dv, _ = self._rows("dv", d_states)
         d_decay = None
         if self.of_decay:
-            assert of_queries is not None and of_keys is not None and overlap is not None
-            tiles = (of_queries.shape[0], of_keys.shape[0], overlap.shape[-1])
+            assert overlap is not None
+            tiles = (of_queries[0].shape[0], of_keys[0].shape[0], overlap.shape[-1])
             d_decay = self._new(self.batch, self.length, problem.heads)
             reads = self._reads("decay")
-            rows = [self._new(*of_keys.shape[1:]) for _ in reads]
+            rows = [self._new(*of_keys[0].shape[1:]) for _ in reads]
             self.kernels.decay_gradients(tiles, reads).compiled(
-                *_strided_decay(self.decay), *self.custom, of_queries, of_keys, overlap, d_decay, *rows
+                *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, d_decay, *rows
             )
             self._add(reads, rows)
         return LinearGradients(dq, dk, dv, d_decay, d_initial if self.initial is not None else None, self.found)
@@ -256,8 +256,8 @@ class _Backward:
         kernel.compiled(*self._names(left, right), *self.custom, *self.sums, *given, *others, kept, last, *overlap)
         return kept, last, overlap[0] if overlap else None
 
-    def _rows(self, role: str, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(a gradient, what its rows add to the gradient of decays)."""
+    def _rows(self, role: str, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(a gradient, what its rows' state and pairs add to the gradient of decays)."""
         from attention_engine.kernels.linear.chunk import ROLES, column_tiles, parts_of
 
         problem, tile, names = self.kernels.problem, self.kernels.tiles.rows[role], ROLES[role]
@@ -266,7 +266,7 @@ class _Backward:
         parts, (_, tiles) = parts_of(problem, names, tile), column_tiles(problem, names, tile)
         result = self._new(*own.shape, dtype=own.dtype) if parts == 1 else self._new(parts, *own.shape)
         shape = (tiles, self.batch, self.heads, self.chunks * tile.chunk)
-        local = [self._new(*shape)] if self.of_decay and role != "dv" else []
+        local = [self._new(*shape) for _ in range(2)] if self.of_decay and role != "dv" else []
         reads = self._reads(names.own)
         rows = [self._new(*shape) for _ in reads]
         inputs = self._names(*dict.fromkeys((names.rows, names.columns, names.others, names.own)))
@@ -275,7 +275,7 @@ class _Backward:
         )
         self._add(reads, [r.sum(0) for r in rows])
         result = result if parts == 1 else result.sum(0).to(own.dtype)
-        return result, local[0] if local else None
+        return result, local
 
     def _add(self, reads: Sequence[Expr], rows: Sequence[Tensor]) -> None:
         """Adds what tokens contribute, (batch, heads, padded length), to the entries that they read."""

@@ -126,13 +126,12 @@ def chunk_rows(
     decay_rows: bool,
     reads: tuple[Expr, ...],
 ) -> Any:
-    """The PrimFunc: (x, y, z, [own], custom..., [sums], states, result, [local], row sums...).
+    """The PrimFunc: (x, y, z, [own], custom..., [sums], states, result, [of_state, of_pairs], row sums...).
 
     x, y, z, own: the role's tensors, each once. result: like the output or the own tensor; where blocks leave parts,
-    fp32 (parts, ...). decay_rows (dq, dk): `local` (tiles, batch, heads, tokens), fp32, what each row adds to the
-    gradient of decays: for dq of its pairs (as row less as column) and of its state, for dk of its state. reads: the
-    custom inputs' reads in the own tensor's mod whose gradient is wanted; row sums (tiles, batch, heads, tokens), fp32,
-    one for each.
+    fp32 (parts, ...). decay_rows (dq, dk): of_state and of_pairs (tiles, batch, heads, tokens), fp32, what the row's
+    state and its pairs add to the gradient of decays. reads: the custom inputs' reads in the own tensor's mod whose
+    gradient is wanted; row sums (tiles, batch, heads, tokens), fp32, one for each.
     """
     return _Chunk(problem, program, role, tile, decay_rows, reads).build()
 
@@ -150,7 +149,6 @@ class _Chunk:
         self.own = Source(role.own, problem, program) if role.own else None
         self.decays = program.decays
         self.decay_rows = decay_rows and self.decays and role.transposed
-        self.pairs = self.decay_rows and role.name == "dq"
         self.reads = read_sums(program, self.own, reads) if self.own else []
         self.gradient = differentiate_mod(program, self.own.name).x if self.own and self.own.elementwise else None
         self.needs_own = self.decay_rows or bool(self.reads) or (self.gradient is not None and _reads_x(self.gradient))
@@ -170,7 +168,9 @@ class _Chunk:
         heads, dim = problem.heads_of(role.own or "v"), problem.dim_of(role.own or "v")
         shape = [sizes.batch, sizes.length, heads, dim]
         found["result"] = T.Tensor(shape, problem.dtype) if self.parts == 1 else T.Tensor([self.parts, *shape], FLOAT)
-        row_names = (["local"] if self.decay_rows else []) + [f"read_{n}" for n in range(len(self.reads))]
+        row_names = (["of_state", "of_pairs"] if self.decay_rows else []) + [
+            f"read_{n}" for n in range(len(self.reads))
+        ]
         found.update({n: T.Tensor([self.width_tiles, *sizes.rows().shape], FLOAT) for n in row_names})
         return found
 
@@ -200,6 +200,7 @@ class _Chunk:
                 shared_head,
                 batch,
             ):
+                T.annotate_min_blocks_per_sm(tile.blocks)
                 x = SourceTile(self.x, chunk, inner)
                 y = SourceTile(self.y, chunk, inner)
                 z = SourceTile(self.z, chunk, width)
@@ -207,7 +208,7 @@ class _Chunk:
                 state = Operand("state", problem, (width, inner) if role.transposed else (inner, width))
                 weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
                 scores = Accumulator("scores", problem, (chunk, chunk))
-                pairs = Accumulator("pairs", problem, (chunk, chunk)) if self.pairs else None
+                pairs = Accumulator("pairs", problem, (chunk, chunk)) if self.decay_rows else None
                 result = Accumulator("result", problem, (chunk, width))
                 rows = _Rows(chunk, width, self.needs_own)
                 total = T.alloc_fragment([chunk, width], FLOAT) if self.heads > 1 else None
@@ -233,13 +234,10 @@ class _Chunk:
                     if self.needs_own:
                         load_source(own, block, column0)
                     if self.decay_rows:
-                        self.sum_state_rows(own, result.sum, rows)
-                    if self.pairs:
+                        self.sum_state_rows(block, own, result.sum, rows, place)
                         T.clear(pairs.sum)
                         multiply(own.operand, z.operand, pairs.sum, transpose_B=True, rows=rows_whole)
-                        self.sum_pairs(pairs.sum, scores.sum, rows)
-                    if self.decay_rows:
-                        self.keep_rows(block, rows.local, buffers["local"], place)
+                        self.sum_pairs(block, pairs.sum, scores.sum, rows, place)
                     load(weights, scores.sum)
                     add_product(weights, z.operand, result, rows=rows_whole)
                     if len(self.reads) > 0:
@@ -272,18 +270,16 @@ class _Chunk:
         block.factors(rows.yz, self.y, self.z)
         if self.own is not None and not self.own.elementwise:
             block.factors(rows.own, self.own)
+        if self.decays:
+            sums, last = rows.sums, self.tile.chunk - 1
+            kept = (lambda i: sums[last] - sums[i]) if self.role.over_keys else (lambda i: sums[i])
+            block.rows(rows.weights, lambda i: rows.x[i] * T.exp2(kept(i)))
+        else:
+            rows.weights = rows.x
 
     def weigh_rows(self, result: Any, rows: _Rows) -> None:
         """result *= the row weight."""
-        last = self.tile.chunk - 1
-
-        def entry(i: Any, d: Any) -> None:
-            value = result[i, d] * rows.x[i]
-            if self.decays:
-                value = value * T.exp2(rows.sums[last] - rows.sums[i] if self.role.over_keys else rows.sums[i])
-            store(result, value, i, d)
-
-        over_pairs(self.tile.chunk, self.width, entry)
+        over_pairs(self.tile.chunk, self.width, lambda i, d: store(result, result[i, d] * rows.weights[i], i, d))
 
     def weigh_pairs(self, scores: Any, rows: _Rows) -> None:
         """scores become weights; 0 where the query comes before the key."""
@@ -302,17 +298,18 @@ class _Chunk:
         value = own.value(i, d)
         return value if own.source.elementwise else value * rows.own[i]
 
-    def sum_state_rows(self, own: SourceTile, result: Any, rows: _Rows) -> None:
-        """local = own . result, where the result is the state's part still."""
+    def sum_state_rows(self, block: Block, own: SourceTile, result: Any, rows: _Rows, place: Any) -> None:
+        """of_state = own . result, where the result is the state's part still."""
 
         def entry(i: Any, d: Any) -> None:
             store(rows.products, result[i, d] * self.own_value(own, rows, i, d), i, d)
 
         over_pairs(self.tile.chunk, self.width, entry)
-        reduce_sum(rows.products, rows.local, 1)
+        reduce_sum(rows.products, rows.added, 1)
+        self.keep_rows(block, rows.added, block.buffers["of_state"], place)
 
-    def sum_pairs(self, pairs: Any, weights: Any, rows: _Rows) -> None:
-        """local += what each pair adds to a row as its query, less what it adds as its key; pairs: products q . k."""
+    def sum_pairs(self, block: Block, pairs: Any, weights: Any, rows: _Rows, place: Any) -> None:
+        """of_pairs = what a row's pairs add, decayed product of q . k and do . v; pairs: the products of own and z."""
         by_factor = self.own is not None and not self.own.elementwise
 
         def entry(i: Any, j: Any) -> None:
@@ -320,14 +317,8 @@ class _Chunk:
             store(pairs, value * rows.own[i] if by_factor else value, i, j)
 
         over_pairs(self.tile.chunk, self.tile.chunk, entry)
-        reduce_sum(pairs, rows.as_query, 1)
-        reduce_sum(pairs, rows.as_key, 0)
-        copy(rows.as_key, rows.shared)
-
-        def join(i: Any) -> None:
-            store(rows.local, rows.local[i] + rows.as_query[i] - rows.shared[i], i)
-
-        over_rows(self.tile.chunk, join)
+        reduce_sum(pairs, rows.added, 1)
+        self.keep_rows(block, rows.added, block.buffers["of_pairs"], place)
 
     def sum_reads(self, block: Block, own: SourceTile, result: Any, rows: _Rows, place: Any) -> None:
         """The row sums of the reads' gradients."""
@@ -339,15 +330,15 @@ class _Chunk:
                     store(rows.products, value, i, d)
 
                 over_pairs(self.tile.chunk, self.width, entry)
-                reduce_sum(rows.products, rows.as_query, 1)
+                reduce_sum(rows.products, rows.added, 1)
 
             def scale(i: Any, slope: Expr = read.slope) -> None:
                 (value,) = block.splice(i)(slope)
                 inside = block.token0 + i < self.sizes.length
-                store(rows.local, T.if_then_else(inside, rows.as_query[i] * value, 0.0), i)
+                store(rows.scaled, T.if_then_else(inside, rows.added[i] * value, 0.0), i)
 
             over_rows(self.tile.chunk, scale)
-            self.keep_rows(block, rows.local, block.buffers[f"read_{number}"], place)
+            self.keep_rows(block, rows.scaled, block.buffers[f"read_{number}"], place)
 
     def keep_rows(self, block: Block, values: Any, target: Any, place: Any) -> None:
         stop = block.token0 + self.tile.chunk
@@ -372,12 +363,9 @@ class _Rows:
     """Numbers of the chunk's tokens, and what they are summed in."""
 
     def __init__(self, chunk: int, width: int, sums: bool) -> None:
-        names = ("sums_tile", "row_factors", "column_factors", "own_factors")
-        self.sums, self.x, self.yz, self.own = (named(n, T.alloc_shared([chunk], FLOAT)) for n in names)
-        self.local = self.as_query = self.as_key = self.shared = self.products = None
+        names = ("sums_tile", "row_factors", "column_factors", "own_factors", "row_weights")
+        self.sums, self.x, self.yz, self.own, self.weights = (named(n, T.alloc_shared([chunk], FLOAT)) for n in names)
+        self.added = self.scaled = self.products = None
         if sums:
-            self.local, self.as_query, self.as_key = (
-                named(n, T.alloc_fragment([chunk], FLOAT)) for n in ("local_rows", "as_query", "as_key")
-            )
-            self.shared = named("as_key_shared", T.alloc_shared([chunk], FLOAT))
+            self.added, self.scaled = (named(n, T.alloc_fragment([chunk], FLOAT)) for n in ("added", "scaled"))
             self.products = named("products", T.alloc_fragment([chunk, width], FLOAT))

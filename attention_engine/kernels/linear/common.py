@@ -7,6 +7,7 @@ at most 1. It is padded to whole chunks by tokens that keep everything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tilelang.language as T
@@ -31,6 +32,18 @@ from attention_engine.kernels.splice import Splice
 from attention_engine.passes.differentiate import ONE
 from attention_engine.passes.mods import row_factor
 from attention_engine.passes.simplify import mul
+
+
+@T.macro
+def copy(source: Any, target: Any) -> None:
+    """T.copy for plain Python, where a bare one would not be noted."""
+    T.copy(source, target)
+
+
+@T.macro
+def reduce_sum(source: Any, target: Any, dim: int) -> None:
+    """T.reduce_sum for plain Python."""
+    T.reduce_sum(source, target, dim=dim)
 
 
 def tiled(dim: int, tile: int) -> int:
@@ -138,13 +151,21 @@ class Block:
 
     def factors(self, target: Any, *sources: Source) -> None:
         """target[i] = the product of the sources' row factors at token i; past the end 0."""
-        whole = product_of(*sources)
+        self.rows(target, lambda i: self.splice(i)(product_of(*sources))[0])
+
+    def rows(self, target: Any, value: Callable[[Any], Any]) -> None:
+        """target[i] = value(i), past the end 0; target is in shared memory.
+
+        By way of registers: what goes straight from memory to shared memory, TileLang's copying warps take over, and
+        they write the next chunk's as soon as the tiles loaded beside it are read.
+        """
+        held = T.alloc_fragment([self.sizes.chunk], FLOAT)
 
         def entry(i: Any) -> None:
-            (value,) = self.splice(i)(whole)
-            store(target, T.if_then_else(self.token0 + i < self.sizes.length, value, 0.0), i)
+            store(held, T.if_then_else(self.token0 + i < self.sizes.length, value(i), 0.0), i)
 
         over_rows(self.sizes.chunk, entry)
+        copy(held, target)
 
 
 def product_of(*sources: Source) -> Expr:
@@ -201,15 +222,3 @@ def add_product(
         multiply(a, b, c.step, transpose_A=transpose_A, transpose_B=transpose_B, rows=rows)
         for i, j in T.Parallel(c.shape[0], c.shape[1]):
             c.sum[i, j] += c.step[i, j]
-
-
-@T.macro
-def copy(source: Any, target: Any) -> None:
-    """T.copy for plain Python, where a bare one would not be noted."""
-    T.copy(source, target)
-
-
-@T.macro
-def reduce_sum(source: Any, target: Any, dim: int) -> None:
-    """T.reduce_sum for plain Python."""
-    T.reduce_sum(source, target, dim=dim)

@@ -61,18 +61,20 @@ def decay_gradients(
     problem: LinearProblem, program: LinearProgram, chunk: int, tiles: tuple[int, int, int], reads: tuple[Expr, ...],
     threads: int = 128,
 ) -> Any:  # fmt: skip
-    """The PrimFunc: ([decay], custom..., of_queries, of_keys, overlap, gradient, read sums...).
+    """The PrimFunc: ([decay], custom..., dq's rows of_queries, of_query_pairs, dk's of_keys, of_key_pairs, overlap,
+    gradient, read sums...).
 
-    The gradient of the log decay of token t of a chunk: overlap + sum of of_keys before t + sum of of_queries from t
-    on, since a decay scales what the tokens before it gave to those from it on, and nothing is subtracted but pairs
-    from themselves. tiles: how many parts of_queries, of_keys and overlap come in. gradient: fp32 (batch, length,
-    heads), of decay before its mod.
+    The gradient of the log decay of token t of a chunk: overlap + sum of of_keys before t + sum from t on of of_queries
+    and of_query_pairs less of_key_pairs. A decay scales what the tokens before it gave to those from it on; nothing is
+    subtracted but pairs of the chunk from themselves. tiles: how many parts dq's rows, dk's and overlap come in.
+    gradient: fp32 (batch, length, heads), of decay before its mod.
     """
     sizes = LinearSizes(problem, chunk)
     rows = sizes.rows().shape
     parameters = {**decay_parameter(sizes, problem), **sizes.custom()}
-    parameters["of_queries"] = T.Tensor([tiles[0], *rows], FLOAT)
-    parameters["of_keys"] = T.Tensor([tiles[1], *rows], FLOAT)
+    parts = {"of_queries": tiles[0], "of_query_pairs": tiles[0], "of_keys": tiles[1], "of_key_pairs": tiles[1]}
+    for name, count in parts.items():
+        parameters[name] = T.Tensor([count, *rows], FLOAT)
     parameters["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, tiles[2]], FLOAT)
     parameters["gradient"] = T.Tensor([sizes.batch, sizes.length, problem.heads], FLOAT)
     for number in range(len(reads)):
@@ -83,8 +85,9 @@ def decay_gradients(
     def add_parts(buffers: Any, block: Block, queries: Any, keys: Any) -> None:
         def entry(i: Any) -> None:
             at = (block.batch, block.head, block.token0 + i)
-            store(queries, sum(buffers["of_queries"][(n, *at)] for n in range(tiles[0])), i)
-            store(keys, sum(buffers["of_keys"][(n, *at)] for n in range(tiles[1])), i)
+            total = {n: sum(buffers[n][(p, *at)] for p in range(c)) for n, c in parts.items()}
+            store(queries, total["of_queries"] + (total["of_query_pairs"] - total["of_key_pairs"]), i)
+            store(keys, total["of_keys"], i)
 
         over_rows(chunk, entry)
 

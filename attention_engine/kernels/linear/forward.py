@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
 from attention_engine.ir.problem import padded
-from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, over_pairs, store
+from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, named, over_pairs, store
 from attention_engine.kernels.linear.common import (
     Block,
     LinearSizes,
@@ -42,8 +42,6 @@ def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, st
     if ends:
         parameters["last"] = sizes.state()
 
-    maths = _Maths(chunk, width, decays)
-
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(tiled(problem.dim_v, width), problem.heads, sizes.batch, threads=tile.threads) as (
@@ -51,6 +49,7 @@ def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, st
             head,
             batch,
         ):
+            T.annotate_min_blocks_per_sm(tile.blocks)
             q, k = (SourceTile(s, chunk, dim) for s in sources[:2])
             v = SourceTile(sources[2], chunk, width)
             weighted = T.alloc_fragment([chunk, width], FLOAT)
@@ -61,7 +60,7 @@ def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, st
             output = Accumulator("output", problem, (chunk, width))
             state = Accumulator("state", problem, (dim, width))
             held, made = state.sum, output.sum
-            sums, of_query, of_key = (T.alloc_shared([chunk], FLOAT) for _ in range(3))
+            maths = _Maths(chunk, width, decays)
             v0 = part * width
             if starts:
                 T.copy(buffers["first"][batch, head, 0:dim, v0 : v0 + width], held)
@@ -73,23 +72,22 @@ def forward(problem: LinearProblem, program: LinearProgram, tile: LinearTile, st
                 load_source(k, block, 0)
                 load_source(v, block, v0)
                 if decays:
-                    T.copy(buffers["sums"][batch, head, step * chunk : (step + 1) * chunk], sums)
-                block.factors(of_query, sources[0])
-                block.factors(of_key, *sources[1:])
+                    T.copy(buffers["sums"][batch, head, step * chunk : (step + 1) * chunk], maths.sums)
+                maths.find_weights(block, *sources)
                 load(before, held)
                 T.clear(scores.sum)
                 add_product(q.operand, k.operand, scores, transpose_B=True, rows=tile.in_registers)
                 T.clear(made)
                 add_product(q.operand, before, output, rows=tile.in_registers)
-                maths.weigh_pairs(scores.sum, sums, of_query, of_key)
-                maths.weigh_rows(made, sums, of_query)
+                maths.weigh_pairs(scores.sum)
+                maths.weigh_rows(made)
                 load(weights, scores.sum)
                 add_product(weights, v.operand, output, rows=tile.in_registers)
-                maths.weigh_values(v, weighted, sums, of_key)
+                maths.weigh_values(v, weighted)
                 load(values, weighted)
                 if decays:
                     for i, j in T.Parallel(dim, width):
-                        held[i, j] *= T.exp2(sums[chunk - 1])
+                        held[i, j] *= T.exp2(maths.sums[chunk - 1])
                 add_product(k.operand, values, state, transpose_A=True, rows=False)
                 T.copy(made, buffers["o"][batch, step * chunk : (step + 1) * chunk, head, v0 : v0 + width])
             if ends:
@@ -103,26 +101,33 @@ class _Maths:
 
     def __init__(self, chunk: int, width: int, decays: bool) -> None:
         self.chunk, self.width, self.decays = chunk, width, decays
+        names = ("sums_tile", "of_query", "of_key", "query_weights", "value_weights")
+        self.sums, self.of_query, self.of_key, self.query_weights, self.value_weights = (
+            named(n, T.alloc_shared([chunk], FLOAT)) for n in names
+        )
 
-    def weigh_pairs(self, scores: Any, sums: Any, of_query: Any, of_key: Any) -> None:
+    def find_weights(self, block: Block, q: Source, k: Source, v: Source) -> None:
+        """The numbers of each row, computed once: its factor, and with what decay leaves of the state and for it."""
+        block.factors(self.of_query, q)
+        block.factors(self.of_key, k, v)
+        if self.decays:
+            last = self.chunk - 1
+            block.rows(self.query_weights, lambda i: self.of_query[i] * T.exp2(self.sums[i]))
+            block.rows(self.value_weights, lambda i: self.of_key[i] * T.exp2(self.sums[last] - self.sums[i]))
+        else:
+            self.query_weights, self.value_weights = self.of_query, self.of_key
+
+    def weigh_pairs(self, scores: Any) -> None:
         def entry(i: Any, j: Any) -> None:
-            value = scores[i, j] * of_query[i] * of_key[j]
+            value = scores[i, j] * self.of_query[i] * self.of_key[j]
             if self.decays:
-                value = value * T.exp2(sums[i] - sums[j])
+                value = value * T.exp2(self.sums[i] - self.sums[j])
             store(scores, T.if_then_else(i >= j, value, 0.0), i, j)
 
         over_pairs(self.chunk, self.chunk, entry)
 
-    def weigh_rows(self, output: Any, sums: Any, of_query: Any) -> None:
-        def entry(i: Any, d: Any) -> None:
-            value = output[i, d] * of_query[i]
-            store(output, value * T.exp2(sums[i]) if self.decays else value, i, d)
+    def weigh_rows(self, output: Any) -> None:
+        over_pairs(self.chunk, self.width, lambda i, d: store(output, output[i, d] * self.query_weights[i], i, d))
 
-        over_pairs(self.chunk, self.width, entry)
-
-    def weigh_values(self, v: SourceTile, weighted: Any, sums: Any, of_key: Any) -> None:
-        def entry(j: Any, d: Any) -> None:
-            value = v.value(j, d) * of_key[j]
-            store(weighted, value * T.exp2(sums[self.chunk - 1] - sums[j]) if self.decays else value, j, d)
-
-        over_pairs(self.chunk, self.width, entry)
+    def weigh_values(self, v: SourceTile, weighted: Any) -> None:
+        over_pairs(self.chunk, self.width, lambda j, d: store(weighted, v.value(j, d) * self.value_weights[j], j, d))

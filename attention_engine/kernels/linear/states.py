@@ -13,7 +13,7 @@ import tilelang.language as T
 
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
 from attention_engine.ir.problem import padded
-from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, over_pairs, over_rows, store
+from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, over_pairs, store
 from attention_engine.kernels.linear.common import (
     Block,
     LinearSizes,
@@ -77,13 +77,11 @@ def states(
         """The factor of each token's k^T v (or q^T do): what decay leaves of it, and the row factors of both mods."""
         whole = product_of(left_source, right_source)
 
-        def entry(i: Any) -> None:
+        def entry(i: Any) -> Any:
             (value,) = block.splice(i)(whole)
-            if decays:
-                value = value * T.exp2(sums[i] if reverse else sums[tile.chunk - 1] - sums[i])
-            store(weights, T.if_then_else(block.token0 + i < sizes.length, value, 0.0), i)
+            return value * T.exp2(sums[i] if reverse else sums[tile.chunk - 1] - sums[i]) if decays else value
 
-        over_rows(tile.chunk, entry)
+        block.rows(weights, entry)
 
     def weigh_right(block: Block, raw: Any, weights: Any, weighted: Any, v0: Any) -> None:
         def entry(i: Any, d: Any) -> None:
@@ -126,6 +124,7 @@ def states(
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(tiles, problem.heads, sizes.batch, threads=tile.threads) as (part, head, batch):
+            T.annotate_min_blocks_per_sm(tile.blocks)
             left = SourceTile(left_source, tile.chunk, dim)
             raw = T.alloc_shared([tile.chunk, dim_v], problem.dtype)
             weighted = T.alloc_fragment([tile.chunk, dim_v], FLOAT)
