@@ -125,6 +125,12 @@ class LinearLauncher:
             self._kernels[key] = LinearKernels(self.program, problem, tiles, target)
         return self._kernels[key]
 
+    def decay_of(self, decay: Tensor | None, v: Tensor) -> Tensor | None:
+        """The decay tensor that kernels get: where the mod alone makes decays, zeros that tell them the length."""
+        if decay is not None or not self.program.decays:
+            return decay
+        return torch.zeros(1, 1, 1, device=v.device).expand(v.shape[:3])
+
     def _sums(
         self, kernels: LinearKernels, chunk: int, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor]
     ) -> list[Tensor]:
@@ -139,7 +145,7 @@ class LinearLauncher:
         ends: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The output, contiguous, and the last state (an empty tensor unless `ends`)."""
-        custom = [as_parameter(c) for c in custom]
+        custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
         kernels = self.kernels(q, k, v, decay, custom)
         output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if ends else (0,)
@@ -155,7 +161,7 @@ class LinearLauncher:
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """One token, length 1: the output and the next state."""
-        custom = [as_parameter(c) for c in custom]
+        custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
         kernels = self.kernels(q, k, v, decay, custom)
         output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
@@ -169,9 +175,8 @@ class LinearLauncher:
         d_output: Tensor, d_last: Tensor | None, wanted: frozenset[str],
     ) -> LinearGradients:  # fmt: skip
         """Gradients of everything; wanted: which of "decay" and the custom inputs are asked for."""
-        return _Backward(
-            self, q, k, v, decay, initial, [as_parameter(c) for c in custom], d_output, d_last, wanted
-        ).run()
+        custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
+        return _Backward(self, q, k, v, decay, initial, custom, d_output, d_last, wanted).run()
 
 
 def _padded(length: int, chunk: int) -> int:
