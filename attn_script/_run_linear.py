@@ -1,4 +1,4 @@
-"""What the scripts of linear attention share: run an engine beside plain PyTorch, print the errors, on a GPU the times."""
+"""What the scripts of linear attention share: run an engine beside plain PyTorch, print errors, and times on a GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def run(
     return errors
 
 
-def _tensors(sizes: Sizes, extra: Callable[[Sizes], dict[str, Tensor]], device: str) -> tuple[dict[str, Tensor], Tensor]:
+def _tensors(
+    sizes: Sizes, extra: Callable[[Sizes], dict[str, Tensor]], device: str
+) -> tuple[dict[str, Tensor], Tensor]:
     inputs = {n: x.to(device) for n, x in {**sizes.inputs(), **extra(sizes)}.items()}
     return inputs, inputs.pop("do")
 
@@ -96,9 +98,11 @@ def _check(
 
     exact = _results(dense, {n: x.double() for n, x in inputs.items()}, do.double())
     ours, eager = _results(engine, inputs, do), _results(dense, inputs, do)
-    return {
-        name: tuple((x[name].double() - best).abs().mean().item() for x in (ours, eager)) for name, best in exact.items()
-    }
+
+    def off(found: Tensor, best: Tensor) -> float:
+        return (found.double() - best).abs().mean().item()
+
+    return {name: (off(ours[name], best), off(eager[name], best)) for name, best in exact.items()}
 
 
 def _results(function: Callable[..., Tensor], inputs: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:

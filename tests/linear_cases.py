@@ -1,4 +1,4 @@
-"""Linear attentions, each twice: as a user writes it for the package, and as plain torch; both held to tests/plain.py's rule.
+"""Linear attentions, each twice: as a user writes it for the package, and as plain torch; the rule of tests/plain.py.
 
 The CPU tests (interpreter, small and odd sizes) and the GPU tests share it.
 """
@@ -29,7 +29,7 @@ def at_heads(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """mods: as users write them. plain_mods: the same on q, k, v (b, t, h, d) and decay (b, t, h, 1) with customs spread."""
+    """mods: as users write them; on tensors (batch, length, heads, dim), with customs spread, they are plain torch."""
 
     name: str
     mods: dict[str, Callable] = field(default_factory=dict)
@@ -52,7 +52,10 @@ CASES = {
             {"q": lambda x, c: x * c["s"] + 0.1, "k": lambda x, c: x.sigmoid() * c["dt"], "v": lambda x, c: x + c["c"]},
             {"s": ("heads",), "dt": PER_TOKEN, "c": PER_TOKEN},
         ),
-        Case("scaled_keys", {"k": lambda x, c: x * c["dt"], "q": lambda x, c: x * c["s"]}, {"dt": PER_TOKEN, "s": ("heads",)}),
+        Case(
+            "scaled_keys", {"k": lambda x, c: x * c["dt"], "q": lambda x, c: x * c["s"]},
+            {"dt": PER_TOKEN, "s": ("heads",)},
+        ),
     )
 }
 
@@ -72,7 +75,7 @@ class Shape:
         return tuple(meta_tensor(self.batch, heads, self.length, dim, dtype=dtype) for heads, dim in sizes)
 
     def inputs(self, case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
-        """q, k, v, decay, the initial state, the custom inputs, and the gradients that arrive, alike on every device."""
+        """q, k, v, decay, the initial state, custom inputs, and the gradients that arrive; alike on every device."""
         make = torch.Generator().manual_seed(seed)
         b, t, h = self.batch, self.length, self.heads
         sizes = {"q": (b, t, self.q_heads, self.dim), "k": (b, t, self.k_heads, self.dim), "v": (b, t, h, self.dim_v)}
@@ -99,7 +102,6 @@ def plain_results(case: Case, form: Callable, inputs: Inputs, double: bool) -> I
 
     def run(q, k, v, initial_state, decay=None, **custom):
         spread = {n: at_heads(x) for n, x in custom.items()}
-        spread = {n: x if n in ("s", "A") and x.ndim == 4 else x for n, x in spread.items()}
         heads = v.shape[2]
         named = {"q": q, "k": k, "v": v, "decay": (q.new_zeros(v.shape[:3]) if decay is None else decay)[..., None]}
         made = {}
@@ -124,7 +126,8 @@ def engine_results(engine: LinearAttentionEngine, inputs: Inputs) -> Inputs:
 
 
 def errors(
-    case: Case, shape: Shape, dtype: torch.dtype, *, device: str = "cpu", floor: float = 0.0, draws: int = 1, **options: Any
+    case: Case, shape: Shape, dtype: torch.dtype, *, device: str = "cpu", floor: float = 0.0, draws: int = 1,
+    **options: Any,
 ) -> list[plain.Error]:
     """Outputs and all gradients by the rule; raises AssertionError with the table where one is too far off."""
     engine = engine_for(case, shape, dtype, **options)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import softmax
+from benchmarks import linear, softmax
 
 
 @pytest.mark.parametrize("mask, direction, want", [
@@ -28,3 +28,5 @@ def test_numbers_that_differ_stop_the_run():
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         softmax.main([])
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        linear.main([])

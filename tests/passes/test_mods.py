@@ -23,8 +23,9 @@ OTHERS = {
 }  # fmt: skip
 VALUES = {
     "x": torch.linspace(-2, 2, 2 * 3 * 5 * 4, dtype=torch.float64).view(2, 3, 5, 4) + 0.01,
-    "dt": torch.linspace(0.5, 1, 30, dtype=torch.float64).view(2, 3, 5), "s": torch.linspace(1, 2, 3, dtype=torch.float64),
-}  # fmt: skip
+    "dt": torch.linspace(0.5, 1, 30, dtype=torch.float64).view(2, 3, 5),
+    "s": torch.linspace(1, 2, 3, dtype=torch.float64),
+}
 
 
 def evaluate(expr, x, custom, gradient=None):
