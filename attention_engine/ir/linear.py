@@ -132,3 +132,4 @@ class LinearTiles:
     states: LinearTile
     step: LinearTile
     rows: Mapping[str, LinearTile] = field(default_factory=dict)  # by role: "output", "dq", "dk", "dv"
+    plan: str = "auto"  # of the forward pass: "walk" (one kernel), "chunks" (states, then all chunks at once), "auto"

@@ -5,7 +5,7 @@ Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads), a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,36 +126,19 @@ class LinearLauncher:
         return self._kernels[key]
 
     def decay_of(self, decay: Tensor | None, v: Tensor) -> Tensor | None:
-        """The decay tensor that kernels get: where the mod alone makes decays, zeros that tell them the length."""
-        if decay is not None or not self.program.decays:
-            return decay
-        return torch.zeros(1, 1, 1, device=v.device).expand(v.shape[:3])
-
-    def _sums(
-        self, kernels: LinearKernels, chunk: int, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor]
-    ) -> list[Tensor]:
+        """The decay tensor that kernels get; where the mod alone makes decays, zeros that tell them the length."""
+        if decay is not None:
+            return decay.float() if decay.dtype is torch.float64 else decay
         if not self.program.decays:
-            return []
-        sums = v.new_empty(v.shape[0], v.shape[2], _padded(v.shape[1], chunk), dtype=torch.float32)
-        kernels.sum_decays(chunk).compiled(*_strided_decay(decay), *custom, sums)
-        return [sums]
+            return None
+        return torch.zeros(1, 1, 1, device=v.device).expand(v.shape[:3])
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor],
         ends: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The output, contiguous, and the last state (an empty tensor unless `ends`)."""
-        custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
-        kernels = self.kernels(q, k, v, decay, custom)
-        output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if ends else (0,)
-        last = v.new_empty(shape, dtype=torch.float32)
-        first = [] if initial is None else [initial.to(torch.float32).contiguous()]
-        sums = self._sums(kernels, kernels.tiles.forward.chunk, v, decay, custom)
-        unit = kernels.problem.stride_unit
-        tensors = [x for t in (q, k, v) for x in with_strides(t, unit)]
-        kernels.forward(bool(first), ends).compiled(*tensors, *custom, *sums, *first, output, *([last] if ends else []))
-        return output, last
+        return _Forward(self, {"q": q, "k": k, "v": v}, decay, initial, custom).run(ends)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor]
@@ -175,12 +158,8 @@ class LinearLauncher:
         d_output: Tensor, d_last: Tensor | None, wanted: frozenset[str],
     ) -> LinearGradients:  # fmt: skip
         """Gradients of everything; wanted: which of "decay" and the custom inputs are asked for."""
-        custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
-        return _Backward(self, q, k, v, decay, initial, custom, d_output, d_last, wanted).run()
-
-
-def _padded(length: int, chunk: int) -> int:
-    return -(-length // chunk) * chunk
+        tensors = {"q": q, "k": k, "v": v, "do": d_output}
+        return _Backward(self, tensors, decay, initial, custom).run(d_last, wanted)
 
 
 def _strided_decay(decay: Tensor | None) -> list[int | Tensor]:
@@ -190,53 +169,42 @@ def _strided_decay(decay: Tensor | None) -> list[int | Tensor]:
     return [*(s if n > 1 else 1 for n, s in zip(decay.shape, decay.stride(), strict=True)), decay]
 
 
-class _Backward:
-    """One backward pass: what its launches share."""
+class _Pass:
+    """One pass over tensors by name ("q", "k", "v", "do"): what its launches share."""
 
     def __init__(
-        self, launcher: LinearLauncher, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None,
-        custom: Sequence[Tensor], d_output: Tensor, d_last: Tensor | None, wanted: frozenset[str],
+        self, launcher: LinearLauncher, tensors: Mapping[str, Tensor], decay: Tensor | None, initial: Tensor | None,
+        custom: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        self.launcher, self.program, self.custom, self.wanted = launcher, launcher.program, custom, wanted
-        self.kernels = launcher.kernels(q, k, v, decay, custom)
-        self.decay, self.initial, self.d_last = decay, initial, d_last
-        self.given = {"q": q, "k": k, "v": v}
-        unit = self.kernels.problem.stride_unit
-        self.tensors = {n: with_strides(t, unit) for n, t in (*self.given.items(), ("do", d_output))}
-        chunk = self.kernels.tiles.states.chunk
-        self.chunks = -(-v.shape[1] // chunk)
+        q, k, v = (tensors[n] for n in "qkv")
+        self.launcher, self.program, self.given = launcher, launcher.program, tensors
+        self.custom, self.decay, self.initial = [as_parameter(c) for c in custom], launcher.decay_of(decay, v), initial
+        self.kernels = launcher.kernels(q, k, v, self.decay, self.custom)
+        self.problem, self.tiles = self.kernels.problem, self.kernels.tiles
+        self.strided = {n: with_strides(t, self.problem.stride_unit) for n, t in tensors.items()}
         self.batch, self.length, self.heads = v.shape[0], v.shape[1], v.shape[2]
-        self.sums = launcher._sums(self.kernels, chunk, v, decay, custom)
-        decay_reads = {r.name for r in self.program.loads("decay")}
-        self.of_decay = self.program.decays and ("decay" in wanted or bool(decay_reads & wanted))
+        self.state_shape = (self.problem.dim, self.problem.dim_v)
+        self.sums: dict[int, list[Tensor]] = {}
+        self.wanted: frozenset[str] = frozenset()
+        self.of_decay = False
         self.found: dict[str, Tensor] = {}
 
     def _names(self, *names: str) -> list[int | Tensor]:
-        return [x for n in names for x in self.tensors[n]]
+        return [x for n in names for x in self.strided[n]]
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.given["v"].device)
 
-    def run(self) -> LinearGradients:
-        """Launches all, in order."""
-        problem = self.kernels.problem
-        states, _, _ = self._walk("k", "v", self.initial, None)
-        d_states, d_initial, overlap = self._walk("q", "do", self.d_last, states if self.of_decay else None)
-        dq, of_queries = self._rows("dq", states)
-        dk, of_keys = self._rows("dk", d_states)
-        dv, _ = self._rows("dv", d_states)
-        d_decay = None
-        if self.of_decay:
-            assert overlap is not None
-            tiles = (of_queries[0].shape[0], of_keys[0].shape[0], overlap.shape[-1])
-            d_decay = self._new(self.batch, self.length, problem.heads)
-            reads = self._reads("decay")
-            rows = [self._new(*of_keys[0].shape[1:]) for _ in reads]
-            self.kernels.decay_gradients(tiles, reads).compiled(
-                *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, d_decay, *rows
-            )
-            self._add(reads, rows)
-        return LinearGradients(dq, dk, dv, d_decay, d_initial if self.initial is not None else None, self.found)
+    def _decays(self, chunk: int) -> list[Tensor]:
+        """The sums of decays in chunks of this length, where there are decays."""
+        if self.program.decays and chunk not in self.sums:
+            sums = self._new(self.batch, self.heads, -(-self.length // chunk) * chunk)
+            self.kernels.sum_decays(chunk).compiled(*_strided_decay(self.decay), *self.custom, sums)
+            self.sums[chunk] = [sums]
+        return self.sums.get(chunk, [])
+
+    def _first(self, state: Tensor | None) -> list[Tensor]:
+        return [] if state is None else [state.to(torch.float32).contiguous()]
 
     def _reads(self, name: str) -> tuple[Expr, ...]:
         return tuple(r for r in self.program.loads(name) if r.name in self.wanted)
@@ -245,42 +213,38 @@ class _Backward:
         self, left: str, right: str, first: Tensor | None, other: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(states of chunks, the state at the walk's end, overlaps with the other states)."""
-        problem, tile = self.kernels.problem, self.kernels.tiles.states
-        kept = self._new(
-            self.batch, problem.heads, self.chunks, problem.dim, problem.dim_v, dtype=self.given["v"].dtype
-        )
-        last = self._new(self.batch, problem.heads, problem.dim, problem.dim_v)
-        given = [] if first is None else [first.to(torch.float32).contiguous()]
-        others, overlap = [], []
+        tile = self.tiles.states
+        chunks = -(-self.length // tile.chunk)
+        kept = self._new(self.batch, self.heads, chunks, *self.state_shape, dtype=self.given["v"].dtype)
+        last = self._new(self.batch, self.heads, *self.state_shape)
+        given, others, overlap = self._first(first), [], []
         if other is not None:
             from attention_engine.kernels.linear.states import state_tiles
 
-            others = [other] if self.initial is None else [other, self.initial.to(torch.float32).contiguous()]
-            overlap = [self._new(self.batch, problem.heads, self.chunks, state_tiles(problem, tile))]
+            others = [other, *self._first(self.initial)]
+            overlap = [self._new(self.batch, self.heads, chunks, state_tiles(self.problem, tile))]
         kernel = self.kernels.states(left == "q", bool(given), bool(others), len(others) > 1)
-        kernel.compiled(*self._names(left, right), *self.custom, *self.sums, *given, *others, kept, last, *overlap)
+        inputs = (*self._names(left, right), *self.custom, *self._decays(tile.chunk))
+        kernel.compiled(*inputs, *given, *others, kept, last, *overlap)
         return kept, last, overlap[0] if overlap else None
 
     def _rows(self, role: str, states: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(a gradient, what its rows' state and pairs add to the gradient of decays)."""
+        """(the output or a gradient, what its rows' state and pairs add to the gradient of decays)."""
         from attention_engine.kernels.linear.chunk import ROLES, column_tiles, parts_of
 
-        problem, tile, names = self.kernels.problem, self.kernels.tiles.rows[role], ROLES[role]
-        assert names.own is not None
-        own = self.given[names.own]
-        parts, (_, tiles) = parts_of(problem, names, tile), column_tiles(problem, names, tile)
+        tile, names = self.tiles.rows[role], ROLES[role]
+        own = self.given[names.own or "v"]
+        parts, (_, tiles) = parts_of(self.problem, names, tile), column_tiles(self.problem, names, tile)
         result = self._new(*own.shape, dtype=own.dtype) if parts == 1 else self._new(parts, *own.shape)
-        shape = (tiles, self.batch, self.heads, self.chunks * tile.chunk)
-        local = [self._new(*shape) for _ in range(2)] if self.of_decay and role != "dv" else []
-        reads = self._reads(names.own)
+        shape = (tiles, self.batch, self.heads, -(-self.length // tile.chunk) * tile.chunk)
+        local = [self._new(*shape) for _ in range(2)] if self.of_decay and role in ("dq", "dk") else []
+        reads = self._reads(names.own) if names.own else ()
         rows = [self._new(*shape) for _ in reads]
-        inputs = self._names(*dict.fromkeys((names.rows, names.columns, names.others, names.own)))
-        self.kernels.rows(role, bool(local), reads).compiled(
-            *inputs, *self.custom, *self.sums, states, result, *local, *rows
-        )
+        used = dict.fromkeys((names.rows, names.columns, names.others, *([names.own] if names.own else [])))
+        inputs = (*self._names(*used), *self.custom, *self._decays(tile.chunk))
+        self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
         self._add(reads, [r.sum(0) for r in rows])
-        result = result if parts == 1 else result.sum(0).to(own.dtype)
-        return result, local
+        return result if parts == 1 else result.sum(0).to(own.dtype), local
 
     def _add(self, reads: Sequence[Expr], rows: Sequence[Tensor]) -> None:
         """Adds what tokens contribute, (batch, heads, padded length), to the entries that they read."""
@@ -292,3 +256,57 @@ class _Backward:
             total = self.found.get(read.name)
             total = torch.zeros(shape, dtype=torch.float32, device=device) if total is None else total
             self.found[read.name] = add_at(total, read, row[:, :, : self.length, None], evaluate)
+
+
+class _Forward(_Pass):
+    """A forward pass: in one walk, or by states and then all chunks at once."""
+
+    def run(self, ends: bool) -> tuple[Tensor, Tensor]:
+        """The output and, where asked for, the last state."""
+        if not self.in_one_walk():
+            states, last, _ = self._walk("k", "v", self.initial, None)
+            return self._rows("output", states)[0], last if ends else self._new(0)
+        output = torch.empty(self.given["v"].shape, dtype=self.given["v"].dtype, device=self.given["v"].device)
+        last = self._new(self.batch, self.heads, *self.state_shape) if ends else self._new(0)
+        first, lasts = self._first(self.initial), [last] if ends else []
+        inputs = (*self._names("q", "k", "v"), *self.custom, *self._decays(self.tiles.forward.chunk))
+        self.kernels.forward(bool(first), ends).compiled(*inputs, *first, output, *lasts)
+        return output, last
+
+    def in_one_walk(self) -> bool:
+        """One walk moves the least memory, but has one block for each head and tile of v: are they enough for the GPU?
+
+        Where they are few and the walk long, the states' walk is shorter and all chunks then run at once.
+        """
+        plan, target = self.tiles.plan, self.kernels.target
+        if plan != "auto":
+            return plan == "walk"
+        blocks = self.batch * self.heads * -(-self.problem.dim_v // self.tiles.forward.outer)
+        short = self.length <= 8 * self.tiles.forward.chunk
+        return short or isinstance(target, str) or 2 * blocks >= target.sm_count
+
+
+class _Backward(_Pass):
+    """A backward pass: states forward, their gradients in reverse, then the chunks' own."""
+
+    def run(self, d_last: Tensor | None, wanted: frozenset[str]) -> LinearGradients:
+        """Launches all, in order."""
+        self.wanted = wanted
+        decay_reads = {r.name for r in self.program.loads("decay")}
+        self.of_decay = self.program.decays and ("decay" in wanted or bool(decay_reads & wanted))
+        states, _, _ = self._walk("k", "v", self.initial, None)
+        d_states, d_initial, overlap = self._walk("q", "do", d_last, states if self.of_decay else None)
+        dq, of_queries = self._rows("dq", states)
+        dk, of_keys = self._rows("dk", d_states)
+        dv, _ = self._rows("dv", d_states)
+        d_decay = None
+        if overlap is not None:
+            tiles = (of_queries[0].shape[0], of_keys[0].shape[0], overlap.shape[-1])
+            d_decay = self._new(self.batch, self.length, self.heads)
+            reads = self._reads("decay")
+            rows = [self._new(*of_keys[0].shape[1:]) for _ in reads]
+            self.kernels.decay_gradients(tiles, reads).compiled(
+                *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, d_decay, *rows
+            )
+            self._add(reads, rows)
+        return LinearGradients(dq, dk, dv, d_decay, d_initial if self.initial is not None else None, self.found)

@@ -37,24 +37,29 @@ def test_wide_heads_keep_the_rule(record_property):
     record_property(*worst_ratio(found, "linear plain bfloat16"))
 
 
-def by_chunk(chunk):
-    """Results of one problem, its kernels cut into chunks of this length."""
-    case, shape = CASES["mamba2"], Shape(1, 300, 1, 1, 2, 32, 32)
+def with_tiles(case, shape, change, **inputs_changed):
+    """fp32 results of one problem, its kernels' tiles changed by a function of them."""
     engine = engine_for(case, shape, FP32, backend="interpret")
-    inputs = shape.inputs(case, FP32)
-    inputs["decay"] *= 0.1  # sums of a chunk stay small, and their rounding with them
-    tensors = [inputs[n] for n in ("q", "k", "v", "decay")]
-    key = engine._check(*tensors, inputs["initial_state"], [inputs["dt"], inputs["A"]])
-    launcher = LINEAR_ATTENTIONS[key].launcher
-    tiles = launcher.kernels(*tensors, [inputs["dt"], inputs["A"]]).tiles
-    tile = LinearTile(chunk, 32, 32, 128, 0, heads=2)
-    launcher.tiles = dataclasses.replace(tiles, forward=tile, states=tile, rows=dict.fromkeys(tiles.rows, tile))
+    inputs = {**shape.inputs(case, FP32), **inputs_changed}
+    tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
+    launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
+    launcher.tiles = change(launcher.kernels(*tensors, custom).tiles)
     launcher._kernels.clear()
     try:
         return engine_results(engine, inputs)
     finally:
         launcher.tiles = None
         launcher._kernels.clear()
+
+
+def by_chunk(chunk):
+    """Results with chunks of this length. Decays are weak: sums of a chunk stay small, and their rounding with them."""
+    tile = LinearTile(chunk, 32, 32, 128, 0, heads=2)
+    return with_tiles(
+        CASES["mamba2"], Shape(1, 300, 1, 1, 2, 32, 32),
+        lambda tiles: dataclasses.replace(tiles, forward=tile, states=tile, rows=dict.fromkeys(tiles.rows, tile)),
+        decay=torch.linspace(-0.1, 0, 600).view(1, 300, 2),
+    )  # fmt: skip
 
 
 def test_chunk_lengths_agree():
@@ -65,21 +70,27 @@ def test_chunk_lengths_agree():
 
 
 def test_heads_summed_in_parts_agree():
-    case, shape = CASES["plain"], Shape(1, 40, 1, 1, 4, 32, 32)
-    inputs = shape.inputs(case, FP32)
-    results = []
-    for heads in (1, 4):
-        engine = engine_for(case, shape, FP32, backend="interpret")
-        launcher = LINEAR_ATTENTIONS[engine._check(*(inputs[n] for n in ("q", "k", "v", "decay")), None, [])].launcher
-        tiles = launcher.kernels(*(inputs[n] for n in ("q", "k", "v", "decay")), []).tiles
-        rows = {n: dataclasses.replace(t, heads=heads) for n, t in tiles.rows.items()}
-        launcher.tiles = dataclasses.replace(tiles, rows=rows)
-        launcher._kernels.clear()
-        results.append(engine_results(engine, inputs))
-        launcher.tiles = None
-        launcher._kernels.clear()
-    for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], rtol=1e-5, atol=1e-5)
+    def up_to(heads):
+        return lambda tiles: dataclasses.replace(
+            tiles, rows={n: dataclasses.replace(t, heads=heads) for n, t in tiles.rows.items()}
+        )
+
+    shape = Shape(1, 40, 1, 1, 4, 32, 32)
+    apart, together = (with_tiles(CASES["plain"], shape, up_to(heads)) for heads in (1, 4))
+    for name, value in apart.items():
+        torch.testing.assert_close(value, together[name], rtol=1e-5, atol=1e-5)
+
+
+def test_both_plans_of_the_forward_pass_agree():
+    shape = Shape(1, 100, 1, 2, 2, 40, 96)
+    walk, chunks = (
+        with_tiles(CASES["shifted"], shape, lambda tiles, plan=plan: dataclasses.replace(tiles, plan=plan),
+                   decay=torch.full((1, 100, 2), -0.1))
+        for plan in ("walk", "chunks")
+    )  # fmt: skip
+    for name in ("o", "last"):
+        torch.testing.assert_close(walk[name], chunks[name], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(walk["o"], chunks["o"])  # or one plan ran twice
 
 
 @pytest.mark.parametrize("strength", [-1e4, -200.0])
