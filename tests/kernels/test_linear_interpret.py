@@ -14,11 +14,11 @@ from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors
 from tests.plain import worst_ratio
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-GROUPS = {"own_heads": (2, 2, 2), "one_group": (1, 1, 4), "groups_differ": (1, 2, 4)}
+GROUPS = {"own_heads": (2, 2, 2), "one_group": (1, 1, 4), "groups_differ": (1, 2, 4), "few": (1, 2, 2)}
 RUNS = [  # every case, kind of groups, pair of dims and dtype; chunks of 64 (fp32: 32), so that tails and several occur
     ("plain", "own_heads", (64, 64), FP16), ("no_decay", "groups_differ", (64, 64), BF16),
     ("mamba2", "one_group", (128, 64), BF16), ("shifted", "groups_differ", (40, 96), FP16),
-    ("shifted", "groups_differ", (40, 96), FP32), ("scaled_keys", "one_group", (40, 96), FP32),
+    ("shifted", "few", (40, 96), FP32), ("scaled_keys", "few", (40, 96), FP32),
 ]  # fmt: skip
 
 
