@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
-from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
-from attention_engine.ir.program import Backward, Program
+from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.simplify import mul
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 
 Target = Arch | str  # an architecture, or "interpret"
 
@@ -28,20 +32,30 @@ class Tiles:
     backward: Tile
     queries: Tile
 
+    @property
+    def pairs(self) -> Tile:
+        """Of the kernel of pairs, which copies queries and keys alike in each step."""
+        return replace(self.queries, stages=min(self.queries.stages, 1))
+
 
 class Kernel:
-    """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called."""
+    """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called.
+
+    builder: its module and function in kernels/, "forward.forward", "linear.states.states"; given: the function's
+    arguments, which with the target are all that the kernel is made of, and so its key on disk.
+    """
 
     def __init__(
-        self, trace: Callable[[], Any], target: Target, problem: Problem | LinearProblem,
-        configs: Mapping[str, bool] | None = None,
+        self, builder: str, given: tuple[object, ...], target: Target, problem: Problem | LinearProblem,
+        configs: dict[str, bool],
     ) -> None:  # fmt: skip
-        self._trace, self.target, self.problem, self.configs = trace, target, problem, configs or {}
+        self.builder, self.given, self.target, self.problem, self.configs = builder, given, target, problem, configs
 
     @cached_property
     def prim_func(self) -> Any:
         """The TileLang function."""
-        return self._trace()
+        module, function = self.builder.rsplit(".", 1)
+        return getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)(*self.given)
 
     @cached_property
     def compiled(self) -> Any:
@@ -50,11 +64,12 @@ class Kernel:
             from attention_engine.target.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
+        from attention_engine.target.cache import KernelKey, find_or_compile
         from attention_engine.target.compile import compile_kernel
 
-        kernel = compile_kernel(
-            self.prim_func, self.target, pass_configs={**pass_configs(self.problem), **self.configs}
-        )
+        arch, configs = self.target, self.configs
+        key = KernelKey(self.builder, self.given, arch, tuple(configs.items()))
+        kernel = find_or_compile(key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
         if needed > limit:
             problem = self.problem
@@ -64,6 +79,11 @@ class Kernel:
                 '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
             )
         return kernel
+
+    @cached_property
+    def run(self) -> Callable[..., None]:
+        """`compiled` without a method call around it."""
+        return getattr(self.compiled, "run", self.compiled)
 
     def source(self, form: str) -> str:
         """The kernel as "tilelang" or, compiled, as "cuda"."""
@@ -92,6 +112,17 @@ class Maths:
     forward_schedule: ForwardSchedule
     backward_schedule: BackwardSchedule | None
 
+    def wanting(self, names: Collection[str]) -> Maths:
+        """The same with the gradients of these custom inputs alone."""
+        if self.backward is None:
+            return self
+        asked = {
+            field: tuple((read, e) for read, e in getattr(self.backward, field) if read.name in names)
+            for field in ("pair_gradients", "row_gradients")
+        }
+        backward = replace(self.backward, **asked)
+        return replace(self, backward=backward, backward_schedule=schedule_backward(self.program, backward))
+
 
 def analyse(program: Program) -> Maths:
     """Derives the backward pass and puts both directions in order."""
@@ -114,32 +145,55 @@ class Kernels:
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
         schedule = maths.backward_schedule
         self.row_sums = plan_row_sums(schedule, maths.backward) if schedule and maths.backward else None
-        pairs = schedule.pair_gradients if schedule else ()
-        self.scattered = [load for load, _ in pairs if Axis.KEY in load.axes]  # whose gradients are summed by atomics
+        axes = {name: axes for name, _, axes in problem.custom}
+        self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
         self.over_queries = deterministic or bool(
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
-        self._preprocess: dict[tuple[str, ...], Kernel] = {}
+        self._preprocess: dict[tuple[tuple[str, ...], bool], Kernel] = {}
+        self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
+        self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
-    def _kernel(self, trace: Callable[[], Any]) -> Kernel:
-        return Kernel(trace, self.target, self.problem)
+    def _kernel(self, builder: str, *given: object) -> Kernel:
+        return Kernel(builder, (self.problem, *given), self.target, self.problem, pass_configs(self.problem))
+
+    @cached_property
+    def tile_plan(self) -> TilePlan:
+        """What the mask asks of the kernels' loops."""
+        return plan_tiles(self.maths.program.mask)
+
+    def tile_map(self, tile: Tile, over_keys: bool) -> Kernel:
+        """The lists of tiles that blocks with this tile walk over, where the mask's bounds don't say it all."""
+        mask, key = self.maths.program.mask, (tile.q, tile.kv, over_keys)
+        assert mask is not None
+        if key not in self._tile_maps:
+            self._tile_maps[key] = self._kernel("tile_map.tile_map", mask, tile, over_keys)
+        return self._tile_maps[key]
 
     @cached_property
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
-        from attention_engine.kernels.forward import forward
+        return self._kernel("forward.forward", self.maths.forward_schedule, self.tiles.forward)
 
-        return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, self.tiles.forward))
+    def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
+        """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
 
-    def preprocess(self, finals: tuple[str, ...]) -> Kernel:
-        """Row values for the backward pass, where gradients arrive at these returned rows."""
-        from attention_engine.kernels.rows import preprocess
+        delta_given: from a delta that `exact_delta` made; the sums are zero by then.
+        """
+        key = finals, delta_given
+        if key not in self._preprocess:
+            tile = None if self.over_queries or delta_given else self.tiles.backward
+            self._preprocess[key] = self._kernel("rows.preprocess", self._backward, finals, tile, delta_given)
+        return self._preprocess[key]
 
-        if finals not in self._preprocess:
-            tile = None if self.over_queries else self.tiles.backward
-            self._preprocess[finals] = self._kernel(lambda: preprocess(self.problem, self._backward, finals, tile))
-        return self._preprocess[finals]
+    @cached_property
+    def exact_delta(self) -> Kernel:
+        """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
+        sums, with_dq = (mul(WEIGHT, WEIGHT_GRADIENT),), False
+        return self._kernel(
+            "backward_queries.backward_queries", self._schedule, self._backward, sums, self.tiles.queries, with_dq
+        )
 
     @property
     def _backward(self) -> Backward:
@@ -160,26 +214,36 @@ class Kernels:
     @cached_property
     def backward(self) -> Kernel:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
-        from attention_engine.kernels.backward import backward
-
         return self._kernel(
-            lambda: backward(
-                self.problem, self._schedule, self._backward, self.tiles.backward, self.vectors, not self.over_queries
-            )
-        )
+            "backward.backward", self._schedule, self._backward, self.tiles.backward, self.vectors,
+            not self.over_queries, self.custom_sums,
+        )  # fmt: skip
+
+    def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
+        """The gradient of a read that differs from pair to pair, as tiles of pairs."""
+        if (read, dtype) not in self._pairs:
+            given = (self._schedule, self._backward, read, expr, self.tiles.pairs, dtype)
+            self._pairs[read, dtype] = self._kernel("backward_pairs.backward_pairs", *given)
+        return self._pairs[read, dtype]
 
     @cached_property
     def backward_queries(self) -> Kernel:
         """dQ, and what rows add to gradients of custom inputs."""
-        from attention_engine.kernels.backward_queries import backward_queries
-
         return self._kernel(
-            lambda: backward_queries(self.problem, self._schedule, self._backward, self._sums, self.tiles.queries)
+            "backward_queries.backward_queries", self._schedule, self._backward, self._sums, self.tiles.queries
         )
 
     @cached_property
     def postprocess(self) -> Kernel:
         """dQ from its sums."""
-        from attention_engine.kernels.rows import postprocess
+        return self._kernel("rows.postprocess", self.tiles.backward, self._schedule.scale, self.vectors)
 
-        return self._kernel(lambda: postprocess(self.problem, self.tiles.backward, self._schedule.scale, self.vectors))
+    def of_backward(self) -> dict[str, Kernel]:
+        """What a backward pass launches, in order, where no gradient arrives at returned rows."""
+        exact = self._backward.exact_delta
+        return {
+            "preprocess": self.preprocess(()),
+            **({"exact_delta": self.exact_delta, "preprocess_again": self.preprocess((), True)} if exact else {}),
+            "backward": self.backward,
+            **({"queries": self.backward_queries} if self.over_queries else {"postprocess": self.postprocess}),
+        }

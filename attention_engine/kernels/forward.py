@@ -21,10 +21,7 @@ from attention_engine.kernels.common import (
     assign,
     block_values,
     build,
-    either,
     fill,
-    is_partial,
-    kv_range,
     load,
     loop,
     multiply,
@@ -36,8 +33,10 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.kernels.staged import StagedReads, copy_staged
+from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
+from attention_engine.passes.tile_plan import plan_tiles
 
 REDUCE = {("sum", False): T.reduce_sum, ("sum", True): T.reduce_abssum, ("max", False): T.reduce_max,
           ("max", True): T.reduce_absmax, ("min", False): T.reduce_min}  # fmt: skip
@@ -58,14 +57,28 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
     return list(found)
 
 
+def _of_pairs(schedule: ForwardSchedule) -> list[Expr]:
+    """The expressions that are computed for each pair."""
+    found = [schedule.score]
+    for step in schedule.steps:
+        match step:
+            case ReduceStep():
+                found += [] if step.source is None else [step.source]
+            case TileStep():
+                found.append(step.value)
+            case RowStep():
+                pass
+    return found
+
+
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
-    """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
+    """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
     sizes = Sizes()
-    parameters = sizes.inputs(problem)
+    plan = plan_tiles(schedule.mask)
+    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
     parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
     parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    plan = analyse_mask(schedule.mask)
     temporaries = any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
 
     @T.macro
@@ -88,22 +101,24 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             q0 = block * tile.q
             kv_head = head // problem.group
             place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
-            maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes)
+            staged = StagedReads(_of_pairs(schedule), problem, tile)
+            maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
             for variable, value in schedule.initial:
                 T.fill(rows[variable], value)
-            first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
-            for step in loop(stop - first, tile.stages):
-                kv0 = (first + step) * tile.kv
+            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            for step in loop(walk.count, tile.stages):
+                kv_tile = walk.tile(step)
+                kv0 = kv_tile * tile.kv
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.score(kv0)
                 if schedule.fill is not None:
-                    partial = either(
-                        is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), kv0 + tile.kv > sizes.kv
-                    )
+                    partial = either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv)
                     where_partial(partial, bind(maths.mask, kv0))
                 maths.weigh(kv0)
                 load(weights, scores)
@@ -126,8 +141,9 @@ class _Maths:
 
     def __init__(
         self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], scores: Any, other: Any,
-        q0: Any, sizes: Sizes,
+        q0: Any, sizes: Sizes, staged: StagedReads,
     ) -> None:  # fmt: skip
+        self.staged = staged
         self.schedule, self.tile, self.place, self.rows = schedule, tile, place, rows
         self.scores, self.other, self.q0, self.sizes = scores, other, q0, sizes
 
@@ -145,7 +161,7 @@ class _Maths:
         """target = expr for each pair, with the tile's entry as `held`."""
 
         def entry(i: Any, j: Any) -> None:
-            values = {**self._row(i), held: self.scores[i, j]}
+            values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
             if self.schedule.fill is None:
                 values[KEEP] = self._keep(i, j, kv0)
             assign([(target, expr)], self.place.splice(self.q0 + i, kv0 + j, values), i, j)

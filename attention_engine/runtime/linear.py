@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ class LinearAttentionEngine(torch.nn.Module):
         self.qkv_meta = check_linear_metas(qkv_meta)
         self.custom_io = custom_io if custom_io is not None else CustomIO()
         check_options(backend, layout, None, device, (1, 1))
-        check_tuning({"tune": tune, "tune_filename": tune_filename, "tune_bwd": tune_bwd})
+        check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_filename=tune_filename)
+        if tune or tune_bwd or (tune_filename is not None and Path(tune_filename).exists()):
+            raise NotYetSupported(
+                "this version tunes no linear attention and reads no tune files for it.\n"
+                "  Leave tune, tune_bwd and tune_filename out: default tiles are used."
+            )
         check_type("custom_io", self.custom_io, CustomIO)
         self.mods = {"q": q_mod, "k": k_mod, "v": v_mod, "decay": decay_mod}
         self.layout, self.device, self.deterministic = layout, device, deterministic

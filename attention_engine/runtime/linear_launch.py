@@ -5,21 +5,21 @@ Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads), a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernel, Target
+from attention_engine.compiler import Kernel, Target, pass_configs
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, LinearTiles
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
-from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, as_parameter, stride_unit, with_strides
+from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, as_parameter, stride_unit
+from attention_engine.runtime.plans import with_strides
 from attention_engine.tuner.linear import default_linear_tiles
 
 DISABLE_SPECIALIZATION = "tl.disable_warp_specialized"
@@ -44,54 +44,42 @@ class LinearKernels:
         self.program, self.problem, self.tiles, self.target = program, problem, tiles, target
         self._made: dict[object, Kernel] = {}
 
-    def _kernel(self, key: object, trace: Callable[[], Any], tile: LinearTile | None = None) -> Kernel:
+    def _kernel(self, builder: str, *given: object, tile: LinearTile | None = None) -> Kernel:
+        key = (builder, *given)
         if key not in self._made:
-            configs = {} if tile is None or tile.specialize else {DISABLE_SPECIALIZATION: True}
-            self._made[key] = Kernel(trace, self.target, self.problem, configs)
+            configs = pass_configs(self.problem)
+            if tile is not None and not tile.specialize:
+                configs = {**configs, DISABLE_SPECIALIZATION: True}
+            given = (self.problem, self.program, *given)
+            self._made[key] = Kernel(f"linear.{builder}", given, self.target, self.problem, configs)
         return self._made[key]
 
     def sum_decays(self, chunk: int) -> Kernel:
         """Decays summed within chunks."""
-        from attention_engine.kernels.linear.decays import sum_decays
-
-        return self._kernel(("sum_decays", chunk), lambda: sum_decays(self.problem, self.program, chunk))
+        return self._kernel("decays.sum_decays", chunk)
 
     def forward(self, starts: bool, ends: bool) -> Kernel:
         """The output and the last state in one walk."""
-        from attention_engine.kernels.linear.forward import forward
-
-        make = lambda: forward(self.problem, self.program, self.tiles.forward, starts, ends)  # noqa: E731
-        return self._kernel(("forward", starts, ends), make, self.tiles.forward)
+        tile = self.tiles.forward
+        return self._kernel("forward.forward", tile, starts, ends, tile=tile)
 
     def step(self, starts: bool) -> Kernel:
         """One token."""
-        from attention_engine.kernels.linear.step import step
-
-        return self._kernel(("step", starts), lambda: step(self.problem, self.program, self.tiles.step, starts))
+        return self._kernel("step.step", self.tiles.step, starts)
 
     def states(self, reverse: bool, starts: bool, overlaps: bool, initial: bool = False) -> Kernel:
         """States before chunks, or in reverse the gradients of those after them."""
-        from attention_engine.kernels.linear.states import states
-
-        make = lambda: states(self.problem, self.program, self.tiles.states, reverse, starts, overlaps, initial)  # noqa: E731
-        return self._kernel(("states", reverse, starts, overlaps, initial), make, self.tiles.states)
+        tile = self.tiles.states
+        return self._kernel("states.states", tile, reverse, starts, overlaps, initial, tile=tile)
 
     def rows(self, role: str, decay_rows: bool, reads: tuple[Expr, ...]) -> Kernel:
         """The output, or the gradient of q, k or v, from states."""
-        from attention_engine.kernels.linear.chunk import ROLES, chunk_rows
-
-        make = lambda: chunk_rows(  # noqa: E731
-            self.problem, self.program, ROLES[role], self.tiles.rows[role], decay_rows, reads
-        )
-        return self._kernel(("rows", role, decay_rows, reads), make, self.tiles.rows[role])
+        tile = self.tiles.rows[role]
+        return self._kernel("chunk.chunk_rows", role, tile, decay_rows, reads, tile=tile)
 
     def decay_gradients(self, tiles: tuple[int, int, int], reads: tuple[Expr, ...]) -> Kernel:
         """The gradient of decay."""
-        from attention_engine.kernels.linear.decays import decay_gradients
-
-        chunk = self.tiles.states.chunk
-        make = lambda: decay_gradients(self.problem, self.program, chunk, tiles, reads)  # noqa: E731
-        return self._kernel(("decay_gradients", tiles, reads), make)
+        return self._kernel("decays.decay_gradients", self.tiles.states.chunk, tiles, reads)
 
 
 @dataclass

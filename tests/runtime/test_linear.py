@@ -216,7 +216,8 @@ def test_kernels_take_the_dtype_they_were_built_for():
     [
         (UnknownOption, "backend is 'cuda'", {"backend": "cuda"}),
         (UnknownOption, "layout is 'sbhd'", {"layout": "sbhd"}),
-        (UnknownOption, "device is 'H100'", {"device": "H100"}), (NotYetSupported, "tune=True", {"tune": True}),
+        (UnknownOption, "device is 'H100'", {"device": "H100"}),
+        (NotYetSupported, "tunes no linear attention", {"tune": True}),
         (UnknownOption, "custom_io is {}", {"custom_io": {}}),
     ],
 )  # fmt: skip

@@ -119,13 +119,9 @@ def column_tiles(problem: LinearProblem, role: Role, tile: LinearTile) -> tuple[
 
 
 def chunk_rows(
-    problem: LinearProblem,
-    program: LinearProgram,
-    role: Role,
-    tile: LinearTile,
-    decay_rows: bool,
+    problem: LinearProblem, program: LinearProgram, role: str, tile: LinearTile, decay_rows: bool,
     reads: tuple[Expr, ...],
-) -> Any:
+) -> Any:  # fmt: skip
     """The PrimFunc: (x, y, z, [own], custom..., [sums], states, result, [of_state, of_pairs], row sums...).
 
     x, y, z, own: the role's tensors, each once. result: like the output or the own tensor; where blocks leave parts,
@@ -133,7 +129,7 @@ def chunk_rows(
     state and its pairs add to the gradient of decays. reads: the custom inputs' reads in the own tensor's mod whose
     gradient is wanted; row sums (tiles, batch, heads, tokens), fp32, one for each.
     """
-    return _Chunk(problem, program, role, tile, decay_rows, reads).build()
+    return _Chunk(problem, program, ROLES[role], tile, decay_rows, reads).build()
 
 
 class _Chunk:
