@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attention_engine.frontend.meta import meta_tensor
     from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
     from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, where
+    from attention_engine.runtime.linear import LinearAttentionEngine
     from attention_engine.runtime.masks import create_block_mask, create_mask, document_ids
     from attention_engine.runtime.module import AttentionEngine
 
@@ -23,6 +24,7 @@ _WHERE = {
     "AttentionEngine": "runtime.module",
     "AttentionEngineError": "errors",
     "CustomIO": "frontend.custom_io",
+    "LinearAttentionEngine": "runtime.linear",
     "OnlineFunc": "frontend.online_func",
     "SymbolScalar": "frontend.online_func",
     "SymbolicArray": "frontend.symbols",
@@ -34,9 +36,9 @@ _WHERE = {
     "meta_tensor": "frontend.meta",
     "where": "frontend.symbols",
 }
-__all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "OnlineFunc", "SymbolScalar", "SymbolicArray",
-           "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask", "document_ids", "library",
-           "meta_tensor", "where"]  # fmt: skip
+__all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "LinearAttentionEngine", "OnlineFunc",
+           "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask",
+           "document_ids", "library", "meta_tensor", "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
 from attention_engine.ir.expr import Expr
+from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
@@ -40,19 +41,20 @@ class Tiles:
 class Kernel:
     """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called.
 
-    builder: its module and function in kernels/, "forward.forward"; given: the function's arguments, which with the
-    target are all that the kernel is made of, and so its key on disk.
+    builder: its module and function in kernels/, "forward.forward", "linear.states.states"; given: the function's
+    arguments, which with the target are all that the kernel is made of, and so its key on disk.
     """
 
     def __init__(
-        self, builder: str, given: tuple[object, ...], target: Target, problem: Problem, configs: dict[str, bool]
-    ) -> None:
+        self, builder: str, given: tuple[object, ...], target: Target, problem: Problem | LinearProblem,
+        configs: dict[str, bool],
+    ) -> None:  # fmt: skip
         self.builder, self.given, self.target, self.problem, self.configs = builder, given, target, problem, configs
 
     @cached_property
     def prim_func(self) -> Any:
         """The TileLang function."""
-        module, function = self.builder.split(".")
+        module, function = self.builder.rsplit(".", 1)
         return getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)(*self.given)
 
     @cached_property
@@ -90,7 +92,7 @@ class Kernel:
         return str(self.compiled.source("cuda"))
 
 
-def pass_configs(problem: Problem) -> dict[str, bool]:
+def pass_configs(problem: Problem | LinearProblem) -> dict[str, bool]:
     """What TileLang is told: 16-bit problems may approximate (exp2, tanh ...), fp32 ones may not.
 
     tf32 products on wgmma want operands that fp32 tiles don't have in both orders; mma takes them all.

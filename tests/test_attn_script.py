@@ -50,3 +50,23 @@ def test_the_encoder_in_fp16_on_a_gpu():
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("attn_script/[!_]*.py")), ids=lambda p: p.name)
 def test_script_is_short(path):
     assert len(path.read_text().splitlines()) < 80
+
+
+LINEAR_SCRIPTS = ["retention_linear", "simple_gla", "mamba2", "mamba2_ngroup1"]
+
+
+@pytest.mark.parametrize("name", LINEAR_SCRIPTS)
+def test_linear_script_is_as_near_to_float64_as_eager_pytorch(name, capsys):
+    errors = importlib.import_module(name).main(["--device", "cpu"])
+    assert len(errors) >= 5 and {"o", "dq", "dk", "dv"} <= errors.keys()
+    for which, (ours, eager) in errors.items():
+        assert 0 < ours <= 1.1 * eager, (which, ours, eager)
+    assert ("1 of k" if name == "mamba2_ngroup1" else "4 of k") in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LINEAR_SCRIPTS)
+def test_linear_script_runs_on_a_gpu(name, capsys):
+    for which, (ours, eager) in importlib.import_module(name).main([]).items():
+        assert 0 < ours <= 1.1 * eager, (which, ours, eager)
+    assert "ours: forward" in capsys.readouterr().out

@@ -71,3 +71,24 @@ def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
             f"Choose key heads that divide {q.heads}: {divisors}."
         )
     return q, k, v
+
+
+def check_linear_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
+    """q, k and v of a linear attention: v's heads are the heads, and those of q and of k divide them."""
+    if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
+        raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
+    q, k, v = metas
+    if q.dim != k.dim:
+        raise BadMeta(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: o = q h, h += k^T v.")
+    if len({m.length for m in metas if isinstance(m.length, int)}) > 1:
+        raise BadMeta(f"q, k and v have lengths {q.length}, {k.length} and {v.length}. They must be equal.")
+    if len({m.dtype_name for m in metas}) != 1:
+        raise BadMeta(f"q, k and v are {q.dtype_name}, {k.dtype_name} and {v.dtype_name}. Give one dtype.")
+    for name, meta in (("query", q), ("key", k)):
+        if v.heads % meta.heads:
+            divisors = ", ".join(str(n) for n in range(1, v.heads + 1) if v.heads % n == 0)
+            raise HeadsDoNotGroup(
+                f"{v.heads} value heads cannot share {meta.heads} {name} heads evenly. "
+                f"Choose {name} heads that divide {v.heads}: {divisors}."
+            )
+    return q, k, v

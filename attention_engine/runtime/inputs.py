@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from attention_engine.errors import (
     DevicesDiffer,
     DtypesDiffer,
     LengthsDiffer,
+    NoDevice,
     NotATensor,
     NotFloating,
     UnknownOption,
@@ -63,6 +65,32 @@ def check_tuning(backend: str, **options: object) -> None:
             raise UnknownOption(f"{name} is {value!r}. Give {way_out}.")
         if value is True and backend == "reference":
             raise UnknownOption(f'{name}=True with backend="reference", which has no tiles. Leave one of them out.')
+
+
+def backend_for(backend: str, device: torch.device) -> str:
+    """Which backend runs on this device; NoDevice where the one asked for can't."""
+    cuda = device.type == "cuda"
+    if device.type == "meta":  # shapes alone
+        return "reference" if backend == "auto" else backend
+    if backend == "auto":
+        if not cuda and device.type != "cpu":
+            raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")
+        return "tilelang" if cuda else "reference"
+    if backend == "tilelang" and not cuda:
+        raise NoDevice(
+            f"backend=\"tilelang\" needs CUDA tensors, and these are on '{device}'.\n"
+            '  On a CPU use "reference" or "interpret".'
+        )
+    if backend == "interpret" and device.type != "cpu":
+        raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
+    return backend
+
+
+def bool_choices(names: Sequence[str]) -> Iterator[dict[str, Type]]:
+    """Guesses of which custom inputs are bool, the fewest first."""
+    choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+    for bools in itertools.islice(choices, 64):
+        yield dict.fromkeys(bools, Type.BOOL)
 
 
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:

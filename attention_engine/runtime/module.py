@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +34,8 @@ from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import (
     BLOCKS,
+    backend_for,
+    bool_choices,
     check_blocks,
     check_custom,
     check_options,
@@ -122,11 +123,8 @@ class AttentionEngine(torch.nn.Module):
 
     def _guess_types(self) -> dict[str, Type]:
         """Which custom inputs are bool: as few as let the maths be traced. A call's tensors say what they are."""
-        names = list(self.custom_io.specs)
         first: AttentionEngineError | None = None
-        choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-        for bools in itertools.islice(choices, 64):
-            types = dict.fromkeys(bools, Type.BOOL)
+        for types in bool_choices(list(self.custom_io.specs)):
             try:
                 self._trace(types, None)
             except (UnsupportedOperation, WrongResult) as error:  # a number where a condition belongs, or the reverse
@@ -167,21 +165,7 @@ class AttentionEngine(torch.nn.Module):
 
     def _backend_for(self, device: torch.device) -> str:
         """Which backend runs on this device; NoDevice where the one asked for can't."""
-        cuda = device.type == "cuda"
-        if device.type == "meta":  # shapes alone
-            return "reference" if self.backend == "auto" else self.backend
-        if self.backend == "auto":
-            if not cuda and device.type != "cpu":
-                raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")
-            return "tilelang" if cuda else "reference"
-        if self.backend == "tilelang" and not cuda:
-            raise NoDevice(
-                f"backend=\"tilelang\" needs CUDA tensors, and these are on '{device}'.\n"
-                '  On a CPU use "reference" or "interpret".'
-            )
-        if self.backend == "interpret" and device.type != "cpu":
-            raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
-        return self.backend
+        return backend_for(self.backend, device)
 
     def _key(self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None) -> str:
         """The key of the attention that runs these calls; registered when first needed."""

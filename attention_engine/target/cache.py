@@ -66,7 +66,7 @@ def sources_digest() -> str:
     digest = hashlib.blake2b(digest_size=10)
     for maker in MAKERS:
         path = package / maker
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

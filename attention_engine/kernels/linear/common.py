@@ -1,0 +1,224 @@
+"""What the kernels of linear attention share: tensors by name, mods on the way in, decays and factors of rows.
+
+Tokens are cut into chunks. `sums` holds, for each (batch, head, token), the sum of log2 decays from the chunk's first
+token to this one; only differences of it are exponentiated, later less earlier, so nothing overflows where decays are
+at most 1. It is padded to whole chunks by tokens that keep everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, X
+from attention_engine.ir.program import Q_IDX, B, H
+from attention_engine.kernels.common import (
+    FLOAT,
+    Accumulator,
+    Operand,
+    Sizes,
+    load,
+    multiply,
+    named,
+    over_pairs,
+    over_rows,
+    reader,
+    store,
+)
+from attention_engine.kernels.splice import Splice
+from attention_engine.passes.differentiate import ONE
+from attention_engine.passes.mods import row_factor
+from attention_engine.passes.simplify import mul
+
+
+@T.macro
+def copy(source: Any, target: Any) -> None:
+    """T.copy for plain Python, where a bare one would not be noted."""
+    T.copy(source, target)
+
+
+@T.macro
+def reduce_sum(source: Any, target: Any, dim: int) -> None:
+    """T.reduce_sum for plain Python."""
+    T.reduce_sum(source, target, dim=dim)
+
+
+def tiled(dim: int, tile: int) -> int:
+    """How many tiles a dim is cut into."""
+    return -(-dim // tile)
+
+
+class LinearSizes(Sizes):
+    """The run-time sizes of a linear attention: one length for all, cut into chunks."""
+
+    def __init__(self, problem: LinearProblem, chunk: int) -> None:
+        self.problem, self.chunk = problem, chunk
+        self.batch, self.length = T.dynamic("batch"), T.dynamic("length")
+        self.q = self.kv = self.length
+
+    @property
+    def chunks(self) -> Any:
+        return T.ceildiv(self.length, self.chunk)
+
+    def inputs(self, *names: str) -> dict[str, Any]:  # type: ignore[override]
+        """The parameters of these tensors (of "q", "k", "v", "do"), with their strides, and the custom inputs."""
+        problem = self.problem
+        found: dict[str, Any] = {}
+        for name in names:
+            found.update(self.strided(name, self.length, problem.heads_of(name), problem.dim_of(name), problem))
+        return found
+
+    def custom(self) -> dict[str, Any]:
+        """The parameters of the custom inputs."""
+        lengths = {"batch": self.batch, "heads": self.problem.heads, "seq_len": self.length, "seq_len_kv": self.length}
+        shapes = {n: [lengths.get(a, a) for a in axes] for n, _, axes in self.problem.custom}
+        return {f"custom_{n}": T.Tensor(shapes[n] or [1], dtype) for n, dtype, _ in self.problem.custom}
+
+    def rows(self) -> Any:
+        """A parameter with one fp32 number for each (batch, head, token), padded to whole chunks."""
+        return T.Tensor([self.batch, self.problem.heads, self.chunks * self.chunk], FLOAT)
+
+    def states(self) -> Any:
+        """A parameter with a state before (or after) each chunk, in the tensors' dtype."""
+        problem = self.problem
+        return T.Tensor([self.batch, problem.heads, self.chunks, problem.dim, problem.dim_v], problem.dtype)
+
+    def state(self) -> Any:
+        """A parameter with one fp32 state a head."""
+        return T.Tensor([self.batch, self.problem.heads, self.problem.dim, self.problem.dim_v], FLOAT)
+
+
+class Source:
+    """One of q, k, v, do as a kernel loads it: its tiles, its mod, and the factor of a row where that is all there is.
+
+    A mod that is a factor of the row is left to the weights; any other is computed where the tile is loaded.
+    """
+
+    def __init__(self, name: str, problem: LinearProblem, program: LinearProgram) -> None:
+        self.name, self.problem = name, problem
+        self.dim = problem.dim_of(name)
+        self.heads = problem.heads_of(name)
+        self.mod = X if name == "do" else program.mod(name)
+        self.factor = row_factor(self.mod)
+        self.elementwise = self.factor is None
+
+    def head_of(self, head: Any) -> Any:
+        """The tensor's head that a value head reads."""
+        group = self.problem.heads // self.heads
+        return head if group == 1 else head // group
+
+
+class Block:
+    """Where a kernel's block is: batch, value head, first token of its chunk; and what it reads there."""
+
+    def __init__(self, buffers: Any, sizes: LinearSizes, batch: Any, head: Any, token0: Any) -> None:
+        self.buffers, self.sizes, self.batch, self.head, self.token0 = buffers, sizes, batch, head, token0
+
+    def splice(self, i: Any, x: Any = None, gradient: Any = None) -> Splice:
+        """Splices at token i of the chunk."""
+        values = {B: self.batch, H: self.head, Q_IDX: self.token0 + i}
+        if x is not None:
+            values[X] = x
+        if gradient is not None:
+            values[GRADIENT] = gradient
+        return Splice(values, reader(self.buffers))
+
+    def window(self, source: Source, column0: Any, columns: int) -> Any:
+        """The chunk's tile of a tensor; what lies outside it reads as 0."""
+        rows = self.sizes.chunk
+        buffer = self.buffers[source.name]
+        return buffer[
+            self.batch, self.token0 : self.token0 + rows, source.head_of(self.head), column0 : column0 + columns
+        ]
+
+    def inside(self, source: Source, i: Any, column: Any, columns: int) -> Any:
+        """Does entry (i, column) of a tile exist? Where it doesn't, no mod may make something of its 0."""
+        within = self.token0 + i < self.sizes.length
+        return within if source.dim % columns == 0 else T.And(within, column < source.dim)
+
+    def modify(self, source: Source, raw: Any, target: Any, column0: Any, columns: int) -> None:
+        """target = the mod of the raw tile."""
+
+        def entry(i: Any, d: Any) -> None:
+            x = T.cast(raw[i, d], FLOAT)
+            (value,) = self.splice(i, x)(source.mod)
+            store(target, T.if_then_else(self.inside(source, i, column0 + d, columns), value, 0.0), i, d)
+
+        over_pairs(self.sizes.chunk, columns, entry)
+
+    def factors(self, target: Any, *sources: Source) -> None:
+        """target[i] = the product of the sources' row factors at token i; past the end 0."""
+        self.rows(target, lambda i: self.splice(i)(product_of(*sources))[0])
+
+    def rows(self, target: Any, value: Callable[[Any], Any]) -> None:
+        """target[i] = value(i), past the end 0; target is in shared memory.
+
+        By way of registers: what goes straight from memory to shared memory, TileLang's copying warps take over, and
+        they write the next chunk's as soon as the tiles loaded beside it are read.
+        """
+        held = T.alloc_fragment([self.sizes.chunk], FLOAT)
+
+        def entry(i: Any) -> None:
+            store(held, T.if_then_else(self.token0 + i < self.sizes.length, value(i), 0.0), i)
+
+        over_rows(self.sizes.chunk, entry)
+        copy(held, target)
+
+
+def product_of(*sources: Source) -> Expr:
+    """The product of the row factors of those sources that have one."""
+    return mul(ONE, *(s.factor for s in sources if s.factor is not None))
+
+
+class SourceTile:
+    """A chunk's tile of a source in shared memory, ready for products.
+
+    Raw where the mod is a factor at most, else through the mod (in fp32, rounded once).
+    """
+
+    def __init__(self, source: Source, chunk: int, columns: int) -> None:
+        self.source, self.columns = source, columns
+        shape = (chunk, columns)
+        self.operand = Operand(source.name, source.problem, shape)
+        self.raw: Any = None
+        self.modified: Any = None
+        if source.elementwise:
+            self.raw = named(f"{source.name}_raw", T.alloc_shared(shape, source.problem.dtype))
+            self.modified = named(f"{source.name}_modified", T.alloc_fragment(shape, FLOAT))
+
+    def value(self, i: Any, d: Any) -> Any:
+        """An entry as products read it, in fp32."""
+        whole = T.cast(self.operand.whole[i, d], FLOAT)
+        return whole if self.operand.low is None else whole + self.operand.low[i, d]
+
+    def raw_value(self, i: Any, d: Any) -> Any:
+        """An entry before the mod, in fp32."""
+        return self.value(i, d) if self.raw is None else T.cast(self.raw[i, d], FLOAT)
+
+
+@T.macro
+def load_source(tile: SourceTile, block: Block, column0: Any) -> None:
+    """Fills the tile with columns from column0 on."""
+    if tile.source.elementwise:
+        T.copy(block.window(tile.source, column0, tile.columns), tile.raw)
+        block.modify(tile.source, tile.raw, tile.modified, column0, tile.columns)
+        load(tile.operand, tile.modified)
+    else:
+        load(tile.operand, block.window(tile.source, column0, tile.columns))
+
+
+@T.macro
+def add_product(
+    a: Operand, b: Operand, c: Accumulator, transpose_A: bool = False, transpose_B: bool = False, rows: bool = True
+) -> None:
+    """c += a @ b, in fp32 also where tensor cores truncate (see Accumulator)."""
+    if c.step is None:
+        multiply(a, b, c.sum, transpose_A=transpose_A, transpose_B=transpose_B, rows=rows)
+    else:
+        T.clear(c.step)
+        multiply(a, b, c.step, transpose_A=transpose_A, transpose_B=transpose_B, rows=rows)
+        for i, j in T.Parallel(c.shape[0], c.shape[1]):
+            c.sum[i, j] += c.step[i, j]

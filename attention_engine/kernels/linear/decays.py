@@ -1,0 +1,126 @@
+"""Decays before and after: their sums within chunks, and their gradient from what chunks and states add to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram
+from attention_engine.kernels.common import FLOAT, build, over_rows, store
+from attention_engine.kernels.linear.common import Block, LinearSizes
+from attention_engine.passes.mods import differentiate_mod
+
+LOG2_E = 1.4426950408889634
+
+
+def decay_parameter(sizes: LinearSizes, problem: LinearProblem) -> dict[str, Any]:
+    """The parameter decay (batch, length, heads), after its strides; none where the mod reads no decay."""
+    if not problem.decay_dtype:
+        return {}
+    strides = {f"decay_stride_{n}": T.dynamic(f"decay_stride_{n}") for n in ("batch", "length", "head")}
+    shape = [sizes.batch, sizes.length, problem.heads]
+    return {**strides, "decay": T.StridedTensor(shape, [*strides.values()], problem.decay_dtype)}
+
+
+def _entry(buffers: Any, sizes: LinearSizes, block: Block, i: Any) -> Any:
+    """The decay of token i of the chunk; 0 past the end."""
+    if "decay" not in buffers:
+        return T.float32(0)
+    token = T.min(block.token0 + i, sizes.length - 1)
+    return T.cast(buffers["decay"][block.batch, token, block.head], FLOAT)
+
+
+def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threads: int = 128) -> Any:
+    """The PrimFunc: ([decay], custom..., sums): log2 decays summed from each chunk's first token on."""
+    sizes = LinearSizes(problem, chunk)
+    parameters = {**decay_parameter(sizes, problem), **sizes.custom(), "sums": sizes.rows()}
+
+    def read(buffers: Any, block: Block, logs: Any) -> None:
+        def entry(i: Any) -> None:
+            (value,) = block.splice(i, _entry(buffers, sizes, block, i))(program.decay)
+            value = T.max(value, T.float32(DECAY_LIMIT)) * T.float32(LOG2_E)
+            store(logs, T.if_then_else(block.token0 + i < sizes.length, value, 0.0), i)
+
+        over_rows(chunk, entry)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(sizes.chunks, problem.heads, sizes.batch, threads=threads) as (index, head, batch):
+            logs = T.alloc_shared([chunk], FLOAT)
+            block = Block(buffers, sizes, batch, head, index * chunk)
+            read(buffers, block, logs)
+            T.cumsum(logs, dim=0)
+            T.copy(logs, buffers["sums"][batch, head, index * chunk : (index + 1) * chunk])
+
+    return build("sum_decays", parameters, body)
+
+
+def decay_gradients(
+    problem: LinearProblem, program: LinearProgram, chunk: int, tiles: tuple[int, int, int], reads: tuple[Expr, ...],
+    threads: int = 128,
+) -> Any:  # fmt: skip
+    """The PrimFunc: ([decay], custom..., dq's rows of_queries, of_query_pairs, dk's of_keys, of_key_pairs, overlap,
+    gradient, read sums...).
+
+    The gradient of the log decay of token t of a chunk: overlap + sum of of_keys before t + sum from t on of of_queries
+    and of_query_pairs less of_key_pairs. A decay scales what the tokens before it gave to those from it on; nothing is
+    subtracted but pairs of the chunk from themselves. tiles: how many parts dq's rows, dk's and overlap come in.
+    gradient: fp32 (batch, length, heads), of decay before its mod.
+    """
+    sizes = LinearSizes(problem, chunk)
+    rows = sizes.rows().shape
+    parameters = {**decay_parameter(sizes, problem), **sizes.custom()}
+    parts = {"of_queries": tiles[0], "of_query_pairs": tiles[0], "of_keys": tiles[1], "of_key_pairs": tiles[1]}
+    for name, count in parts.items():
+        parameters[name] = T.Tensor([count, *rows], FLOAT)
+    parameters["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, tiles[2]], FLOAT)
+    parameters["gradient"] = T.Tensor([sizes.batch, sizes.length, problem.heads], FLOAT)
+    for number in range(len(reads)):
+        parameters[f"read_{number}"] = T.Tensor(rows, FLOAT)
+    by_x = differentiate_mod(program, "decay")
+    wanted = [e for r, e in by_x.reads if r in reads]
+
+    def add_parts(buffers: Any, block: Block, queries: Any, keys: Any) -> None:
+        def entry(i: Any) -> None:
+            at = (block.batch, block.head, block.token0 + i)
+            total = {n: sum(buffers[n][(p, *at)] for p in range(c)) for n, c in parts.items()}
+            store(queries, total["of_queries"] + (total["of_query_pairs"] - total["of_key_pairs"]), i)
+            store(keys, total["of_keys"], i)
+
+        over_rows(chunk, entry)
+
+    def write(buffers: Any, block: Block, index: Any, queries: Any, keys: Any) -> None:
+        def entry(i: Any) -> None:
+            x = _entry(buffers, sizes, block, i)
+            before = T.if_then_else(i > 0, keys[T.max(i - 1, 0)], 0.0)
+            overlap = sum(buffers["overlap"][block.batch, block.head, index, n] for n in range(tiles[2]))
+            log_decay = block.splice(i, x)(program.decay)[0]
+            total = T.if_then_else(log_decay > DECAY_LIMIT, overlap + before + queries[i], 0.0)
+            values = block.splice(i, x, total)(by_x.x, *wanted)
+            write_where(buffers, block.token0 + i < sizes.length, block, i, values)
+
+        over_rows(chunk, entry)
+
+    def put(buffers: Any, block: Block, i: Any, values: Any) -> None:
+        store(buffers["gradient"], values[0], block.batch, block.token0 + i, block.head)
+        for number, value in enumerate(values[1:]):
+            store(buffers[f"read_{number}"], value, block.batch, block.head, block.token0 + i)
+
+    @T.macro
+    def write_where(buffers: Any, inside: Any, block: Block, i: Any, values: Any) -> None:
+        if inside:
+            put(buffers, block, i, values)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(sizes.chunks, problem.heads, sizes.batch, threads=threads) as (index, head, batch):
+            queries, keys = T.alloc_shared([chunk], FLOAT), T.alloc_shared([chunk], FLOAT)
+            block = Block(buffers, sizes, batch, head, index * chunk)
+            add_parts(buffers, block, queries, keys)
+            T.cumsum(queries, dim=0, reverse=True)
+            T.cumsum(keys, dim=0)
+            write(buffers, block, index, queries, keys)
+
+    return build("decay_gradients", parameters, body)

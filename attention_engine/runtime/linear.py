@@ -1,0 +1,228 @@
+"""LinearAttentionEngine: a user's linear attention as a torch.nn.Module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_engine.arch import Arch
+from attention_engine.errors import AttentionEngineError, BadInput, NotYetSupported, UnsupportedOperation, WrongResult
+from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.meta import Meta, check_linear_metas
+from attention_engine.frontend.mods import trace_mods
+from attention_engine.ir.expr import Type
+from attention_engine.ir.linear import LinearProgram
+from attention_engine.runtime import linear_op as op
+from attention_engine.runtime.inputs import (
+    ORDERS,
+    backend_for,
+    bool_choices,
+    check_custom,
+    check_options,
+    check_ranks,
+    check_tuning,
+    check_type,
+    follow_autocast,
+    order_custom,
+    type_of,
+)
+from attention_engine.runtime.linear_launch import LinearLauncher
+
+ROWS = {"bshd": "(batch, length, heads)", "bhsd": "(batch, heads, length)"}
+
+
+class LinearAttentionEngine(torch.nn.Module):
+    """A linear attention, from its maths: h_t = exp(a_t) h_{t-1} + k_t^T v_t, o_t = q_t h_t for each head.
+
+    qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v; the heads are v's, and those of q and of k divide them (head
+    h reads query head h // (heads / query heads)). q_mod, k_mod, v_mod, decay_mod: (x, custom) -> x, elementwise, on
+    the entries of q, k, v and decay (the log of what a token keeps of the state); None leaves them. custom_io: its
+    "seq_len" and "seq_len_kv" are the same here, "heads" are v's. layout, device, backend: as AttentionEngine's. Every
+    gradient is the same in every run, so `deterministic` asks for what there is anyway.
+
+    Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotYetSupported, and what tracing finds wrong in the mods.
+    """
+
+    def __init__(
+        self, qkv_meta: Sequence[Meta], q_mod: Callable[..., Any] | None = None,
+        k_mod: Callable[..., Any] | None = None, v_mod: Callable[..., Any] | None = None,
+        decay_mod: Callable[..., Any] | None = None, custom_io: CustomIO | None = None, *,
+        layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
+        tune_filename: str | None = None, tune_bwd: bool = False, deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.qkv_meta = check_linear_metas(qkv_meta)
+        self.custom_io = custom_io if custom_io is not None else CustomIO()
+        check_options(backend, layout, None, device, (1, 1))
+        check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_filename=tune_filename)
+        if tune or tune_bwd or (tune_filename is not None and Path(tune_filename).exists()):
+            raise NotYetSupported(
+                "this version tunes no linear attention and reads no tune files for it.\n"
+                "  Leave tune, tune_bwd and tune_filename out: default tiles are used."
+            )
+        check_type("custom_io", self.custom_io, CustomIO)
+        self.mods = {"q": q_mod, "k": k_mod, "v": v_mod, "decay": decay_mod}
+        self.layout, self.device, self.deterministic = layout, device, deterministic
+        self.backend = "tilelang" if backend == "tl" else backend
+        self._keys: dict[object, str] = {}
+        self._types = self._guess_types()
+
+    def _guess_types(self) -> dict[str, Type]:
+        """Which custom inputs are bool: as few as let the mods be traced. A call's tensors say what they are."""
+        first: AttentionEngineError | None = None
+        for types in bool_choices(list(self.custom_io.specs)):
+            try:
+                self._trace(types, True)
+            except (UnsupportedOperation, WrongResult) as error:  # a number where a condition belongs, or the reverse
+                first = first or error
+            else:
+                return types
+        assert first is not None
+        raise first
+
+    def _trace(self, types: Mapping[str, Type], decay_given: bool) -> LinearProgram:
+        return trace_mods(self.mods, self.custom_io, types, decay_given)
+
+    @torch.compiler.assume_constant_result  # torch.compile asks for the key and looks no further
+    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], decay_given: bool) -> str:
+        """The key of the attention that runs these calls; registered when first needed."""
+        variant = (backend, types, decay_given)
+        if variant not in self._keys:
+            program = self._trace(dict(types), decay_given)
+            specs = list(self.custom_io.specs.values())
+            device = self.device.name if self.device else ""
+            options = f"{backend} {device} {decay_given} {[(s.name, s.axes) for s in specs]}"
+            key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
+            if key not in op.LINEAR_ATTENTIONS:
+                launcher = None
+                if backend != "reference":
+                    launcher = LinearLauncher(program, specs, backend == "interpret", self.device)
+                op.LINEAR_ATTENTIONS[key] = op.LinearAttention(program, specs, launcher)
+            self._keys[variant] = key
+        return self._keys[variant]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
+                initial_state: Tensor | None = None, output_final_state: bool = False,
+                **named: Tensor) -> Any:  # fmt: skip
+        """o, like v; with output_final_state (o, the state after the last token: (B, H, D, DV), fp32).
+
+        q, k, v: (batch, length, heads, dim) and decay (batch, length, heads), or (batch, heads, length, dim) and
+        (batch, heads, length) with layout="bhsd"; no decay is a decay of 0 before decay_mod. initial_state:
+        (B, H, D, DV), the state before the first token. custom: in CustomIO's order, or by name. Raises BadInput for
+        tensors that don't fit.
+        """
+        tensors = order_custom(self.custom_io, custom, named)
+        q, k, v, decay = self._tokens_first(q, k, v, decay)
+        key = self._check(q, k, v, decay, initial_state, tensors)
+        output, last = op.run(key, q, k, v, decay, initial_state, tensors, output_final_state)
+        output = output.transpose(1, 2) if self.layout == "bhsd" else output
+        return (output, last) if output_final_state else output
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
+             state: Tensor | None = None, **named: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One token of decoding: (o, the next state). Tensors have a length of 1, or no length dim; None starts.
+
+        The given state is left as it is. Custom inputs are this token's: an axis "seq_len" has length 1.
+        """
+        tensors = order_custom(self.custom_io, custom, named)
+        single = isinstance(q, Tensor) and q.ndim == 3
+        if single:
+            axis = ORDERS[self.layout].split(", ").index("length")
+            q, k, v = (t.unsqueeze(axis) if isinstance(t, Tensor) else t for t in (q, k, v))
+            decay = decay.unsqueeze(axis) if isinstance(decay, Tensor) and decay.ndim == 2 else decay
+        q, k, v, decay = self._tokens_first(q, k, v, decay)
+        if q.shape[1] != 1:
+            raise BadInput(f"step takes one token, and q has a length of {q.shape[1]}. Call the engine for more.")
+        key = self._check(q, k, v, decay, state, tensors)
+        given = (q, k, v, decay, state, *tensors)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+            output, last = op.run(key, q, k, v, decay, state, tensors, True)
+        else:
+            output, last = op.STEP(q, k, v, decay, state, tensors, key)
+        if single:
+            return output[:, 0], last
+        return output.transpose(1, 2) if self.layout == "bhsd" else output, last
+
+    def _tokens_first(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The tensors as (batch, length, heads, ...), cast as autocast asks."""
+        check_ranks(self.layout, q, k, v)
+        if decay is not None and not isinstance(decay, Tensor):
+            raise BadInput(f"decay is {type(decay).__name__}. Give a tensor {ROWS[self.layout]}, or None.")
+        if decay is not None and decay.ndim == 4:
+            raise NotYetSupported(
+                f"decay has shape {tuple(decay.shape)}: this version has one decay for each token and head, "
+                f"{ROWS[self.layout]}.\n  A decay for each channel is to come."
+            )
+        if decay is not None and decay.ndim != 3:
+            raise BadInput(f"decay has {decay.ndim} dimensions, {tuple(decay.shape)}. Give {ROWS[self.layout]}.")
+        q, k, v = follow_autocast(q, k, v)
+        if self.layout == "bshd":
+            return q, k, v, decay
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return q, k, v, None if decay is None else decay.transpose(1, 2)
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor]
+    ) -> str:
+        """Holds a call against the description; the key of the attention that runs it."""
+        backend = backend_for(self.backend, q.device)
+        self._check_qkv(backend != "reference", q, k, v)
+        for name, tensor, shape in (
+            ("decay", decay, tuple(v.shape[:3])),
+            ("the state", state, (v.shape[0], v.shape[2], q.shape[3], v.shape[3])),
+        ):
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                raise BadInput(f"{name} is {tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__}. "
+                               "Give a floating tensor.")  # fmt: skip
+            if tuple(tensor.shape) != shape:
+                raise BadInput(f"{name} has shape {tuple(tensor.shape)}. With these q, k and v it must be {shape}.")
+            if tensor.device != q.device:
+                raise BadInput(f"{name} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
+        check_custom(self.custom_io.specs.values(), custom, v, v)
+        types = tuple((s, type_of(t)) for s, t in zip(self.custom_io.specs, custom, strict=True))
+        return self._key(backend, types, decay is not None)
+
+    def _check_qkv(self, kernels: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, tensor, meta in zip("qkv", (q, k, v), self.qkv_meta, strict=True):
+            if tuple(tensor.shape[2:]) != (meta.heads, meta.dim):
+                raise BadInput(
+                    f"{name} has {tensor.shape[2]} heads of dim {tensor.shape[3]}, and the engine was built for "
+                    f'{meta.heads} of {meta.dim}.\n  Its shape must be {ORDERS[self.layout]}, layout="{self.layout}".'
+                )
+            if tensor.device != q.device:
+                raise BadInput(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
+            if tensor.dtype != q.dtype or not tensor.is_floating_point():
+                raise BadInput(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one floating dtype.")
+            if tensor.shape[:2] != q.shape[:2]:
+                raise BadInput(
+                    f"q has batch {q.shape[0]} and length {q.shape[1]}, {name} has {tensor.shape[0]} and "
+                    f"{tensor.shape[1]}. They must be equal."
+                )
+        cast = q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
+        built = self.qkv_meta[0].dtype_name
+        if kernels and not cast and str(q.dtype).removeprefix("torch.") != built:
+            raise BadInput(
+                f"q, k and v are {q.dtype}, and the engine was built for {built}. Convert them, or build another."
+            )
+
+    def program(self) -> str:
+        """The traced mods as numbered lines."""
+        return str(self._trace(self._types, True))
+
+    def __repr__(self) -> str:
+        parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]
+        parts += [f"{n}_mod={getattr(m, '__qualname__', repr(m))}" for n, m in self.mods.items() if m is not None]
+        if self.custom_io.specs:
+            parts.append(f"custom_io={self.custom_io!r}")
+        plain = {"layout": "bshd", "backend": "auto", "device": None}
+        parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
+        return f"LinearAttentionEngine({', '.join(parts)})"

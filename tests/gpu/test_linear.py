@@ -1,0 +1,63 @@
+"""Linear attention on a GPU: outputs, states and gradients as near to float64 as plain PyTorch in the same dtype.
+
+A run ends with the worst ratio of each case and dtype. Most of the time is compiling: `-n 12` on many cores.
+"""
+
+import pytest
+import torch
+
+from tests import plain
+from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DIMS = {"dim_64": (64, 64), "dim_128_64": (128, 64), "dim_256_512": (256, 512), "dim_40_96": (40, 96)}
+GROUPS = {"one_group": (1, 1, 8), "four_groups": (4, 4, 8), "own_heads": (8, 8, 8)}
+LENGTHS = (1, 17, 63, 64, 65, 200, 1000, 2048)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_keep_the_rule(dtype, groups, dims, name, record_property):
+    """Every length runs, also after one that fails; the failures are told together."""
+    failures, found = [], []
+    for length in LENGTHS:
+        shape = Shape(1 if length > 200 else 2, length, *GROUPS[groups], *DIMS[dims])
+        draws = 4 if length <= 200 else 1
+        try:
+            found += errors(CASES[name], shape, DTYPES[dtype], device="cuda", backend="tilelang", draws=draws)
+        except AssertionError as failure:
+            failures.append(f"length {length}: {failure}")
+    record_property(*plain.worst_ratio(found, f"linear {name} {dtype}"))
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_are_alike_bit_for_bit(dtype):
+    """No sum is taken in an order that varies; a wait that is missing would show here too."""
+    shape = Shape(2, 1000, 1, 2, 8, 128, 64)
+    engine = engine_for(CASES["mamba2"], shape, DTYPES[dtype], backend="tilelang")
+    inputs = shape.inputs(CASES["mamba2"], DTYPES[dtype], "cuda")
+    first = engine_results(engine, inputs)
+    for _ in range(5):
+        again = engine_results(engine, inputs)
+        assert all(torch.equal(first[n], again[n]) for n in first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_are_the_chunked_form(dtype):
+    shape = Shape(2, 40, 1, 2, 4, 128, 64)
+    case = CASES["mamba2"]
+    engine = engine_for(case, shape, DTYPES[dtype], backend="tilelang")
+    inputs = shape.inputs(case, DTYPES[dtype], "cuda")
+    whole = engine(*(inputs[n] for n in ("q", "k", "v", "decay", "dt", "A")))
+    state, outputs = None, []
+    for t in range(shape.length):
+        one = [inputs[n][:, t] for n in ("q", "k", "v", "decay")]
+        o, state = engine.step(*one, inputs["dt"][:, :, t : t + 1], inputs["A"], state=state)
+        outputs.append(o)
+    off = (torch.stack(outputs, 1).float() - whole.float()).abs().mean() / whole.float().abs().mean()
+    assert off <= {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]

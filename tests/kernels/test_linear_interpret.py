@@ -1,0 +1,113 @@
+"""Linear attention through the kernels, tile by tile on a CPU: results as near to float64 as plain PyTorch's.
+
+tests/gpu/test_linear.py is its twin at larger lengths.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attention_engine.ir.linear import LinearTile
+from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
+from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors
+from tests.plain import worst_ratio
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+GROUPS = {"own_heads": (2, 2, 2), "one_group": (1, 1, 4), "groups_differ": (1, 2, 4), "few": (1, 2, 2)}
+RUNS = [  # every case, kind of groups, pair of dims and dtype; chunks of 64 (fp32: 32), so that tails and several occur
+    ("plain", "own_heads", (64, 64), FP16), ("no_decay", "groups_differ", (64, 64), BF16),
+    ("mamba2", "one_group", (128, 64), BF16), ("shifted", "groups_differ", (40, 96), FP16),
+    ("shifted", "few", (40, 96), FP32), ("scaled_keys", "few", (40, 96), FP32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "groups", "dims", "dtype"), RUNS, ids=lambda x: str(x).removeprefix("torch."))
+def test_kernels_keep_the_rule(name, groups, dims, dtype, record_property):
+    found = []
+    for length in (1, 17, 63, 64, 65, 200):
+        shape = Shape(1, length, *GROUPS[groups], *dims)
+        draws = 1 if dtype is FP32 else 4 if CASES[name].axes and length < 200 else 2
+        found += errors(CASES[name], shape, dtype, backend="interpret", draws=draws)
+    record_property(*worst_ratio(found, f"linear {name} {str(dtype)[6:]}"))
+
+
+def test_wide_heads_keep_the_rule(record_property):
+    found = errors(CASES["plain"], Shape(1, 65, 1, 1, 1, 256, 512), BF16, backend="interpret")
+    record_property(*worst_ratio(found, "linear plain bfloat16"))
+
+
+def with_tiles(case, shape, change, **inputs_changed):
+    """fp32 results of one problem, its kernels' tiles changed by a function of them."""
+    engine = engine_for(case, shape, FP32, backend="interpret")
+    inputs = {**shape.inputs(case, FP32), **inputs_changed}
+    tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
+    launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
+    launcher.tiles = change(launcher.kernels(*tensors, custom).tiles)
+    launcher._kernels.clear()
+    try:
+        return engine_results(engine, inputs)
+    finally:
+        launcher.tiles = None
+        launcher._kernels.clear()
+
+
+def by_chunk(chunk):
+    """Results with chunks of this length. Decays are weak: sums of a chunk stay small, and their rounding with them."""
+    tile = LinearTile(chunk, 32, 32, 128, 0, heads=2)
+    return with_tiles(
+        CASES["mamba2"], Shape(1, 300, 1, 1, 2, 32, 32),
+        lambda tiles: dataclasses.replace(tiles, forward=tile, states=tile, rows=dict.fromkeys(tiles.rows, tile)),
+        decay=torch.linspace(-0.1, 0, 600).view(1, 300, 2),
+    )  # fmt: skip
+
+
+def test_chunk_lengths_agree():
+    expected = by_chunk(32)
+    for chunk in (64, 128, 256):
+        for name, value in by_chunk(chunk).items():
+            assert (value - expected[name]).abs().mean() <= 5e-5 * expected[name].abs().mean(), (chunk, name)
+
+
+def test_heads_summed_in_parts_agree():
+    def up_to(heads):
+        return lambda tiles: dataclasses.replace(
+            tiles, rows={n: dataclasses.replace(t, heads=heads) for n, t in tiles.rows.items()}
+        )
+
+    shape = Shape(1, 40, 1, 1, 4, 32, 32)
+    apart, together = (with_tiles(CASES["plain"], shape, up_to(heads)) for heads in (1, 4))
+    for name, value in apart.items():
+        torch.testing.assert_close(value, together[name], rtol=1e-5, atol=1e-5)
+
+
+def test_both_plans_of_the_forward_pass_agree():
+    shape = Shape(1, 100, 1, 2, 2, 40, 96)
+    walk, chunks = (
+        with_tiles(CASES["shifted"], shape, lambda tiles, plan=plan: dataclasses.replace(tiles, plan=plan),
+                   decay=torch.full((1, 100, 2), -0.1))
+        for plan in ("walk", "chunks")
+    )  # fmt: skip
+    for name in ("o", "last"):
+        torch.testing.assert_close(walk[name], chunks[name], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(walk["o"], chunks["o"])  # or one plan ran twice
+
+
+@pytest.mark.parametrize("strength", [-1e4, -200.0])
+def test_strong_decay_is_safe(strength):
+    """A token that forgets everything: what comes after it is as if it were the first, and nothing overflows."""
+    case, shape = CASES["plain"], Shape(1, 100, 1, 1, 1, 32, 32)
+    engine = engine_for(case, shape, FP32, backend="interpret")
+    inputs = shape.inputs(case, FP32)
+    inputs["decay"][:, 70] = strength
+    whole = engine_results(engine, inputs)
+    assert all(x.isfinite().all() for x in whole.values())
+    later = {n: x[:, 70:] if n in ("q", "k", "v", "decay", "d_o") else x for n, x in inputs.items()}
+    later["initial_state"] = torch.zeros_like(inputs["initial_state"])
+    part = engine_results(engine, later)
+    for name in ("o", "d_q", "d_k", "d_v"):
+        torch.testing.assert_close(whole[name][:, 70:], part[name], rtol=1e-3, atol=2e-4)
+    torch.testing.assert_close(whole["last"], part["last"], rtol=1e-3, atol=2e-4)
+    assert whole["d_decay"][:, 70].abs().max() == 0
+    every = {**inputs, "decay": torch.full_like(inputs["decay"], strength)}
+    assert all(x.isfinite().all() for x in engine_results(engine, every).values())
