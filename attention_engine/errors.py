@@ -208,3 +208,19 @@ class NoCudaCompiler(AttentionEngineError, RuntimeError):
 
 class UnknownArch(AttentionEngineError, ValueError):
     """A GPU that this package has no description of."""
+
+
+class TuneFileUnreadable(AttentionEngineError, ValueError):
+    """A tune file that is damaged, of something else, or of another version."""
+
+
+class NothingRan(AttentionEngineError, RuntimeError):
+    """Tuning tried tiles, and none of them ran and gave right numbers."""
+
+
+class NotWhileCapturing(AttentionEngineError, RuntimeError):
+    """Tuning was needed inside the capture of a CUDA graph."""
+
+
+class BadScript(AttentionEngineError, ValueError):
+    """A file that was named on the command line has no attention as named."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NoReturn
 
 from attention_engine.errors import BadCustomInput, UnknownAxis, UnknownCustomInput, WrongIndex
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, where_from, wrap
-from attention_engine.ir.expr import Expr, Op, Type, const, make
+from attention_engine.ir.expr import Expr, Op, Type, const, make, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
 AxisSpec = int | str
@@ -65,8 +65,9 @@ class CustomIO:
 class CustomInput:
     """What a mod sees of one custom input: a value (at this b, h, q, kv), which can also be read at other indices."""
 
-    def __init__(self, spec: CustomSpec, dtype: Type) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(self, spec: CustomSpec, dtype: Type, untyped: Collection[str] = ()) -> None:
+        """untyped: custom inputs of which only a call's tensors will say whether they are integers."""
+        self.spec, self.dtype, self.untyped = spec, dtype, untyped
 
     def read(self, indices: Sequence[object]) -> Expr:
         """The read at these indices, one a dimension."""
@@ -75,8 +76,15 @@ class CustomInput:
                 f"{where_from()}custom input '{self.spec.name}' has {len(self.spec.axes)} dimensions {self.spec.axes}, "
                 f"and is read with {len(indices)} indices."
             )
-        exprs = tuple(convert(lift(i), Type.INT) for i in indices)
-        return make(Op.LOAD, *exprs, arg=self.spec.name, dtype=self.dtype)
+        exprs = [lift(i) for i in indices]
+        for expr in exprs:
+            guessed = any(n.op is Op.LOAD and n.name in self.untyped for n in topological(expr))
+            if expr.dtype is Type.FLOAT and not guessed:
+                raise BadCustomInput(
+                    f"{where_from()}custom input '{self.spec.name}' is read at {expr}, which is a float.\n"
+                    "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int)."
+                )
+        return make(Op.LOAD, *(convert(e, Type.INT) for e in exprs), arg=self.spec.name, dtype=self.dtype)
 
     def value(self) -> Expr:
         """The read at the place that the axes name."""
@@ -142,4 +150,5 @@ class CustomInputs:
             raise UnknownCustomInput(
                 f"{where_from()}no custom input is called {name!r}. Declared: {known}.\n  Add it to CustomIO({{...}})."
             )
-        return CustomRead(CustomInput(spec, self._dtypes.get(name, Type.FLOAT)))
+        untyped = self._io.specs.keys() - self._dtypes.keys()
+        return CustomRead(CustomInput(spec, self._dtypes.get(name, Type.FLOAT), untyped))

@@ -36,10 +36,11 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, workspace
-from attention_engine.kernels.tiles import QueryWalk, either, plan_tiles
+from attention_engine.kernels.tiles import QueryWalk, either, list_parameters
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
 
 NOTHING = CustomSums()
 
@@ -87,7 +88,7 @@ def backward(
     parameters = sizes.inputs(problem)
     customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
     plan = plan_tiles(schedule.mask)
-    parameters.update(plan.parameters(sizes, problem, tile, over_keys=False))
+    parameters.update(list_parameters(plan, sizes, problem, tile, over_keys=False))
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
     parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)

@@ -31,8 +31,9 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.kernels.tiles import KeyWalk, either, plan_tiles
+from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
 from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
 
 
 def backward_queries(
@@ -45,7 +46,7 @@ def backward_queries(
     """
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
-    parameters = {**sizes.inputs(problem), **plan.parameters(sizes, problem, tile, over_keys=True)}
+    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
     if with_dq:

@@ -33,8 +33,9 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.kernels.tiles import KeyWalk, either, plan_tiles
+from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
+from attention_engine.passes.tile_plan import plan_tiles
 
 REDUCE = {("sum", False): T.reduce_sum, ("sum", True): T.reduce_abssum, ("max", False): T.reduce_max,
           ("max", True): T.reduce_absmax, ("min", False): T.reduce_min}  # fmt: skip
@@ -59,7 +60,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
-    parameters = {**sizes.inputs(problem), **plan.parameters(sizes, problem, tile, over_keys=True)}
+    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
     parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
     parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from attention_engine.errors import (
     LengthsDiffer,
     NotATensor,
     NotFloating,
-    NotYetSupported,
     UnknownOption,
     WrongBlockMask,
     WrongCustomDtype,
@@ -55,19 +54,15 @@ def check_options(backend: str, layout: str, mask_value: object, device: object,
         raise UnknownOption(f"block_size is {block_size!r}. Give (queries, keys) of a block: (128, 128).")
 
 
-def check_tuning(options: Mapping[str, object]) -> None:
-    """Tuning is to come: an option that would have an effect then is refused now.
-
-    A tune file that isn't there yet holds nothing to use, so that its name may stand in the call.
-    """
+def check_tuning(backend: str, **options: object) -> None:
+    """UnknownOption for a value that means nothing, or for tuning what has no tiles."""
     for name, value in options.items():
-        if isinstance(value, str) and not Path(value).exists():
-            continue
-        if value:
-            raise NotYetSupported(
-                f"{name}={value!r}: this version has no tuner and reads no tune files.\n"
-                "  Leave the option out: default tiles are used."
-            )
+        kind = bool if name in ("tune", "tune_bwd") else (str, os.PathLike, type(None))
+        if not isinstance(value, kind):
+            way_out = "True or False" if kind is bool else "the path of a JSON file, or None"
+            raise UnknownOption(f"{name} is {value!r}. Give {way_out}.")
+        if value is True and backend == "reference":
+            raise UnknownOption(f'{name}=True with backend="reference", which has no tiles. Leave one of them out.')
 
 
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
@@ -107,12 +102,24 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
     return [found[n] for n in names]
 
 
+def signature(*tensors: Tensor) -> object:
+    """All that the checks of a call look at, for tensors without autocast; None where something is no tensor."""
+    try:
+        return tuple([(t.shape, t.dtype, t.device) for t in tensors])
+    except AttributeError:
+        return None
+
+
+def is_cast(q: Tensor) -> bool:
+    """Does autocast say the dtype of tensors where q is?"""
+    return q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
+
+
 def follow_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As scaled_dot_product_attention does: under autocast q, k, v have autocast's dtype."""
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+    if not is_cast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors)
 
 
@@ -146,8 +153,7 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
         )
     if not q.is_floating_point():
         raise NotFloating(f"q, k and v are {q.dtype}. Give floating tensors.")
-    cast = q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
-    if kernels and not cast and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
+    if kernels and not is_cast(q) and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
         raise WrongDtype(
             f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
         )

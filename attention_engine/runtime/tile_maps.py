@@ -60,5 +60,5 @@ def _make(kernels: Kernels, tile: Tile, over_keys: bool, q: Tensor, k: Tensor, c
     shape = (batch if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles + 1)
     lists = torch.empty(shape, dtype=torch.int32, device=q.device)
     read = [c for c, (name, _, _) in zip(custom, problem.custom, strict=True) if name in plan.reads]
-    kernels.tile_map(tile, over_keys).compiled(batch, queries, keys, *read, lists)
+    kernels.tile_map(tile, over_keys).run(batch, queries, keys, *read, lists)
     return lists

@@ -16,7 +16,6 @@ from attention_engine.errors import (
     NoDevice,
     NotATensor,
     NotFloating,
-    NotYetSupported,
     UnknownCustomInput,
     UnknownOption,
     WrongCustomDtype,
@@ -116,18 +115,6 @@ def test_custom_inputs_are_declared_by_a_custom_io():
 def test_both_mask_values_mean_the_same(value):
     inputs = qkv()
     assert torch.equal(build(mask_value=value)(*inputs), build()(*inputs))
-
-
-def test_tuning_is_not_yet_there(tmp_path):
-    file = tmp_path / "tune.json"
-    build(tune_file=str(file), tune_file_bwd=str(file), tune=False)  # holds nothing yet, so nothing is left out
-    file.write_text("{}")
-    options = {"tune": True, "tune_bwd": True, "tune_file": str(file), "tune_file_bwd": str(file)}
-    for name, value in options.items():
-        assert said(NotYetSupported, build, **{name: value}) == (
-            f"{name}={value!r}: this version has no tuner and reads no tune files.\n"
-            "  Leave the option out: default tiles are used."
-        )
 
 
 # ---- devices
