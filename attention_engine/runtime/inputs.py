@@ -71,7 +71,7 @@ def backend_for(backend: str, device: torch.device) -> str:
     """Which backend runs on this device; NoDevice where the one asked for can't."""
     cuda = device.type == "cuda"
     if device.type == "meta":  # shapes alone
-        return "reference" if backend == "auto" else backend
+        return "reference"
     if backend == "auto":
         if not cuda and device.type != "cpu":
             raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")

@@ -55,6 +55,7 @@ from attention_engine.runtime.tuning import Asked, Tuning, choose
 MOST_SEEN = 4096
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
 KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
+OF_THIS_PROCESS = ("_program", "_keys", "_seen")
 
 
 class AttentionEngine(torch.nn.Module):
@@ -114,11 +115,11 @@ class AttentionEngine(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What was given; the traced program's nodes are one of a kind in a process, so they stay in theirs."""
-        return {n: value for n, value in super().__getstate__().items() if n not in ("_program", "_keys")}
+        return {n: value for n, value in super().__getstate__().items() if n not in OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._keys = {}
+        self._keys, self._seen = {}, {}
         self._program = self._trace(self._types, None)
 
     def _guess_types(self) -> dict[str, Type]:

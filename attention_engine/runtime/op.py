@@ -201,25 +201,19 @@ def differentiable_gradients(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(key, with the program's rows?, q, k, v, custom inputs...) -> (o, rows...).
-
-    Every row is an output here, as what is saved must be one under torch.func's transforms.
-    """
-
-    generate_vmap_rule = True
+    """(key, with the program's rows?, q, k, v, custom inputs...) -> (o, rows...)."""
 
     @staticmethod
-    def forward(key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
-        output, rows = FORWARD(q, k, v, list(custom), key)
-        return (output, *rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        key, _, *tensors = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.key, ctx.customs = key, len(tensors) - 3
+    def forward(
+        ctx: Any, key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
+    ) -> tuple[Tensor, ...]:
+        attention = ATTENTIONS[key]
+        run_forward = _forward if skips_dispatch(attention) else FORWARD
+        output, rows = run_forward(q, k, v, list(custom), key)
+        ctx.save_for_backward(q, k, v, *custom, output, *rows)
+        ctx.key, ctx.customs = key, len(custom)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1 + ATTENTIONS[key].returned :])
+        return (output, *rows[: attention.returned]) if with_rows else (output,)
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -249,22 +243,27 @@ class AttentionFunction(torch.autograd.Function):
         return (None, None, dq, dk, dv, *[d if w else None for d, w in zip(d_custom, wanted, strict=True)])
 
 
-class DirectAttention(AttentionFunction):
-    """The same where nothing watches ops: kernels are launched without the dispatcher, and rows that nobody asked for
-    are no outputs (each would cost host time)."""
+class TransformableFunction(torch.autograd.Function):
+    """The same under torch.func's transforms, which want what is kept for the backward pass among the outputs."""
 
-    generate_vmap_rule = False
-    setup_context = torch.autograd.Function.setup_context
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
-    ) -> tuple[Tensor, ...]:
-        output, rows = _forward(q, k, v, list(custom), key)
-        ctx.save_for_backward(q, k, v, *custom, output, *rows)
-        ctx.key, ctx.customs = key, len(custom)
+    def forward(key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+        output, rows = FORWARD(q, k, v, list(custom), key)
+        return (output, *rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        key, _, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.key, ctx.customs = key, len(tensors) - 3
         ctx.set_materialize_grads(False)
-        return (output, *rows[: ATTENTIONS[key].returned]) if with_rows else (output,)
+        ctx.mark_non_differentiable(*output[1 + ATTENTIONS[key].returned :])
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        return AttentionFunction.backward(ctx, *arriving)
 
 
 class GradientFunction(torch.autograd.Function):
@@ -356,9 +355,10 @@ def run(
     attention = ATTENTIONS[key]
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in custom])
     if wanted and torch.is_grad_enabled():
-        function = DirectAttention if skips_dispatch(attention) else AttentionFunction
+        transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        function = TransformableFunction if transformed else AttentionFunction
         output, *rows = function.apply(key, with_rows, q, k, v, *custom)
-        return output, rows[: attention.returned] if with_rows else []
+        return output, rows[: attention.returned]
     run_forward = _forward if skips_dispatch(attention) else FORWARD
     output, rows = run_forward(q, k, v, list(custom), key)
     return output, rows[: attention.returned]
