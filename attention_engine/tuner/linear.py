@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attention_engine.arch import Arch
 from attention_engine.compiler import Target
 from attention_engine.ir.linear import LinearProblem, LinearTile, LinearTiles
@@ -48,7 +50,9 @@ def _hopper(problem: LinearProblem) -> LinearTiles:
         forward = LinearTile(64, problem.dim, 64, 128, 1, blocks=2)
         states = LinearTile(64, 128, 64, 128, 2, blocks=2)
         row = LinearTile(64, 64, 128, 128, 0, heads=8, specialize=False)
-        return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row))
+        light = replace(row, blocks=3 if problem.dim_v <= 64 else 1)  # neither has rows of decays to sum
+        rows = {"output": light, "dq": row, "dk": row, "dv": light}
+        return LinearTiles(forward, states, STEP, rows)
     forward = LinearTile(64, problem.dim, 128, 256, 1, in_registers=False)
     states = LinearTile(128, 128, 64, 256, 2)
     row = LinearTile(128, 64, 128, 256, 2, heads=8, specialize=False)

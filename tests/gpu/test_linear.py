@@ -17,15 +17,19 @@ GROUPS = {"one_group": (1, 1, 8), "four_groups": (4, 4, 8), "own_heads": (8, 8, 
 LENGTHS = (1, 17, 63, 64, 65, 200, 1000, 2048)
 
 
+def groups_of(name, dims):
+    """One kind of groups for each case and dims: all kinds meet all dims, in a third of the kernels to compile."""
+    return GROUPS[list(GROUPS)[(list(CASES).index(name) + list(DIMS).index(dims)) % len(GROUPS)]]
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dims", DIMS)
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_the_rule(dtype, groups, dims, name, record_property):
+def test_kernels_keep_the_rule(dtype, dims, name, record_property):
     """Every length runs, also after one that fails; the failures are told together."""
     failures, found = [], []
     for length in LENGTHS:
-        shape = Shape(1 if length > 200 else 2, length, *GROUPS[groups], *DIMS[dims])
+        shape = Shape(1 if length > 200 else 2, length, *groups_of(name, dims), *DIMS[dims])
         draws = 4 if length <= 200 else 1
         try:
             found += errors(CASES[name], shape, DTYPES[dtype], device="cuda", backend="tilelang", draws=draws)
