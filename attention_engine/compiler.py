@@ -10,7 +10,7 @@ from typing import Any
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
 from attention_engine.ir.expr import Axis, Expr
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import ROW_PAD, Problem, Tile
 from attention_engine.ir.program import Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.row_sums import plan_row_sums
@@ -31,8 +31,8 @@ class Tiles:
 class Kernel:
     """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called."""
 
-    def __init__(self, trace: Callable[[], Any], target: Target, problem: Problem) -> None:
-        self._trace, self.target, self.problem = trace, target, problem
+    def __init__(self, trace: Callable[[], Any], target: Target, problem: Problem, configs: dict[str, bool]) -> None:
+        self._trace, self.target, self.problem, self.configs = trace, target, problem, configs
 
     @cached_property
     def prim_func(self) -> Any:
@@ -48,7 +48,7 @@ class Kernel:
             return Interpreter(self.prim_func)
         from attention_engine.target.compile import compile_kernel
 
-        kernel = compile_kernel(self.prim_func, self.target, pass_configs=pass_configs(self.problem))
+        kernel = compile_kernel(self.prim_func, self.target, pass_configs=self.configs)
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
         if needed > limit:
             problem = self.problem
@@ -66,14 +66,16 @@ class Kernel:
         return str(self.compiled.source("cuda"))
 
 
-def pass_configs(problem: Problem) -> dict[str, bool]:
+def pass_configs(problem: Problem, specialised: bool = False) -> dict[str, bool]:
     """What TileLang is told: 16-bit problems may approximate (exp2, tanh ...), fp32 ones may not.
 
     tf32 products on wgmma want operands that fp32 tiles don't have in both orders; mma takes them all.
+    specialised kernels place their own barriers.
     """
     if problem.dtype == "float32":
         return {"tl.disable_wgmma": True, "tl.disable_warp_specialized": True}
-    return {"tl.enable_fast_math": True}
+    fast = {"tl.enable_fast_math": True}
+    return {**fast, "tl.disable_thread_storage_sync": True} if specialised else fast
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,12 @@ class Kernels:
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
+        self.row_pad = ROW_PAD if self.over_queries else tiles.backward.row_pad
         self._preprocess: dict[tuple[str, ...], Kernel] = {}
 
-    def _kernel(self, trace: Callable[[], Any]) -> Kernel:
-        return Kernel(trace, self.target, self.problem)
+    def _kernel(self, trace: Callable[[], Any], tile: Tile | None = None) -> Kernel:
+        configs = pass_configs(self.problem, tile is not None and tile.specialised)
+        return Kernel(trace, self.target, self.problem, configs)
 
     @cached_property
     def forward(self) -> Kernel:
@@ -154,12 +158,14 @@ class Kernels:
     @cached_property
     def backward(self) -> Kernel:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
-        from attention_engine.kernels.backward import backward
-
+        tile = self.tiles.backward
+        if tile.specialised:
+            from attention_engine.kernels.backward_hopper import backward_hopper as backward
+        else:
+            from attention_engine.kernels.backward import backward
         return self._kernel(
-            lambda: backward(
-                self.problem, self._schedule, self._backward, self.tiles.backward, self.vectors, not self.over_queries
-            )
+            lambda: backward(self.problem, self._schedule, self._backward, tile, self.vectors, not self.over_queries),
+            tile,
         )
 
     @cached_property

@@ -6,12 +6,14 @@ make dV and dK. dQ is summed into an fp32 workspace by atomics, unless another k
 
 from __future__ import annotations
 
+import random
 from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Axis, Expr, topological
+from attention_engine.ir.evaluate import evaluate
+from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import PRODUCT, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
 from attention_engine.kernels.common import (
@@ -38,6 +40,7 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, workspace
+from attention_engine.kernels.splice import both
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import BackwardSchedule
 
@@ -52,6 +55,35 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
     return PRODUCT in topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
 
 
+def vanishes_with_weight(schedule: BackwardSchedule) -> bool:
+    """Is the gradient of a product 0 where its weight is? Tried on numbers; then it needs no mask of its own."""
+    expr = schedule.product_gradient
+    inputs = [n for n in topological(expr) if n.op in (Op.VAR, Op.LOAD)]
+    for seed in range(8):
+        draw = random.Random(seed)
+        values = {n: draw.randrange(9) if n.dtype is Type.INT else draw.gauss(0, 3) for n in inputs}
+        if evaluate(expr, {**values, WEIGHT: 0.0}) != 0:
+            return False
+    return True
+
+
+def backward_parameters(
+    sizes: Sizes, problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, with_dq: bool
+) -> dict[str, Any]:
+    """The parameters of a kernel over keys, by name and in order."""
+    parameters = sizes.inputs(problem)
+    customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
+    parameters.update(sizes.output_gradient(problem))
+    parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
+    parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
+    parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
+    if with_dq:
+        parameters["workspace"] = workspace(sizes, problem, tile)
+    for name in dict.fromkeys(read.name for read, _ in by_pair(schedule)):
+        parameters[f"d_custom_{name}"] = T.Tensor(customs[name].shape, FLOAT)
+    return parameters
+
+
 def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool
 ) -> Any:
@@ -60,16 +92,7 @@ def backward(
     d_custom: fp32, like the custom inputs whose reads depend on the key; the caller zeroes them.
     """
     sizes = Sizes()
-    parameters = sizes.inputs(problem)
-    customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
-    parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
-    parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
-    parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
-    if with_dq:
-        parameters["workspace"] = workspace(sizes, problem, tile)
-    for name in dict.fromkeys(read.name for read, _ in by_pair(schedule)):
-        parameters[f"d_custom_{name}"] = T.Tensor(customs[name].shape, FLOAT)
+    parameters = backward_parameters(sizes, problem, schedule, rows, tile, with_dq)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     plan = analyse_mask(schedule.mask)
 
@@ -134,7 +157,10 @@ def backward(
                     multiply(gradients_out, k, dq, transpose_A=True, rows=False)
                     for i, d in T.Parallel(tile.q, dim):
                         T.atomic_add(
-                            buffers["workspace"][batch, head, q_tile, place_in_workspace(i, d, dim, vectors)], dq[i, d]
+                            buffers["workspace"][
+                                batch, head, q_tile * (tile.q * dim) + place_in_workspace(i, d, tile, dim, vectors)
+                            ],
+                            dq[i, d],
                         )
             if schedule.scale != 1:
                 for j, d in T.Parallel(tile.kv, dim):
@@ -168,10 +194,10 @@ class PairMaths:
 
     def _keep(self, i: Any, j: Any) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
-        keep = T.And(self.kv0 + key < self.sizes.kv, self.q0 + query < self.sizes.q)
+        keep = both(self.kv0 + key < self.sizes.kv, self.q0 + query < self.sizes.q)
         if self.schedule.mask is not None:
             (kept,) = self._splice(i, j, {})(self.schedule.mask)
-            keep = T.And(keep, kept)
+            keep = both(keep, kept)
         return keep
 
     def mask(self, target: Any) -> None:

@@ -46,7 +46,7 @@ def backward_queries(
     sizes = Sizes()
     parameters = sizes.inputs(problem)
     parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
+    parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
     parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
     parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)

@@ -36,6 +36,7 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
+from attention_engine.kernels.splice import both
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
 
@@ -139,7 +140,7 @@ class _Maths:
         if self.schedule.mask is None:
             return inside
         (keep,) = self.place.splice(self.q0 + i, kv0 + j, {})(self.schedule.mask)
-        return T.And(inside, keep)
+        return both(inside, keep)
 
     def _map(self, target: Any, expr: Expr, kv0: Any, held: Expr) -> None:
         """target = expr for each pair, with the tile's entry as `held`."""

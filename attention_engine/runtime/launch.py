@@ -14,7 +14,7 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import ROW_PAD, Problem, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
 from attention_engine.passes.row_sums import RowSums
 from attention_engine.reference.evaluate import Evaluator, add_at
@@ -148,7 +148,8 @@ class Launcher:
         saved = [written[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals))
         batch, queries, heads, dim = q.shape
-        length = -(-queries // ROW_PAD) * ROW_PAD
+        pad = kernels.row_pad
+        length = -(-queries // pad) * pad
         inputs = self._inputs(kernels, q, k, v, custom)
         gradient = with_strides(d_output, kernels.problem.stride_unit)
         delta, *row_values = (
@@ -156,8 +157,7 @@ class Launcher:
         )
         workspace = []
         if not kernels.over_queries:
-            tile = kernels.tiles.backward.q
-            workspace = [q.new_empty(batch, heads, length // tile, tile * padded(dim), dtype=torch.float32)]
+            workspace = [q.new_empty(batch, heads, length * padded(dim), dtype=torch.float32)]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
         kernels.preprocess(finals).compiled(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace

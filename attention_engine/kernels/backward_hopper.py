@@ -1,0 +1,224 @@
+"""The backward pass over keys on Hopper: one warp copies ahead, two warpgroups compute, products run while they do.
+
+The algorithm and the arguments of backward.py, by hand: a block keeps its keys and values, and a producer warp streams
+queries, gradients of the output and rows through two stages of shared memory, with barriers in both directions. Each
+warpgroup has 64 keys. Products are issued without waiting, so that the exponentials of a step run while the tensor
+cores make its gradient of the weights, and dQ is added to the workspace while they make dK.
+Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), its section on the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial as bind
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.backward import PairMaths, backward_parameters, by_pair, keeps_products, vanishes_with_weight
+from attention_engine.kernels.common import (
+    FLOAT,
+    Place,
+    Sizes,
+    block_values,
+    build,
+    either,
+    is_partial,
+    named,
+    q_range,
+    reader,
+    where_partial,
+    window,
+)
+from attention_engine.kernels.rows import place_in_workspace, transposes_dq
+from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.passes.schedule import BackwardSchedule
+
+WARP, GROUP = 32, 128  # threads
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # a thread: 128 * 24 + 256 * 240 fit into the 65536 of an SM
+CONSUMERS = 1  # the named barrier on which the computing threads meet
+ROWS_WHOLE = T.GemmWarpPolicy.FullRow
+
+
+def fits(problem: Problem, schedule: BackwardSchedule) -> bool:
+    """Is there such a kernel for these maths? Two warpgroups share dQ by its 64 rows, or 64 head dims, each."""
+    exact = problem.stride_unit == 8 and {problem.dim, problem.dim_v} <= {64, 128}
+    return problem.dtype != "float32" and exact and not by_pair(schedule)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a buffer, read as a buffer of its own."""
+
+    buffer: Any
+    stage: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.buffer[self.stage, index]
+
+
+def backward_hopper(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool
+) -> Any:
+    """The PrimFunc of backward.py: (q, k, v, custom..., do, rows..., dk, dv, [workspace])."""
+    sizes = Sizes()
+    parameters = backward_parameters(sizes, problem, schedule, rows, tile, with_dq)
+    dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
+    plan = analyse_mask(schedule.mask)
+    transposed = transposes_dq(tile, dim)
+    vanishes = vanishes_with_weight(schedule)
+    dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
+    names = [n for n, _ in rows.rows]
+    wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
+    early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
+    late = [n for n in names if n not in early]
+
+    @T.macro
+    def copy_step(buffers: Any, shared: Any, at: Any, stage: Any, empty: Any, full: Any, rows_too: list[str]) -> None:
+        name, head_dim, batch, head, q0, turn = at
+        T.barrier_wait(empty[stage], turn ^ 1)
+        T.tma_copy(
+            window(buffers[name], batch, head, q0, tile.q, head_dim), shared[name][stage, :, :], barrier=full[stage]
+        )
+        for row in rows_too:
+            T.tma_copy(buffers[row][batch, head, q0 : q0 + tile.q], shared[row][stage, :], barrier=full[stage])
+        T.barrier_arrive(full[stage])
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch, threads=GROUP + tile.threads) as (
+            block,
+            kv_head,
+            batch,
+        ):
+            k = named("k_tile", T.alloc_shared([tile.kv, dim], dtype))
+            v = named("v_tile", T.alloc_shared([tile.kv, dim_v], dtype))
+            shared = {
+                "q": named("q_tile", T.alloc_shared([stages, tile.q, dim], dtype)),
+                "do": named("do_tile", T.alloc_shared([stages, tile.q, dim_v], dtype)),
+            }
+            for n in names:
+                shared[n] = named(f"{n}_tile", T.alloc_shared([stages, tile.q], FLOAT))
+            gradients_out = named("gradients_out", T.alloc_shared([2, tile.kv, tile.q], dtype)) if with_dq else None
+            products = T.alloc_fragment([tile.kv, tile.q], FLOAT)
+            weights = T.alloc_fragment([tile.kv, tile.q], FLOAT) if keeps_products(schedule) else products
+            gradients = T.alloc_fragment([tile.kv, tile.q], FLOAT)
+            weights_in = T.alloc_fragment([tile.kv, tile.q], dtype)
+            gradients_in = T.alloc_fragment([tile.kv, tile.q], dtype)
+            dk = T.alloc_fragment([tile.kv, dim], FLOAT)
+            dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
+            dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
+            k_full = T.alloc_barrier(arrive_count=WARP)
+            v_full = T.alloc_barrier(arrive_count=WARP)
+            q_full = T.alloc_barrier(arrive_count=[WARP] * stages)
+            q_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
+            do_full = T.alloc_barrier(arrive_count=[WARP] * stages)
+            do_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
+            kv0 = block * tile.kv
+            first, stop = q_range(plan, kv0, kv0 + tile.kv - 1, tile.q, T.ceildiv(sizes.q, tile.q))
+            steps = problem.group * (stop - first)
+            thread = T.get_thread_binding()
+            if thread < GROUP:
+                T.dec_max_nreg(PRODUCER_REGISTERS)
+                if thread < WARP:
+                    if steps > 0:
+                        T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
+                        T.barrier_arrive(k_full)
+                    for step in T.serial(steps):
+                        head = kv_head * problem.group + step % problem.group
+                        q0 = (first + step // problem.group) * tile.q
+                        stage = step % stages
+                        turn = (step // stages) % 2
+                        copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
+                        if step == 0:
+                            T.tma_copy(window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v), v, barrier=v_full)
+                            T.barrier_arrive(v_full)
+                        copy_step(buffers, shared, ("do", dim_v, batch, head, q0, turn), stage, do_empty, do_full, late)
+            else:
+                T.inc_max_nreg(CONSUMER_REGISTERS)
+                T.fill(dk, 0)
+                T.fill(dv, 0)
+                T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
+                T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
+                if steps > 0:
+                    T.barrier_wait(k_full, 0)
+                    T.barrier_wait(v_full, 0)
+                for step in T.serial(steps):
+                    head = kv_head * problem.group + step % problem.group
+                    q_tile = first + step // problem.group
+                    q0 = q_tile * tile.q
+                    stage = step % stages
+                    turn = (step // stages) % 2
+                    read = reader(buffers)
+                    place = Place(batch, head, block_values(schedule.block, batch, head, read), read)
+                    staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
+                    maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
+                    outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+                    partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
+                    T.barrier_wait(q_full[stage], turn)
+                    T.wgmma_gemm(
+                        k, shared["q"][stage, :, :], products, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
+                    )
+                    T.barrier_wait(do_full[stage], turn)
+                    T.wgmma_gemm(
+                        v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
+                    )
+                    T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
+                    maths.weigh(products, weights)
+                    where_partial(partial, bind(maths.mask, weights))
+                    T.wait_wgmma(0)
+                    T.copy(weights, weights_in)
+                    maths.differentiate(products, weights, gradients)
+                    if not vanishes:
+                        where_partial(partial, bind(maths.mask, gradients))
+                    T.copy(gradients, gradients_in)
+                    if with_dq:
+                        T.copy(gradients_in, gradients_out[step % 2, :, :])
+                        T.fence_proxy_async()
+                        T.sync_threads(CONSUMERS, tile.threads)
+                    T.wgmma_gemm(weights_in, shared["do"][stage, :, :], dv, policy=ROWS_WHOLE)
+                    if with_dq:
+                        if transposed:
+                            T.wgmma_gemm(
+                                k, gradients_out[step % 2, :, :], dq, transpose_A=True, policy=ROWS_WHOLE,
+                                clear_accum=True,
+                            )  # fmt: skip
+                        else:
+                            T.wgmma_gemm(
+                                gradients_out[step % 2, :, :], k, dq, transpose_A=True, policy=ROWS_WHOLE,
+                                clear_accum=True,
+                            )  # fmt: skip
+                    T.wgmma_gemm(gradients_in, shared["q"][stage, :, :], dk, policy=ROWS_WHOLE)
+                    T.wait_wgmma(1)  # all but dK
+                    if thread % WARP == 0:
+                        T.barrier_arrive(do_empty[stage])
+                    if with_dq:
+                        for i, j in T.Parallel(dq_shape[0], dq_shape[1]):
+                            query, d = (j, i) if transposed else (i, j)
+                            T.atomic_add(
+                                buffers["workspace"][
+                                    batch, head,
+                                    q_tile * (tile.q * dim) + place_in_workspace(query, d, tile, dim, vectors),
+                                ],
+                                dq[i, j],
+                            )  # fmt: skip
+                    T.wait_wgmma(0)
+                    if thread % WARP == 0:
+                        T.barrier_arrive(q_empty[stage])
+                if schedule.scale != 1:
+                    for j, d in T.Parallel(tile.kv, dim):
+                        dk[j, d] *= schedule.scale
+                T.sync_threads(CONSUMERS, tile.threads)  # nobody reads k and v any more
+                T.copy(dv, v)
+                T.copy(dk, k)
+                T.fence_proxy_async()
+                T.sync_threads(CONSUMERS, tile.threads)
+                T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, dim_v))
+                T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, dim))
+                if thread % GROUP == 0:
+                    T.tma_store_wait(0, read=False)
+
+    return build("backward", parameters, body)
