@@ -126,9 +126,12 @@ class Kernels:
     @cached_property
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
-        from attention_engine.kernels.forward import forward
-
-        return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, self.tiles.forward))
+        tile = self.tiles.forward
+        if tile.specialised:
+            from attention_engine.kernels.forward_hopper import forward_hopper as forward
+        else:
+            from attention_engine.kernels.forward import forward
+        return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, tile), tile)
 
     def preprocess(self, finals: tuple[str, ...]) -> Kernel:
         """Row values for the backward pass, where gradients arrive at these returned rows."""

@@ -6,14 +6,12 @@ make dV and dK. dQ is summed into an fp32 workspace by atomics, unless another k
 
 from __future__ import annotations
 
-import random
 from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.evaluate import evaluate
-from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
+from attention_engine.ir.expr import Axis, Expr, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import PRODUCT, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
 from attention_engine.kernels.common import (
@@ -53,18 +51,6 @@ def by_pair(schedule: BackwardSchedule) -> list[tuple[Expr, Expr]]:
 def keeps_products(schedule: BackwardSchedule) -> bool:
     """Do later formulas read the products that the weights came from?"""
     return PRODUCT in topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
-
-
-def vanishes_with_weight(schedule: BackwardSchedule) -> bool:
-    """Is the gradient of a product 0 where its weight is? Tried on numbers; then it needs no mask of its own."""
-    expr = schedule.product_gradient
-    inputs = [n for n in topological(expr) if n.op in (Op.VAR, Op.LOAD)]
-    for seed in range(8):
-        draw = random.Random(seed)
-        values = {n: draw.randrange(9) if n.dtype is Type.INT else draw.gauss(0, 3) for n in inputs}
-        if evaluate(expr, {**values, WEIGHT: 0.0}) != 0:
-            return False
-    return True
 
 
 def backward_parameters(
@@ -200,11 +186,13 @@ class PairMaths:
             keep = both(keep, kept)
         return keep
 
-    def mask(self, target: Any) -> None:
-        """target = 0 for masked pairs, and those past the ends."""
+    def mask(self, *targets: Any) -> None:
+        """Each target = 0 for masked pairs, and those past the ends."""
 
         def entry(i: Any, j: Any) -> None:
-            store(target, T.if_then_else(self._keep(i, j), target[i, j], T.float32(0)), i, j)
+            keep = self._keep(i, j)
+            for target in targets:
+                store(target, T.if_then_else(keep, target[i, j], T.float32(0)), i, j)
 
         over_pairs(*self.shape, entry)
 

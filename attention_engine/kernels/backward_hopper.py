@@ -18,7 +18,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward, row_variable
-from attention_engine.kernels.backward import PairMaths, backward_parameters, by_pair, keeps_products, vanishes_with_weight
+from attention_engine.kernels.backward import PairMaths, backward_parameters, by_pair, keeps_products
 from attention_engine.kernels.common import (
     FLOAT,
     Place,
@@ -34,13 +34,9 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
+from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import BackwardSchedule
-
-WARP, GROUP = 32, 128  # threads
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # a thread: 128 * 24 + 256 * 240 fit into the 65536 of an SM
-CONSUMERS = 1  # the named barrier on which the computing threads meet
-ROWS_WHOLE = T.GemmWarpPolicy.FullRow
 
 
 def fits(problem: Problem, schedule: BackwardSchedule) -> bool:
@@ -69,8 +65,8 @@ def backward_hopper(
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     plan = analyse_mask(schedule.mask)
     transposed = transposes_dq(tile, dim)
-    vanishes = vanishes_with_weight(schedule)
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
+    producer_registers, consumer_registers = registers(tile.threads)
     names = [n for n, _ in rows.rows]
     wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
     early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
@@ -122,7 +118,7 @@ def backward_hopper(
             steps = problem.group * (stop - first)
             thread = T.get_thread_binding()
             if thread < GROUP:
-                T.dec_max_nreg(PRODUCER_REGISTERS)
+                T.dec_max_nreg(producer_registers)
                 if thread < WARP:
                     if steps > 0:
                         T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
@@ -138,7 +134,7 @@ def backward_hopper(
                             T.barrier_arrive(v_full)
                         copy_step(buffers, shared, ("do", dim_v, batch, head, q0, turn), stage, do_empty, do_full, late)
             else:
-                T.inc_max_nreg(CONSUMER_REGISTERS)
+                T.inc_max_nreg(consumer_registers)
                 T.fill(dk, 0)
                 T.fill(dv, 0)
                 T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
@@ -168,17 +164,15 @@ def backward_hopper(
                     )
                     T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
                     maths.weigh(products, weights)
-                    where_partial(partial, bind(maths.mask, weights))
                     T.wait_wgmma(0)
-                    T.copy(weights, weights_in)
                     maths.differentiate(products, weights, gradients)
-                    if not vanishes:
-                        where_partial(partial, bind(maths.mask, gradients))
+                    where_partial(partial, bind(maths.mask, weights, gradients))
+                    T.copy(weights, weights_in)
                     T.copy(gradients, gradients_in)
                     if with_dq:
                         T.copy(gradients_in, gradients_out[step % 2, :, :])
                         T.fence_proxy_async()
-                        T.sync_threads(CONSUMERS, tile.threads)
+                        T.sync_threads(COMPUTE, tile.threads)
                     T.wgmma_gemm(weights_in, shared["do"][stage, :, :], dv, policy=ROWS_WHOLE)
                     if with_dq:
                         if transposed:
@@ -211,11 +205,11 @@ def backward_hopper(
                 if schedule.scale != 1:
                     for j, d in T.Parallel(tile.kv, dim):
                         dk[j, d] *= schedule.scale
-                T.sync_threads(CONSUMERS, tile.threads)  # nobody reads k and v any more
+                T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more
                 T.copy(dv, v)
                 T.copy(dk, k)
                 T.fence_proxy_async()
-                T.sync_threads(CONSUMERS, tile.threads)
+                T.sync_threads(COMPUTE, tile.threads)
                 T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, dim_v))
                 T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, dim))
                 if thread % GROUP == 0:

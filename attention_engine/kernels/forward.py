@@ -59,15 +59,26 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
     return list(found)
 
 
-def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
-    """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
-    sizes = Sizes()
+def forward_parameters(sizes: Sizes, problem: Problem, schedule: ForwardSchedule) -> dict[str, Any]:
+    """The parameters of a forward kernel, by name and in order."""
     parameters = sizes.inputs(problem)
     parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
     parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
+    return parameters
+
+
+def needs_another_tile(schedule: ForwardSchedule) -> bool:
+    """Does a reduction need values that are not those the tile of scores holds?"""
+    return any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
+
+
+def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
+    """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
+    sizes = Sizes()
+    parameters = forward_parameters(sizes, problem, schedule)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     plan = analyse_mask(schedule.mask)
-    temporaries = any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
+    temporaries = needs_another_tile(schedule)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -89,7 +100,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             q0 = block * tile.q
             kv_head = head // problem.group
             place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
-            maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes)
+            maths = TileMaths(schedule, tile, place, rows, scores, other, q0, sizes)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
             for variable, value in schedule.initial:
@@ -122,7 +133,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     return build("forward", parameters, body)
 
 
-class _Maths:
+class TileMaths:
     """The schedule's steps on the kernel's buffers."""
 
     def __init__(
