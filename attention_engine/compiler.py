@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -116,6 +116,8 @@ class Kernels:
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
+        if self.over_queries and tiles.backward.row_pad > ROW_PAD:  # their rows are read by both kernels
+            self.tiles = replace(tiles, backward=replace(tiles.backward, q=64))
         self.row_pad = ROW_PAD if self.over_queries else tiles.backward.row_pad
         self._preprocess: dict[tuple[str, ...], Kernel] = {}
 

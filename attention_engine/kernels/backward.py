@@ -6,6 +6,7 @@ make dV and dK. dQ is summed into an fp32 workspace by atomics, unless another k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial as bind
 from typing import Any
 
@@ -178,21 +179,34 @@ class PairMaths:
 
         over_pairs(*self.shape, entry)
 
-    def _keep(self, i: Any, j: Any) -> Any:
+    def _inside(self, i: Any, j: Any) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
-        keep = both(self.kv0 + key < self.sizes.kv, self.q0 + query < self.sizes.q)
-        if self.schedule.mask is not None:
-            (kept,) = self._splice(i, j, {})(self.schedule.mask)
-            keep = both(keep, kept)
-        return keep
+        return both(self.kv0 + key < self.sizes.kv, self.q0 + query < self.sizes.q)
+
+    def _keep(self, i: Any, j: Any) -> Any:
+        inside = self._inside(i, j)
+        if self.schedule.mask is None:
+            return inside
+        (kept,) = self._splice(i, j, {})(self.schedule.mask)
+        return both(inside, kept)
 
     def mask(self, *targets: Any) -> None:
         """Each target = 0 for masked pairs, and those past the ends."""
+        self._clear(self._keep, targets)
 
+    def cut(self, *targets: Any) -> None:
+        """Each target = 0 for pairs past the ends."""
+        self._clear(self._inside, targets)
+
+    def drop(self, *targets: Any) -> None:
+        """Each target = 0 for pairs that the mask drops."""
+        self._clear(lambda i, j: self._splice(i, j, {})(self.schedule.mask)[0], targets)
+
+    def _clear(self, keep: Callable[[Any, Any], Any], targets: tuple[Any, ...]) -> None:
         def entry(i: Any, j: Any) -> None:
-            keep = self._keep(i, j)
+            kept = keep(i, j)
             for target in targets:
-                store(target, T.if_then_else(keep, target[i, j], T.float32(0)), i, j)
+                store(target, T.if_then_else(kept, target[i, j], T.float32(0)), i, j)
 
         over_pairs(*self.shape, entry)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.ir.program import Backward, row_variable
+from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, Backward, row_variable
 from attention_engine.kernels.backward import PairMaths, backward_parameters, by_pair, keeps_products
 from attention_engine.kernels.common import (
     FLOAT,
@@ -25,7 +25,6 @@ from attention_engine.kernels.common import (
     Sizes,
     block_values,
     build,
-    either,
     is_partial,
     named,
     q_range,
@@ -41,8 +40,15 @@ from attention_engine.passes.schedule import BackwardSchedule
 
 def fits(problem: Problem, schedule: BackwardSchedule) -> bool:
     """Is there such a kernel for these maths? Two warpgroups share dQ by its 64 rows, or 64 head dims, each."""
-    exact = problem.stride_unit == 8 and {problem.dim, problem.dim_v} <= {64, 128}
+    exact = {problem.dim, problem.dim_v} <= {64, 128}
     return problem.dtype != "float32" and exact and not by_pair(schedule)
+
+
+def is_light(schedule: BackwardSchedule) -> bool:
+    """Do the pairs need few registers: gradients of weights, gradients and rows alone, and a mask of plain bounds?"""
+    pairs = {PRODUCT, Q_IDX, KV_IDX}
+    reads = any(node.op is Op.LOAD for node in topological(schedule.product_gradient))
+    return analyse_mask(schedule.mask).exact and not reads and not pairs & set(topological(schedule.product_gradient))
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ def backward_hopper(
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     plan = analyse_mask(schedule.mask)
     transposed = transposes_dq(tile, dim)
+    dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else T.GemmWarpPolicy.FullCol
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads)
     names = [n for n, _ in rows.rows]
@@ -153,7 +160,6 @@ def backward_hopper(
                     staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
                     maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
                     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                    partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
                     T.barrier_wait(q_full[stage], turn)
                     T.wgmma_gemm(
                         k, shared["q"][stage, :, :], products, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
@@ -166,7 +172,10 @@ def backward_hopper(
                     maths.weigh(products, weights)
                     T.wait_wgmma(0)
                     maths.differentiate(products, weights, gradients)
-                    where_partial(partial, bind(maths.mask, weights, gradients))
+                    if schedule.mask is not None:
+                        partial = is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1)
+                        where_partial(partial, bind(maths.drop, weights, gradients))
+                    where_partial(outside, bind(maths.cut, weights, gradients))
                     T.copy(weights, weights_in)
                     T.copy(gradients, gradients_in)
                     if with_dq:
@@ -182,7 +191,7 @@ def backward_hopper(
                             )  # fmt: skip
                         else:
                             T.wgmma_gemm(
-                                gradients_out[step % 2, :, :], k, dq, transpose_A=True, policy=ROWS_WHOLE,
+                                gradients_out[step % 2, :, :], k, dq, transpose_A=True, policy=dq_policy,
                                 clear_accum=True,
                             )  # fmt: skip
                     T.wgmma_gemm(gradients_in, shared["q"][stage, :, :], dk, policy=ROWS_WHOLE)

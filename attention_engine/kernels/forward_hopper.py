@@ -39,7 +39,7 @@ PING_PONG = False
 
 def fits(problem: Problem, schedule: ForwardSchedule) -> bool:
     """Is there such a kernel for these maths? Head dims must fill tiles, and another tile of scores has no registers."""
-    exact = problem.stride_unit == 8 and {problem.dim, problem.dim_v} <= {64, 96, 128, 192, 256}
+    exact = (problem.dim, problem.dim_v) in {(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)}
     return problem.dtype != "float32" and exact and not needs_another_tile(schedule)
 
 

@@ -30,7 +30,7 @@ def workspace(sizes: Sizes, problem: Problem, tile: Tile) -> Any:
 
 
 def transposes_dq(tile: Tile, dim: int) -> bool:
-    """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, and 80 queries aren't."""
+    """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, which 80 queries aren't."""
     return tile.specialised and dim >= 128
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attention_engine.arch import Arch
 from attention_engine.compiler import Maths, Target, Tiles
 from attention_engine.ir.problem import Problem, Tile
@@ -14,7 +16,8 @@ def default_tiles(problem: Problem, maths: Maths, target: Target) -> Tiles:
         return _fp32(wide, target)
     if isinstance(target, Arch) and not target.has_wgmma:
         return _ampere(wide, target)
-    return _hopper(problem)
+    plain = _hopper(problem)
+    return _specialised(problem, maths, plain) if isinstance(target, Arch) and target.has_wgmma else plain
 
 
 def _fp32(wide: int, target: Target) -> Tiles:
@@ -36,6 +39,29 @@ def _hopper(problem: Problem) -> Tiles:
     if dim <= 192 and dim_v <= 128:
         return Tiles(Tile(128, 128, 256, 2), Tile(64, 64, 256, 2, shared_weights=True), Tile(128, 64, 256, 2))
     return Tiles(Tile(128, 64, 256, 2), Tile(64, 64, 256, 2, shared_weights=True), Tile(128, 32, 256, 2))
+
+
+def _specialised(problem: Problem, maths: Maths, plain: Tiles) -> Tiles:
+    """The kernels with a group of warps that copies, where there are such; which tiles don't spill is tested."""
+    from attention_engine.kernels import backward_hopper, forward_hopper
+
+    tiles = plain
+    if forward_hopper.fits(problem, maths.forward_schedule):
+        q, kv = FORWARD[problem.dim, problem.dim_v]
+        tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True))
+    schedule = maths.backward_schedule
+    if schedule is not None and backward_hopper.fits(problem, schedule):
+        light, heavy = BACKWARD[problem.dim, problem.dim_v]
+        q = light if backward_hopper.is_light(schedule) else heavy
+        tiles = replace(tiles, backward=Tile(q, 128, 256, 2, specialised=True))
+    return tiles
+
+
+# Queries and keys of a tile, by head dims; 64 queries for each warpgroup.
+FORWARD = {(64, 64): (192, 128), (128, 128): (128, 128), (192, 128): (128, 128), (128, 256): (128, 96),
+           (256, 256): (128, 80)}  # fmt: skip
+# Queries of a tile over keys: of pair maths that need few registers, and of others.
+BACKWARD = {(64, 64): (128, 64), (128, 128): (80, 64), (128, 64): (80, 64), (64, 128): (64, 64)}
 
 
 def _ampere(wide: int, target: Arch) -> Tiles:
