@@ -34,9 +34,6 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import ForwardSchedule
 
 
-PING_PONG = False
-
-
 def fits(problem: Problem, schedule: ForwardSchedule) -> bool:
     """Is there such a kernel for these maths? Head dims must fill tiles, and another tile of scores has no registers."""
     exact = (problem.dim, problem.dim_v) in {(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)}
@@ -122,21 +119,14 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                         T.barrier_arrive(k_empty[0])
                     weigh(maths, first * tile.kv)
                     T.copy(scores, weights)
-                    if PING_PONG:
-                        if thread >= tile.threads:
-                            T.named_barrier_arrive(2, 2 * GROUP)
                     for after in T.serial(steps - 1):
                         step = after + 1
                         stage = step % stages
                         before = after % stages
                         T.barrier_wait(k_full[stage], (step // stages) % 2)
-                        if PING_PONG:
-                            T.sync_threads(2 + (thread // GROUP - 1), 2 * GROUP)
                         T.wgmma_gemm(q, k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
                         T.barrier_wait(v_full[before], (after // stages) % 2)
                         T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
-                        if PING_PONG:
-                            T.named_barrier_arrive(2 + (thread // GROUP) % (tile.threads // GROUP), 2 * GROUP)
                         T.wait_wgmma(1)  # the scores are there, the output on its way
                         if thread % WARP == 0:
                             T.barrier_arrive(k_empty[stage])
