@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attention_engine.frontend.meta import meta_tensor
     from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
     from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, where
-    from attention_engine.runtime.masks import create_block_mask, create_mask
+    from attention_engine.runtime.masks import create_block_mask, create_mask, document_ids
     from attention_engine.runtime.module import AttentionEngine
 
 __version__ = "0.1.0"
@@ -30,12 +30,13 @@ _WHERE = {
     "Var": "frontend.online_func",
     "create_block_mask": "runtime.masks",
     "create_mask": "runtime.masks",
+    "document_ids": "runtime.masks",
     "meta_tensor": "frontend.meta",
     "where": "frontend.symbols",
 }
 __all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "OnlineFunc", "SymbolScalar", "SymbolicArray",
-           "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask", "library", "meta_tensor",
-           "where"]  # fmt: skip
+           "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask", "document_ids", "library",
+           "meta_tensor", "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

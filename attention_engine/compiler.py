@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
-from attention_engine.ir.expr import Axis, Expr
-from attention_engine.ir.problem import ROW_PAD, Problem, Tile
-from attention_engine.ir.program import Backward, Program
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.simplify import mul
+
+if TYPE_CHECKING:
+    from attention_engine.kernels.tiles import TilePlan
 
 Target = Arch | str  # an architecture, or "interpret"
 
@@ -26,6 +31,11 @@ class Tiles:
     forward: Tile
     backward: Tile
     queries: Tile
+
+    @property
+    def pairs(self) -> Tile:
+        """Of the kernel of pairs, which copies queries and keys alike in each step."""
+        return replace(self.queries, stages=min(self.queries.stages, 1))
 
 
 class Kernel:
@@ -88,6 +98,17 @@ class Maths:
     forward_schedule: ForwardSchedule
     backward_schedule: BackwardSchedule | None
 
+    def wanting(self, names: Collection[str]) -> Maths:
+        """The same with the gradients of these custom inputs alone."""
+        if self.backward is None:
+            return self
+        asked = {
+            field: tuple((read, e) for read, e in getattr(self.backward, field) if read.name in names)
+            for field in ("pair_gradients", "row_gradients")
+        }
+        backward = replace(self.backward, **asked)
+        return replace(self, backward=backward, backward_schedule=schedule_backward(self.program, backward))
+
 
 def analyse(program: Program) -> Maths:
     """Derives the backward pass and puts both directions in order."""
@@ -110,20 +131,37 @@ class Kernels:
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
         schedule = maths.backward_schedule
         self.row_sums = plan_row_sums(schedule, maths.backward) if schedule and maths.backward else None
-        pairs = schedule.pair_gradients if schedule else ()
-        self.scattered = [load for load, _ in pairs if Axis.KEY in load.axes]  # whose gradients are summed by atomics
+        axes = {name: axes for name, _, axes in problem.custom}
+        self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
         self.over_queries = deterministic or bool(
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
-        if self.over_queries and tiles.backward.row_pad > ROW_PAD:  # their rows are read by both kernels
-            self.tiles = replace(tiles, backward=replace(tiles.backward, q=64))
-        self.row_pad = ROW_PAD if self.over_queries else tiles.backward.row_pad
-        self._preprocess: dict[tuple[str, ...], Kernel] = {}
+        self.row_pad = tiles.backward.row_pad  # of the rows that all backward kernels read
+        self._preprocess: dict[tuple[tuple[str, ...], bool], Kernel] = {}
+        self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
+        self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
     def _kernel(self, trace: Callable[[], Any], tile: Tile | None = None) -> Kernel:
         configs = pass_configs(self.problem, tile is not None and tile.specialised)
         return Kernel(trace, self.target, self.problem, configs)
+
+    @cached_property
+    def tile_plan(self) -> TilePlan:
+        """What the mask asks of the kernels' loops."""
+        from attention_engine.kernels.tiles import plan_tiles
+
+        return plan_tiles(self.maths.program.mask)
+
+    def tile_map(self, tile: Tile, over_keys: bool) -> Kernel:
+        """The lists of tiles that blocks with this tile walk over, where the mask's bounds don't say it all."""
+        from attention_engine.kernels.tile_map import tile_map
+
+        mask, key = self.maths.program.mask, (tile.q, tile.kv, over_keys)
+        assert mask is not None
+        if key not in self._tile_maps:
+            self._tile_maps[key] = self._kernel(lambda: tile_map(self.problem, mask, tile, over_keys))
+        return self._tile_maps[key]
 
     @cached_property
     def forward(self) -> Kernel:
@@ -135,14 +173,32 @@ class Kernels:
             from attention_engine.kernels.forward import forward
         return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, tile), tile)
 
-    def preprocess(self, finals: tuple[str, ...]) -> Kernel:
-        """Row values for the backward pass, where gradients arrive at these returned rows."""
+    def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
+        """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
+
+        delta_given: from a delta that `exact_delta` made; the sums are zero by then.
+        """
         from attention_engine.kernels.rows import preprocess
 
-        if finals not in self._preprocess:
-            tile = None if self.over_queries else self.tiles.backward
-            self._preprocess[finals] = self._kernel(lambda: preprocess(self.problem, self._backward, finals, tile))
-        return self._preprocess[finals]
+        key = finals, delta_given
+        if key not in self._preprocess:
+            tile = None if self.over_queries or delta_given else self.tiles.backward
+            self._preprocess[key] = self._kernel(
+                lambda: preprocess(self.problem, self._backward, finals, tile, self.row_pad, delta_given)
+            )
+        return self._preprocess[key]
+
+    @cached_property
+    def exact_delta(self) -> Kernel:
+        """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
+        from attention_engine.kernels.backward_queries import backward_queries
+
+        sums = (mul(WEIGHT, WEIGHT_GRADIENT),)
+        return self._kernel(
+            lambda: backward_queries(
+                self.problem, self._schedule, self._backward, sums, self.tiles.queries, self.row_pad, with_dq=False
+            )
+        )
 
     @property
     def _backward(self) -> Backward:
@@ -169,9 +225,21 @@ class Kernels:
         else:
             from attention_engine.kernels.backward import backward
         return self._kernel(
-            lambda: backward(self.problem, self._schedule, self._backward, tile, self.vectors, not self.over_queries),
+            lambda: backward(
+                self.problem, self._schedule, self._backward, tile, self.vectors, not self.over_queries,
+                self.custom_sums,
+            ),
             tile,
-        )
+        )  # fmt: skip
+
+    def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
+        """The gradient of a read that differs from pair to pair, as tiles of pairs."""
+        from attention_engine.kernels.backward_pairs import backward_pairs
+
+        if (read, dtype) not in self._pairs:
+            given = (self.problem, self._schedule, self._backward, read, expr, self.tiles.pairs, self.row_pad, dtype)
+            self._pairs[read, dtype] = self._kernel(lambda: backward_pairs(*given))
+        return self._pairs[read, dtype]
 
     @cached_property
     def backward_queries(self) -> Kernel:
@@ -179,7 +247,9 @@ class Kernels:
         from attention_engine.kernels.backward_queries import backward_queries
 
         return self._kernel(
-            lambda: backward_queries(self.problem, self._schedule, self._backward, self._sums, self.tiles.queries)
+            lambda: backward_queries(
+                self.problem, self._schedule, self._backward, self._sums, self.tiles.queries, self.row_pad
+            )
         )
 
     @cached_property

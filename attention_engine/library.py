@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
+from attention_engine.frontend.tracing import call
 
 Mask = Callable[..., Any]
 
@@ -86,39 +88,69 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
+def causal_from(offset: int) -> Mask:
+    """Keys up to the query, which stands `offset` places further on: Skv - Sq lets the last query see every key."""
+    return lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
+
+
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query to `right` after it."""
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
-    return mask
+def with_global(tokens: int, mask: Mask) -> Mask:
+    """A mask, but the first `tokens` queries see all keys, and all queries see the first `tokens` keys (Longformer)."""
+    return or_masks(mask, lambda b, h, q_idx, kv_idx: (q_idx < tokens) | (kv_idx < tokens))
 
 
 def prefix_lm(prefix: int) -> Mask:
     """The first `prefix` keys, and keys up to the query."""
-
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (kv_idx < prefix) | (q_idx >= kv_idx)
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx)
 
 
 def dilated(step: int) -> Mask:
     """Keys up to the query whose distance is a multiple of `step`."""
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % step == 0)
+
+
+def block_diagonal(size: int) -> Mask:
+    """Keys of the query's own block of `size`."""
+    return lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size
+
+
+def block_causal(size: int) -> Mask:
+    """Keys of the query's block of `size` and of those before it."""
+    return lambda b, h, q_idx, kv_idx: q_idx // size >= kv_idx // size
+
+
+def neighbourhood(width: int, rows: int, columns: int) -> Mask:
+    """Pixels at most so many rows and columns away, of an image `width` wide whose pixels come row by row."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx >= kv_idx) & ((q_idx - kv_idx) % step == 0)
+        near_row = (q_idx // width - kv_idx // width).abs() <= rows
+        return near_row & ((q_idx % width - kv_idx % width).abs() <= columns)
 
     return mask
 
 
+def document(ids: str = "documents") -> Mask:
+    """Keys of the query's document: ids, a custom input ("batch", "seq_len") of integers, says which one each token is
+    of. Queries and keys are the same tokens. `document_ids` makes it from packed lengths."""
+    return lambda b, h, q_idx, kv_idx, custom: custom[ids][b, q_idx] == custom[ids][b, kv_idx]
+
+
+def padding(lengths: str = "lengths") -> Mask:
+    """The first keys of each batch: lengths, a custom input ("batch",) of integers, says how many."""
+    return lambda b, h, q_idx, kv_idx, custom: kv_idx < custom[lengths][b]
+
+
+def _ask(mask: Mask, place: list[Any], custom: Any) -> Any:
+    return call(mask, "b, h, q_idx, kv_idx", place, custom)
+
+
 def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any]) -> Mask:
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = masks[0](b, h, q_idx, kv_idx)
-        for other in masks[1:]:
-            result = join(result, other(b, h, q_idx, kv_idx))
-        return result
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
+        return functools.reduce(join, (_ask(m, [b, h, q_idx, kv_idx], custom) for m in masks))
 
     return mask
 
@@ -131,6 +163,11 @@ def and_masks(*masks: Mask) -> Mask:
 def or_masks(*masks: Mask) -> Mask:
     """Pairs that some mask keeps."""
     return _joined(masks, lambda a, b: a | b)
+
+
+def not_mask(mask: Mask) -> Mask:
+    """Pairs that the mask leaves out."""
+    return lambda b, h, q_idx, kv_idx, custom: ~_ask(mask, [b, h, q_idx, kv_idx], custom)
 
 
 def scale(factor: float) -> Callable[..., Any]:
@@ -146,3 +183,15 @@ def softcap(cap: float, factor: float = 1.0) -> Callable[..., Any]:
 def alibi(factor: float, slopes: str = "slopes") -> Callable[..., Any]:
     """score * factor - slope of the head * distance; slopes come as a custom input ("heads",) (arXiv 2108.12409)."""
     return lambda score, custom, b, h, q_idx, kv_idx: score * factor - custom[slopes] * (q_idx - kv_idx)
+
+
+def relative_bias(table: str, reach: int, factor: float = 1.0) -> Callable[..., Any]:
+    """score * factor + the head's learned number for the distance, which is cut to at most `reach` either way.
+
+    The table is a custom input ("heads", 2 * reach + 1): distance -reach first. Shaw et al., 2018 (arXiv 1803.02155).
+    """
+
+    def score_mod(score: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * factor + custom[table][h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
+
+    return score_mod

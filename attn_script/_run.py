@@ -17,15 +17,17 @@ CHECKED = 1024  # longest length compared with float64 on a GPU: that one is den
 
 def run(
     make_engine: Callable[..., AttentionEngine], plain: Callable[..., Tensor], *,
-    heads: int, kv_heads: int, dim: int = 128, causal: bool = True,
-    custom: Callable[[int], dict[str, Tensor]] = lambda length: {}, argv: Sequence[str] | None = None,
+    heads: int, kv_heads: int, dim: int = 128, causal: bool = True, kept: Callable[[int], float] | None = None,
+    custom: Callable[[int], dict[str, Tensor]] = lambda length: {}, small: int = SMALL,
+    argv: Sequence[str] | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Check the engine against `plain`, time it where there is a GPU, and return {name: (error, eager's error)}.
 
     make_engine(qkv_meta, **options) gives the engine; plain(s, h, q_idx, kv_idx, *custom) gives the weights from all
-    the products s = q.k, (B, H, Sq, Skv); custom(length) gives the custom inputs.
+    the products s = q.k, (B, H, Sq, Skv); custom(length) gives the custom inputs; kept(length), the kept pairs of a
+    head, is what speed is counted on (all, or the causal half); small is the length on a CPU.
     """
-    args = _arguments(argv)
+    args = _arguments(argv, small)
     on_gpu = args.device == "cuda"
     if not on_gpu:  # the group stays
         heads, kv_heads = 2 * heads // kv_heads, 2
@@ -45,20 +47,21 @@ def run(
     for name, (ours, eager) in errors.items():
         print(f"  {name:8} {ours:.2e}   {eager:.2e}")
     if on_gpu:
-        _time(make_engine, args, heads, kv_heads, dim, causal, custom)
+        pairs = kept(args.length) if kept else args.length**2 / (2 if causal else 1)
+        _time(make_engine, args, heads, kv_heads, dim, pairs, custom)
     return errors
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None, small: int) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--backend", help="auto, tilelang, reference or interpret; on a CPU interpret, else auto")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=None, help=f"4096 on a GPU, {SMALL} on a CPU")
+    parser.add_argument("--length", type=int, default=None, help=f"4096 on a GPU, {small} on a CPU")
     parser.add_argument("--show", action="store_true", help="print the derived program and the kernel's first lines")
     args = parser.parse_args(argv)
-    args.length = args.length or (4096 if args.device == "cuda" else SMALL)
+    args.length = args.length or (4096 if args.device == "cuda" else small)
     return args
 
 
@@ -84,28 +87,30 @@ def _check(
         return torch.einsum("bhqk,bkhd->bqhd", weights.to(v.dtype), v)
 
     *inputs, do = tensors
-    names = ["o", "dq", "dk", "dv", *(f"d{name}" for name in extra)]
+    names = ["o", "dq", "dk", "dv", *(f"d{name}" for name, x in extra.items() if x.is_floating_point())]
     inputs += extra.values()
-    exact = _results(dense, [x.double() for x in inputs], do.double())
+    exact = _results(dense, [x.double() if x.is_floating_point() else x for x in inputs], do.double())
     found = zip(names, exact, _results(engine, inputs, do), _results(dense, inputs, do))
     return {name: tuple((x.double() - best).abs().mean().item() for x in both) for name, best, *both in found}
 
 
 def _results(function: Callable[..., Tensor], inputs: list[Tensor], do: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     o = function(*leaves)
-    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+    return [o.detach(), *torch.autograd.grad(o, [x for x in leaves if x.requires_grad], do)]
 
 
-def _time(make_engine, args, heads: int, kv_heads: int, dim: int, causal: bool, custom) -> None:
+def _time(make_engine, args, heads: int, kv_heads: int, dim: int, pairs: float, custom) -> None:
     *inputs, do = (x.cuda() for x in _inputs(args.batch, args.length, heads, kv_heads, dim))
-    leaves = [x.requires_grad_() for x in (*inputs, *(x.cuda() for x in custom(args.length).values()))]
+    tensors = (*inputs, *(x.cuda() for x in custom(args.length).values()))
+    leaves = [x.requires_grad_(x.is_floating_point()) for x in tensors]
+    wanted = [x for x in leaves if x.requires_grad]
     engine = make_engine(_meta(args.batch, heads, kv_heads, args.length, dim), backend=args.backend or "auto")
-    flops = 4 * args.batch * heads * args.length**2 * dim / (2 if causal else 1)
+    flops = 4 * args.batch * heads * pairs * dim
     o = engine(*leaves)
     with torch.no_grad():
         forward = _milliseconds(lambda: engine(*leaves))
-    backward = _milliseconds(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True))
+    backward = _milliseconds(lambda: torch.autograd.grad(o, wanted, do, retain_graph=True))
     print(f"length {args.length} on {torch.cuda.get_device_name()}:")
     print(f"  forward  {forward:.3f} ms, {flops / forward * 1e-9:.0f} TFLOP/s")
     print(f"  backward {backward:.3f} ms, {2.5 * flops / backward * 1e-9:.0f} TFLOP/s")

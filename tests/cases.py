@@ -170,12 +170,12 @@ def engine_for(case: Case, shape: Shape, dtype: torch.dtype, causal: bool, **opt
 
 def errors(
     case: Case, shape: Shape, dtype: torch.dtype, causal: bool, *,
-    device: str = "cpu", seed: int = 0, floor: float = 0.0, **options: Any,
+    device: str = "cpu", seed: int = 0, floor: float = 0.0, draws: int = 1, **options: Any,
 ) -> list[plain.Error]:
     """Output and all gradients by the rule; raises AssertionError with the table where one is too far off.
 
     The gradient of a custom input is a number or a few, and the error of one number is luck: such a case is drawn
-    several times, and the errors are means over all draws.
+    several times (any, `draws` times), and the errors are means over all draws.
     """
     custom = {name: value.to(device) for name, value in case.custom(shape.heads, shape.kv_len).items()}
     engine = engine_for(case, shape, dtype, causal, **options)
@@ -192,7 +192,7 @@ def errors(
         return engine(q, k, v, *custom.values())
 
     found: list[list[dict[str, Tensor]]] = [[], [], []]
-    for draw in range(DRAWS if custom else 1):
+    for draw in range(max(draws, DRAWS if custom else 1)):
         tensors = shape.tensors(dtype, device, seed + draw)
         double = [{name: value.double() for name, value in given.items()} for given in (tensors, custom)]
         found[0].append(_results(ours, tensors, custom))

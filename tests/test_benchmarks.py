@@ -1,30 +1,109 @@
-"""The benchmarks import and say what they need where there is no GPU; their counts are those of the README."""
+"""The benchmarks' formulas, counts, refusals and files, where there is no GPU."""
+
+from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 
-from benchmarks import softmax
+from attention_engine import AttentionEngine
+from attention_engine.tuner import cases as named
+from attention_engine.tuner.cases import Case, Shape
+from benchmarks import plot, run
+from benchmarks.cases import make_inputs, mean_errors, moved_bytes
+from benchmarks.peers import PEERS, Unavailable
+from benchmarks.timing import Ceilings, Timing, summarise
+
+CEILINGS = Ceilings(matmul_tflops=700.0, copy_gbs=3000.0)
 
 
-@pytest.mark.parametrize("mask, direction, want", [
-    ("full", "forward", 4 * 2 * 16 * 8192**2 * 128),
-    ("causal", "forward", 2 * 2 * 16 * 8192**2 * 128),
-    ("causal", "backward", 5 * 2 * 16 * 8192**2 * 128),
-])
-def test_flops_are_counted_as_the_readme_says(mask, direction, want):
-    assert softmax.Problem(2, 8192, 16, 128, mask).flops(direction) == want
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(named.SHAPES, "tiny", Shape(4, 2, 32, 16, 2))
+    return "tiny"
 
 
-def test_numbers_that_differ_stop_the_run():
-    x = torch.randn(4, 8)
-    softmax.check("ours", [x] * 4, [x * 1.004] * 4)
-    with pytest.raises(SystemExit, match=r"ours: dk differs from SDPA.s by 1\.0e-02 of its size; nothing was timed"):
-        softmax.check("ours", [x, x, x * 1.01, x], [x] * 4)
-    with pytest.raises(SystemExit, match="o differs"):
-        softmax.check("ours", [x * torch.nan, x, x, x], [x] * 4)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("program", named.PROGRAMS)
+def test_a_case_and_its_formula_agree(tiny, program, mask):
+    """The formula's own error in bf16 bounds that of the engine: layout, scale, mask and maths are the same."""
+    case = Case(tiny, program, mask, 40)
+    inputs = make_inputs(case, torch.bfloat16, "cpu")
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    o = AttentionEngine(case.metas("bfloat16"), **case.options(), backend="interpret")(*leaves, **inputs.custom)
+    found = [o.detach(), *torch.autograd.grad(o, leaves, inputs.do)]
+    ratio, worst = run.worst_ratio(case, inputs, found)
+    assert ratio <= 1.1, worst
+    errors = mean_errors(case, inputs, [found[0], found[1], found[3][..., :0].new_zeros(found[2].shape), found[3]])
+    assert errors["dk"][0] > 20 * errors["dk"][1], "a gradient of zeros must show"
+
+
+@pytest.mark.parametrize("direction, flops, moved", [
+    ("forward", 2 * 2 * 16 * 8192**2 * 256 / 2, 2 * 4 * 2 * 16 * 8192 * 128),
+    ("backward", 2 * 2 * 16 * 8192**2 * 640 / 2, 2 * 8 * 2 * 16 * 8192 * 128),
+])  # fmt: skip
+def test_what_is_counted(direction, flops, moved):
+    case = named.CASES["mha-128.softmax.causal.8192"]
+    assert case.flops(direction) == flops and moved_bytes(case, direction, 2) == moved
+
+
+def test_grouped_keys_are_counted_once():
+    case = named.CASES["llama-8b.softmax.full.512"]
+    assert moved_bytes(case, "forward", 2) == 2 * 512 * 128 * (2 * 32 + 2 * 8)
+
+
+@pytest.mark.parametrize("us, status", [
+    (1000.0, "ok"), (700.0, "broken: faster than this device's plain product or copy"),
+])  # fmt: skip
+def test_what_is_faster_than_the_device_is_refused(us, status):
+    case = named.CASES["mha-128.softmax.causal.8192"]
+    row = run.rate(("c", "float16"), case, "cudnn", "forward", Timing(us, us, us, 5.0), 0, CEILINGS, 0.5, torch.float16)
+    assert row.status == status and row.tflops == pytest.approx(case.flops("forward") / us * 1e-6)
+
+
+def test_peers_say_what_they_cannot_run():
+    case = named.CASES["mha-128.sigmoid.causal.8192"]
+    with pytest.raises(Unavailable, match="can't express sigmoid causal"):
+        PEERS["cudnn"].make(case, torch.float16)
+    with pytest.raises(Unavailable, match="import flash_attn"):
+        PEERS["flash_attention_4"].make(case, torch.float16)
+
+
+def test_a_timing_is_the_median_with_its_spread():
+    timing = summarise([(float(n), 2.0) for n in range(11)])
+    assert timing == Timing(5.0, 1.0, 9.0, 2.0)
+
+
+def rows() -> list[run.Row]:
+    case = named.CASES["mha-128.softmax.full.8192"]
+    found = [run.Row(case.name, "float16", "cudnn", d, "unavailable: no GPU") for d in run.DIRECTIONS]
+    for length, us in ((4096, 600.0), (8192, 2000.0)):
+        at = named.CASES[f"mha-128.softmax.full.{length}"]
+        for d in run.DIRECTIONS:
+            timing = Timing(us * (2.5 if d == "backward" else 1), us, us, 50.0)
+            label = (at.name, "float16")
+            found.append(run.rate(label, at, "attention_engine", d, timing, 1 << 20, CEILINGS, 0.5, torch.float16))
+    return found
+
+
+def test_files_hold_every_row_and_pictures_come_from_them(tmp_path):
+    run.write(tmp_path / "here", rows(), {"device": "none"})
+    whole = json.loads((tmp_path / "here.json").read_text())
+    assert whole["environment"] == {"device": "none"} and len(whole["rows"]) == 6
+    assert len(plot.read([tmp_path / "here.csv"])) == 4
+    plot.main([str(tmp_path / "here.csv"), "--to", str(tmp_path)])
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert pictures == ["here_4096.png", "here_8192.png", "here_mha-128.softmax.full.png"]
+    assert all((tmp_path / name).with_suffix(".svg").exists() for name in pictures)
+
+
+def test_the_table_shows_speeds_and_reasons():
+    text = run.table(rows())
+    assert "cudnn              unavailable: no GPU" in text and "550 /   550 TFLOP/s  host   50 /   50 us" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="needs a CUDA device"):
-        softmax.main([])
+        run.main(["--case", "mha-128.softmax.full.512"])

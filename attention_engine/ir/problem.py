@@ -49,7 +49,7 @@ class Tile:
 
     shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers,
     so that warps can share rows where a tile has fewer rows than the warps of a block need.
-    specialised: the kernel of its own in which one more group of warps copies (kernels/*_hopper.py), where there is one.
+    specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
     """
 
     q: int

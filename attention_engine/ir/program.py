@@ -121,7 +121,8 @@ class Backward:
     row variables (row_variable of their names). product_gradient: the gradient of PRODUCT, of WEIGHT, WEIGHT_GRADIENT
     and the same. pair_gradients: for a read of a custom input in score_mod, what a pair adds to its gradient.
     row_gradients: for a read of one by online_fwd or the epilogue, what a row adds to it (of saved rows, DELTA ...).
-    undifferentiated: returned rows whose gradient is not derived, with the reason.
+    undifferentiated: returned rows whose gradient is not derived, with the reason. exact_delta: delta must be the row
+    sum of weight * dweight, as dO . o of an output that was rounded is not near enough.
     """
 
     saved: tuple[tuple[str, Expr], ...]
@@ -131,6 +132,7 @@ class Backward:
     pair_gradients: tuple[tuple[Expr, Expr], ...]
     row_gradients: tuple[tuple[Expr, Expr], ...]
     undifferentiated: tuple[tuple[str, str], ...] = ()
+    exact_delta: bool = False
 
     def named(self) -> Iterator[tuple[str, Expr]]:
         """Every expression with what it is."""

@@ -6,7 +6,7 @@ make dV and dK. dQ is summed into an fp32 workspace by atomics, unless another k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial as bind
 from typing import Any
 
@@ -25,14 +25,11 @@ from attention_engine.kernels.common import (
     assign,
     block_values,
     build,
-    either,
-    is_partial,
     load,
     loop,
     multiply,
     named,
     over_pairs,
-    q_range,
     reader,
     store,
     where_partial,
@@ -40,13 +37,37 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.rows import place_in_workspace, workspace
 from attention_engine.kernels.splice import both
-from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, plan_tiles
+from attention_engine.passes.read_places import CustomSums
+from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule
 
+NOTHING = CustomSums()
 
-def by_pair(schedule: BackwardSchedule) -> list[tuple[Expr, Expr]]:
-    """The reads whose gradient is summed pair by pair, by atomics."""
-    return [(load, e) for load, e in schedule.pair_gradients if Axis.KEY in load.axes]
+
+def sum_parameters(
+    summed: CustomSums, sizes: Sizes, problem: Problem, tile: Tile, customs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The parameters that the sums for custom inputs are written to, fp32; the caller zeroes them."""
+    named: dict[str, Any] = {}
+    for number, (read, _) in enumerate(summed.of_keys):
+        named[f"key_sum{number}"] = T.Tensor([sizes.batch, heads_of_sum(read, problem), sizes.kv], FLOAT)
+    strips = T.ceildiv(sizes.kv, tile.kv) if summed.ordered else 1
+    for number in range(len(summed.diagonals)):
+        named[f"diagonal{number}"] = T.Tensor([sizes.batch, problem.heads, strips, sizes.q + sizes.kv], FLOAT)
+    for name in dict.fromkeys(read.name for read, _ in summed.scattered):
+        named[f"d_custom_{name}"] = T.Tensor(customs[name].shape, FLOAT)
+    return named
+
+
+def heads_of_sum(read: Expr, problem: Problem) -> int:
+    """Heads of the sums of a key's read: key heads, where query heads that share keys share the entry too."""
+    return problem.heads if Axis.HEAD in read.axes else problem.kv_heads
+
+
+def factor_of(schedule: BackwardSchedule, expr: Expr) -> float | None:
+    """k, where a pair adds k times the gradient of its product (without its factor): then that tile is summed."""
+    return proportion(expr, schedule.product_gradient)
 
 
 def keeps_products(schedule: BackwardSchedule) -> bool:
@@ -55,33 +76,38 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
 
 
 def backward_parameters(
-    sizes: Sizes, problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, with_dq: bool
+    sizes: Sizes, problem: Problem, plan: TilePlan, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums
 ) -> dict[str, Any]:
     """The parameters of a kernel over keys, by name and in order."""
     parameters = sizes.inputs(problem)
     customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
+    parameters.update(plan.parameters(sizes, problem, tile, over_keys=False))
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
     parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
     parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
     if with_dq:
         parameters["workspace"] = workspace(sizes, problem, tile)
-    for name in dict.fromkeys(read.name for read, _ in by_pair(schedule)):
-        parameters[f"d_custom_{name}"] = T.Tensor(customs[name].shape, FLOAT)
+    parameters.update(sum_parameters(summed, sizes, problem, tile, customs))
     return parameters
 
 
 def backward(
-    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool
-) -> Any:
-    """The PrimFunc: (q, k, v, custom..., do, rows..., dk, dv, [workspace], d_custom...).
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
+    summed: CustomSums = NOTHING,
+) -> Any:  # fmt: skip
+    """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., dk, dv, [workspace], custom sums...).
 
-    d_custom: fp32, like the custom inputs whose reads depend on the key; the caller zeroes them.
+    custom sums: key_sum (batch, heads or key heads, keys), diagonal (batch, heads, strips, queries + keys), where entry
+    query - key + keys - 1 is a diagonal's, and d_custom, like the custom inputs.
     """
     sizes = Sizes()
-    parameters = backward_parameters(sizes, problem, schedule, rows, tile, with_dq)
+    plan = plan_tiles(schedule.mask)
+    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    plan = analyse_mask(schedule.mask)
+    own_tile = [factor_of(schedule, e) is None for _, e in (*summed.of_keys, *summed.diagonals)]
+    in_products = with_dq and not problem.splits and not any(own_tile[len(summed.of_keys) :])  # dS is shared anyhow
+    own_shared_tile = len(summed.diagonals) > 0 and not in_products
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -103,15 +129,20 @@ def backward(
             dv_sums = Accumulator("dv", problem, (tile.kv, dim_v))
             dk, dv = dk_sums.sum, dv_sums.sum
             row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_shared([tile.q], FLOAT)) for n, _ in rows.rows}
+            contribution = T.alloc_fragment([tile.kv, tile.q], FLOAT) if any(own_tile) else gradients
+            shared_tile = T.alloc_shared([tile.kv, tile.q], FLOAT) if own_shared_tile else None
+            key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             kv0 = block * tile.kv
             load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
             load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
             T.fill(dk, 0)
             T.fill(dv, 0)
-            first, stop = q_range(plan, kv0, kv0 + tile.kv - 1, tile.q, T.ceildiv(sizes.q, tile.q))
-            for step in loop(problem.group * (stop - first), tile.stages):
-                head = kv_head * problem.group + step % problem.group
-                q_tile = first + step // problem.group
+            for total in key_sums:
+                T.fill(total, 0)
+            walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
+            for step in loop(walk.count, tile.stages):
+                head = walk.head(step)
+                q_tile = walk.tile(step)
                 q0 = q_tile * tile.q
                 place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
                 maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, transposed=True)
@@ -125,20 +156,43 @@ def backward(
                     T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
                 maths.weigh(products, weights)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
+                partial = either(walk.is_partial(step, q_tile), outside)
                 where_partial(partial, bind(maths.mask, weights))
                 load(weights_in, weights)
                 accumulate(weights_in, do, dv_sums, rows=not tile.shared_weights)
-                for read, expr in by_pair(schedule):
+                for read, expr in summed.scattered:
                     maths.scatter(products, weights, gradients, read, expr, buffers[f"d_custom_{read.name}"])
+                for number, (read, expr) in enumerate(summed.of_keys):
+                    if factor_of(schedule, expr) is None:
+                        maths.contribute(products, weights, gradients, expr, contribution)
+                        sum_keys(read, problem, contribution, key_sums[number], tile, buffers, number, place, kv0, 1.0)
+                for number, (_, expr) in enumerate(summed.diagonals):
+                    if factor_of(schedule, expr) is None:
+                        maths.contribute(products, weights, gradients, expr, contribution)
+                        T.copy(contribution, shared_tile)
+                        sum_diagonals(summed, shared_tile, tile, buffers, number, place, q0, kv0, sizes, 1.0)
                 maths.differentiate(products, weights, gradients)
                 where_partial(partial, bind(maths.mask, gradients))
+                for number, (read, expr) in enumerate(summed.of_keys):
+                    factor = factor_of(schedule, expr)
+                    if factor is not None:
+                        sum_keys(read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor)
                 load(gradients_in, gradients)
                 accumulate(gradients_in, q, dk_sums, rows=not tile.shared_weights)
+                if not in_products:
+                    for number, (_, expr) in enumerate(summed.diagonals):
+                        factor = factor_of(schedule, expr)
+                        if factor is not None:
+                            T.copy(gradients, shared_tile)
+                            sum_diagonals(summed, shared_tile, tile, buffers, number, place, q0, kv0, sizes, factor)
                 if with_dq:
                     gradients_out = gradients_in.in_shared_memory(problem)
                     if gradients_out is not gradients_in:
                         T.copy(gradients_in.whole, gradients_out.whole)
+                    if in_products:
+                        for number, (_, expr) in enumerate(summed.diagonals):
+                            factor, source = factor_of(schedule, expr), gradients_out.whole
+                            sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
                     dq = T.alloc_fragment([tile.q, dim], FLOAT)
                     T.clear(dq)
                     multiply(gradients_out, k, dq, transpose_A=True, rows=False)
@@ -149,6 +203,9 @@ def backward(
                             ],
                             dq[i, d],
                         )
+            for number, (read, _) in enumerate(summed.of_keys):
+                if not shared_between_heads(read, problem):
+                    T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])
             if schedule.scale != 1:
                 for j, d in T.Parallel(tile.kv, dim):
                     dk[j, d] *= schedule.scale
@@ -253,3 +310,52 @@ class PairMaths:
 def add_atomically(target: Any, indices: list[Any], value: Any) -> None:
     """target[indices] += value, by an atomic."""
     T.atomic_add(target[tuple(indices)], value)
+
+
+def shared_between_heads(read: Expr, problem: Problem) -> bool:
+    """Do the heads of a block, which come in turns, have sums of their own for this read?"""
+    return Axis.HEAD in read.axes and problem.group > 1
+
+
+@T.macro
+def sum_keys(read: Expr, problem: Problem, contribution: Any, total: Any, tile: Tile, buffers: Any, number: int,
+             place: Place, kv0: Any, factor: float) -> None:  # fmt: skip
+    """Adds a tile's row sums to the sums of its keys: in registers; in memory that this block owns, if heads differ."""
+    if not shared_between_heads(read, problem):
+        if factor == 1:
+            T.reduce_sum(contribution, total, dim=1, clear=False)
+        else:
+            part = T.alloc_fragment([tile.kv], FLOAT)
+            T.reduce_sum(contribution, part, dim=1)
+            for j in T.Parallel(tile.kv):
+                total[j] += part[j] * factor
+    else:
+        T.reduce_sum(contribution, total, dim=1)
+        for j in T.Parallel(tile.kv):
+            if kv0 + j < buffers[f"key_sum{number}"].shape[2]:
+                buffers[f"key_sum{number}"][place.batch, place.head, kv0 + j] += total[j] * factor
+
+
+@T.macro
+def sum_diagonals(summed: CustomSums, source: Any, tile: Tile, buffers: Any, number: int, place: Place, q0: Any,
+                  kv0: Any, sizes: Sizes, factor: float) -> None:  # fmt: skip
+    """Adds the sums of a tile's diagonals (keys, queries) to those of their heads.
+
+    A lane walks down its diagonal; lanes start at different columns, so that they read different banks.
+    """
+    target = buffers[f"diagonal{number}"]
+    strip = kv0 // tile.kv if summed.ordered else 0
+    for d in T.Parallel(-(-(tile.kv + tile.q) // tile.threads) * tile.threads):
+        total = T.alloc_var(FLOAT)
+        total = 0.0
+        for i in T.serial(tile.q):
+            column = (i + d) % tile.q
+            row = column - d + (tile.kv - 1)
+            if T.And(row >= 0, row < tile.kv):
+                total = total + T.cast(source[T.max(T.min(row, tile.kv - 1), 0), column], FLOAT)
+        at = q0 - kv0 + d - (tile.kv - 1) + sizes.kv - 1  # query - key + keys - 1
+        if T.And(T.And(d < tile.kv + tile.q - 1, at >= 0), at < sizes.q + sizes.kv):
+            if summed.ordered:
+                target[place.batch, place.head, strip, at] += total * factor
+            else:
+                T.atomic_add(target[place.batch, place.head, strip, at], total * factor)

@@ -18,30 +18,30 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, Backward, row_variable
-from attention_engine.kernels.backward import PairMaths, backward_parameters, by_pair, keeps_products
+from attention_engine.kernels.backward import NOTHING, PairMaths, backward_parameters, keeps_products
 from attention_engine.kernels.common import (
     FLOAT,
     Place,
     Sizes,
     block_values,
     build,
-    is_partial,
     named,
-    q_range,
     reader,
     where_partial,
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
+from attention_engine.kernels.tiles import QueryWalk, plan_tiles
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
 from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 
 
-def fits(problem: Problem, schedule: BackwardSchedule) -> bool:
+def fits(problem: Problem, summed: CustomSums) -> bool:
     """Is there such a kernel for these maths? Two warpgroups share dQ by its 64 rows, or 64 head dims, each."""
     exact = {problem.dim, problem.dim_v} <= {64, 128}
-    return problem.dtype != "float32" and exact and not by_pair(schedule)
+    return problem.dtype != "float32" and exact and not (summed.of_keys or summed.diagonals or summed.scattered)
 
 
 def is_light(schedule: BackwardSchedule) -> bool:
@@ -63,13 +63,15 @@ class Stage:
 
 
 def backward_hopper(
-    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool
-) -> Any:
-    """The PrimFunc of backward.py: (q, k, v, custom..., do, rows..., dk, dv, [workspace])."""
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
+    summed: CustomSums = NOTHING,
+) -> Any:  # fmt: skip
+    """The PrimFunc of backward.py: (q, k, v, custom..., [tile_lists], do, rows..., dk, dv, [workspace])."""
+    assert fits(problem, summed), "default_tiles asks `fits`"
     sizes = Sizes()
-    parameters = backward_parameters(sizes, problem, schedule, rows, tile, with_dq)
+    plan = plan_tiles(schedule.mask)
+    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
-    plan = analyse_mask(schedule.mask)
     transposed = transposes_dq(tile, dim)
     dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else T.GemmWarpPolicy.FullCol
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
@@ -121,8 +123,8 @@ def backward_hopper(
             do_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             do_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             kv0 = block * tile.kv
-            first, stop = q_range(plan, kv0, kv0 + tile.kv - 1, tile.q, T.ceildiv(sizes.q, tile.q))
-            steps = problem.group * (stop - first)
+            walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
+            steps = walk.count
             thread = T.get_thread_binding()
             if thread < GROUP:
                 T.dec_max_nreg(producer_registers)
@@ -131,8 +133,8 @@ def backward_hopper(
                         T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
                         T.barrier_arrive(k_full)
                     for step in T.serial(steps):
-                        head = kv_head * problem.group + step % problem.group
-                        q0 = (first + step // problem.group) * tile.q
+                        head = walk.head(step)
+                        q0 = walk.tile(step) * tile.q
                         stage = step % stages
                         turn = (step // stages) % 2
                         copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
@@ -150,8 +152,8 @@ def backward_hopper(
                     T.barrier_wait(k_full, 0)
                     T.barrier_wait(v_full, 0)
                 for step in T.serial(steps):
-                    head = kv_head * problem.group + step % problem.group
-                    q_tile = first + step // problem.group
+                    head = walk.head(step)
+                    q_tile = walk.tile(step)
                     q0 = q_tile * tile.q
                     stage = step % stages
                     turn = (step // stages) % 2
@@ -173,8 +175,7 @@ def backward_hopper(
                     T.wait_wgmma(0)
                     maths.differentiate(products, weights, gradients)
                     if schedule.mask is not None:
-                        partial = is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1)
-                        where_partial(partial, bind(maths.drop, weights, gradients))
+                        where_partial(walk.is_partial(step, q_tile), bind(maths.drop, weights, gradients))
                     where_partial(outside, bind(maths.cut, weights, gradients))
                     T.copy(weights, weights_in)
                     T.copy(gradients, gradients_in)

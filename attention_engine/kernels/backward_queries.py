@@ -23,9 +23,6 @@ from attention_engine.kernels.common import (
     accumulate,
     block_values,
     build,
-    either,
-    is_partial,
-    kv_range,
     load,
     loop,
     multiply,
@@ -34,23 +31,27 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.kernels.tiles import KeyWalk, either, plan_tiles
 from attention_engine.passes.schedule import BackwardSchedule
 
 
 def backward_queries(
-    problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile
-) -> Any:
-    """The PrimFunc: (q, k, v, custom..., do, rows..., dq, sums...), sums fp32 (batch, heads, queries): the row sums
-    of the expressions `summed` over kept pairs."""
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile,
+    row_pad: int, with_dq: bool = True,
+) -> Any:  # fmt: skip
+    """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., [dq], sums...).
+
+    sums: fp32 (batch, heads, queries), the row sums of the expressions `summed` over kept pairs. row_pad: of the rows.
+    """
     sizes = Sizes()
-    parameters = sizes.inputs(problem)
+    plan = plan_tiles(schedule.mask)
+    parameters = {**sizes.inputs(problem), **plan.parameters(sizes, problem, tile, over_keys=True)}
     parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
-    parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
+    parameters.update({n: sizes.row(problem, row_pad) for n, _ in rows.rows})
+    if with_dq:
+        parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
     parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    plan = analyse_mask(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -67,9 +68,11 @@ def backward_queries(
             weights = T.alloc_fragment([tile.q, tile.kv], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             contribution = T.alloc_fragment([tile.q, tile.kv], FLOAT) if len(summed) > 0 else None
-            gradients_in = Operand("gradients_in", problem, (tile.q, tile.kv), fragment=True)
-            dq_sums = Accumulator("dq", problem, (tile.q, dim))
-            dq = dq_sums.sum
+            if with_dq:
+                gradients_in = Operand("gradients_in", problem, (tile.q, tile.kv), fragment=True)
+                dq_sums = Accumulator("dq", problem, (tile.q, dim))
+                dq = dq_sums.sum
+                T.fill(dq, 0)
             row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_fragment([tile.q], FLOAT)) for n, _ in rows.rows}
             sums = [T.alloc_fragment([tile.q], FLOAT) for _ in summed]
             q0 = block * tile.q
@@ -79,12 +82,12 @@ def backward_queries(
             load(do, window(buffers["do"], batch, head, q0, tile.q, dim_v))
             for name, _ in rows.rows:
                 T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
-            T.fill(dq, 0)
             for total in sums:
                 T.fill(total, 0)
-            first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
-            for step in loop(stop - first, tile.stages):
-                kv0 = (first + step) * tile.kv
+            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            for step in loop(walk.count, tile.stages):
+                kv_tile = walk.tile(step)
+                kv0 = kv_tile * tile.kv
                 maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, transposed=False)
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(products)
@@ -96,16 +99,18 @@ def backward_queries(
                 for total, expr in zip(sums, summed, strict=True):
                     maths.contribute(products, weights, gradients, expr, contribution)
                     T.reduce_sum(contribution, total, dim=1, clear=False)
-                maths.differentiate(products, weights, gradients)
-                outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                partial = either(is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), outside)
-                where_partial(partial, bind(maths.mask, gradients))
-                load(gradients_in, gradients)
-                accumulate(gradients_in, k, dq_sums)
-            if schedule.scale != 1:
-                for i, d in T.Parallel(tile.q, dim):
-                    dq[i, d] *= schedule.scale
-            T.copy(dq, window(buffers["dq"], batch, head, q0, tile.q, dim))
+                if with_dq:
+                    maths.differentiate(products, weights, gradients)
+                    outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+                    partial = either(walk.is_partial(step, kv_tile), outside)
+                    where_partial(partial, bind(maths.mask, gradients))
+                    load(gradients_in, gradients)
+                    accumulate(gradients_in, k, dq_sums)
+            if with_dq:
+                if schedule.scale != 1:
+                    for i, d in T.Parallel(tile.q, dim):
+                        dq[i, d] *= schedule.scale
+                T.copy(dq, window(buffers["dq"], batch, head, q0, tile.q, dim))
             for number, total in enumerate(sums):
                 T.copy(total, buffers[f"sum{number}"][batch, head, q0 : q0 + tile.q])
 

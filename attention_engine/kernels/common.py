@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from attention_engine.ir.expr import Expr, Type
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
-from attention_engine.passes.analyse_mask import MaskPlan
 
 FLOAT = "float32"
 Buffers = Mapping[str, Any]
@@ -61,8 +60,15 @@ class Sizes:
             **self.strided("k", self.kv, problem.kv_heads, problem.dim, problem),
             **self.strided("v", self.kv, problem.kv_heads, problem.dim_v, problem),
         }
+        return {**named, **self.custom(problem)}
+
+    def custom(self, problem: Problem, names: Collection[str] | None = None) -> dict[str, Any]:
+        """The parameters of the custom inputs (of these names alone)."""
+        named = {}
         lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
         for name, dtype, axes in problem.custom:
+            if names is not None and name not in names:
+                continue
             run_time = {a: T.dynamic(f"{name}_{a}") for a in axes if isinstance(a, str) and a not in lengths}
             shape = [a if isinstance(a, int) else {**lengths, **run_time}[a] for a in axes]
             named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
@@ -177,49 +183,6 @@ def block_values(assignments: Iterable[tuple[Expr, Expr]], batch: Any, head: Any
 def loop(count: Any, stages: int) -> Any:
     """Steps of a tile loop, its copies `stages` ahead (0: none, as where a copied tile is then rewritten in place)."""
     return T.Pipelined(count, num_stages=stages) if stages else T.serial(count)
-
-
-def kv_range(plan: MaskPlan, q0: Any, q1: Any, kv_tile: int, tiles: Any) -> tuple[Any, Any]:
-    """First and one past the last kv tile that may hold a kept pair of queries q0..q1 (inclusive)."""
-    return _range([(b.q, b.kv, b.offset) for b in plan.bounds], q0, q1, kv_tile, tiles)
-
-
-def q_range(plan: MaskPlan, kv0: Any, kv1: Any, q_tile: int, tiles: Any) -> tuple[Any, Any]:
-    """First and one past the last q tile that may hold a kept pair of keys kv0..kv1 (inclusive)."""
-    return _range([(b.kv, b.q, b.offset) for b in plan.bounds], kv0, kv1, q_tile, tiles)
-
-
-def _range(bounds: list[tuple[int, int, int]], low: Any, high: Any, tile: int, tiles: Any) -> tuple[Any, Any]:
-    """fixed * x + moving * y + offset >= 0 for some x in [low, high]: which tiles of y."""
-    first: Any = T.int32(0)
-    stop: Any = tiles
-    for fixed, moving, offset in bounds:
-        most = fixed * (high if fixed > 0 else low) + offset
-        if moving < 0:
-            stop = T.min(stop, T.floordiv(T.floordiv(most, -moving), tile) + 1)
-        elif moving > 0:
-            first = T.max(first, T.floordiv(T.floordiv(-most + moving - 1, moving), tile))
-        else:
-            stop = T.if_then_else(most >= 0, stop, 0)
-    return first, T.max(stop, first)
-
-
-def is_partial(plan: MaskPlan, q0: Any, q1: Any, kv0: Any, kv1: Any) -> Any:
-    """May the tile of queries q0..q1 and keys kv0..kv1 hold a masked pair? True (Python's) where it can't be told."""
-    if not plan.exact:
-        return True
-    partial: Any = None
-    for bound in plan.bounds:
-        least = bound.q * (q0 if bound.q > 0 else q1) + bound.kv * (kv0 if bound.kv > 0 else kv1) + bound.offset
-        partial = least < 0 if partial is None else T.Or(partial, least < 0)
-    return False if partial is None else partial
-
-
-def either(a: Any, b: Any) -> Any:
-    """a or b, of Python or TileLang truths."""
-    if a is True or b is True:
-        return True
-    return b if a is False else a if b is False else T.Or(a, b)
 
 
 @T.macro

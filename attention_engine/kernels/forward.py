@@ -21,10 +21,7 @@ from attention_engine.kernels.common import (
     assign,
     block_values,
     build,
-    either,
     fill,
-    is_partial,
-    kv_range,
     load,
     loop,
     multiply,
@@ -37,7 +34,7 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.splice import both
-from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, plan_tiles
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
 
 REDUCE = {("sum", False): T.reduce_sum, ("sum", True): T.reduce_abssum, ("max", False): T.reduce_max,
@@ -59,9 +56,11 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
     return list(found)
 
 
-def forward_parameters(sizes: Sizes, problem: Problem, schedule: ForwardSchedule) -> dict[str, Any]:
+def forward_parameters(
+    sizes: Sizes, problem: Problem, plan: TilePlan, schedule: ForwardSchedule, tile: Tile
+) -> dict[str, Any]:
     """The parameters of a forward kernel, by name and in order."""
-    parameters = sizes.inputs(problem)
+    parameters = {**sizes.inputs(problem), **plan.parameters(sizes, problem, tile, over_keys=True)}
     parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
     parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
     return parameters
@@ -73,11 +72,11 @@ def needs_another_tile(schedule: ForwardSchedule) -> bool:
 
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
-    """The PrimFunc: (q, k, v, custom inputs..., o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
+    """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
     sizes = Sizes()
-    parameters = forward_parameters(sizes, problem, schedule)
+    plan = plan_tiles(schedule.mask)
+    parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    plan = analyse_mask(schedule.mask)
     temporaries = needs_another_tile(schedule)
 
     @T.macro
@@ -105,17 +104,16 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             T.fill(output, 0)
             for variable, value in schedule.initial:
                 T.fill(rows[variable], value)
-            first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
-            for step in loop(stop - first, tile.stages):
-                kv0 = (first + step) * tile.kv
+            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            for step in loop(walk.count, tile.stages):
+                kv_tile = walk.tile(step)
+                kv0 = kv_tile * tile.kv
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
                 maths.score(kv0)
                 if schedule.fill is not None:
-                    partial = either(
-                        is_partial(plan, q0, q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), kv0 + tile.kv > sizes.kv
-                    )
+                    partial = either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv)
                     where_partial(partial, bind(maths.mask, kv0))
                 maths.weigh(kv0)
                 load(weights, scores)

@@ -20,43 +20,39 @@ from attention_engine.kernels.common import (
     Sizes,
     block_values,
     build,
-    either,
-    is_partial,
-    kv_range,
     named,
     reader,
     where_partial,
     window,
 )
 from attention_engine.kernels.forward import TileMaths, forward_parameters, needs_another_tile, row_variables
+from attention_engine.kernels.tiles import KeyWalk, either, plan_tiles
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
-from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.schedule import ForwardSchedule
 
 
 def fits(problem: Problem, schedule: ForwardSchedule) -> bool:
-    """Is there such a kernel for these maths? Head dims must fill tiles, and another tile of scores has no registers."""
+    """Is there such a kernel for these maths? Head dims fill tiles, and another tile of scores has no registers."""
     exact = (problem.dim, problem.dim_v) in {(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)}
     return problem.dtype != "float32" and exact and not needs_another_tile(schedule)
 
 
 def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
-    """The PrimFunc of forward.py: (q, k, v, custom inputs..., o, rows...)."""
+    """The PrimFunc of forward.py: (q, k, v, custom..., [tile_lists], o, rows...)."""
     sizes = Sizes()
-    parameters = forward_parameters(sizes, problem, schedule)
+    plan = plan_tiles(schedule.mask)
+    parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
-    plan = analyse_mask(schedule.mask)
-    later_is_longer = any(b.q > 0 and b.kv < 0 for b in plan.bounds)  # then blocks start with the last queries
+    later_is_longer = any(b.q > 0 and b.kv < 0 for b in plan.bounds.bounds)  # then blocks start with the last queries
     producer_registers, consumer_registers = registers(tile.threads)
 
     @T.macro
-    def weigh(maths: TileMaths, kv0: Any) -> None:
+    def weigh(maths: TileMaths, walk: KeyWalk, step: Any) -> None:
+        kv_tile = walk.tile(step)
+        kv0 = kv_tile * tile.kv
         maths.score(kv0)
         if schedule.fill is not None:
-            partial = either(
-                is_partial(plan, maths.q0, maths.q0 + tile.q - 1, kv0, kv0 + tile.kv - 1), kv0 + tile.kv > sizes.kv
-            )
-            where_partial(partial, bind(maths.mask, kv0))
+            where_partial(either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
         maths.weigh(kv0)
 
     @T.macro
@@ -76,10 +72,11 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
             k_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             v_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             v_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
-            q0 = (blocks - 1 - turn_of_block if later_is_longer else turn_of_block) * tile.q
+            block = blocks - 1 - turn_of_block if later_is_longer else turn_of_block
+            q0 = block * tile.q
             kv_head = head // problem.group
-            first, stop = kv_range(plan, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
-            steps = stop - first
+            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            steps = walk.count
             thread = T.get_thread_binding()
             if thread < GROUP:
                 T.dec_max_nreg(producer_registers)
@@ -87,7 +84,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                     T.tma_copy(window(buffers["q"], batch, head, q0, tile.q, dim), q, barrier=q_full)
                     T.barrier_arrive(q_full)
                     for step in T.serial(steps):
-                        kv0 = (first + step) * tile.kv
+                        kv0 = walk.tile(step) * tile.kv
                         stage = step % stages
                         turn = (step // stages) % 2
                         T.barrier_wait(k_empty[stage], turn ^ 1)
@@ -117,7 +114,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                     T.wait_wgmma(0)
                     if thread % WARP == 0:
                         T.barrier_arrive(k_empty[0])
-                    weigh(maths, first * tile.kv)
+                    weigh(maths, walk, 0)
                     T.copy(scores, weights)
                     for after in T.serial(steps - 1):
                         step = after + 1
@@ -130,7 +127,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                         T.wait_wgmma(1)  # the scores are there, the output on its way
                         if thread % WARP == 0:
                             T.barrier_arrive(k_empty[stage])
-                        weigh(maths, (first + step) * tile.kv)
+                        weigh(maths, walk, step)
                         T.wait_wgmma(0)
                         if thread % WARP == 0:
                             T.barrier_arrive(v_empty[before])

@@ -30,7 +30,7 @@ def workspace(sizes: Sizes, problem: Problem, tile: Tile) -> Any:
 
 
 def transposes_dq(tile: Tile, dim: int) -> bool:
-    """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, which 80 queries aren't."""
+    """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, 80 queries don't fit."""
     return tile.specialised and dim >= 128
 
 
@@ -53,18 +53,22 @@ def reads_delta(backward: Backward) -> bool:
 
 
 def preprocess(
-    problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, threads: int = 128
-) -> Any:
+    problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, pad: int,
+    delta_given: bool = False, threads: int = 128,
+) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace]) -> the last ones.
 
-    finals: the returned rows that a gradient arrives at. Rows past the end get 0.
-    tile: of the backward kernel whose workspace is to be zeroed; None if there is none.
+    finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros.
+    tile: of the backward kernel whose workspace is to be zeroed; None if there is none. delta_given: delta, fp32
+    (batch, heads, queries), comes in the place of o and do.
     """
-    pad = ROW_PAD if tile is None else tile.row_pad
     sizes = Sizes()
     parameters = sizes.inputs(problem)
-    parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
-    parameters.update(sizes.output_gradient(problem))
+    if delta_given:
+        parameters["given"] = sizes.row(problem)
+    else:
+        parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
+        parameters.update(sizes.output_gradient(problem))
     parameters.update({f"saved_{n}": sizes.row(problem) for n, _ in backward.saved})
     parameters.update({f"d_{n}": sizes.row(problem) for n in finals})
     parameters["delta"] = sizes.row(problem, pad)
@@ -77,10 +81,12 @@ def preprocess(
     def body(buffers: Any) -> None:
         blocks = T.ceildiv(sizes.q, pad) * (pad // ROW_PAD)
         with T.Kernel(blocks, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
-            product = T.alloc_fragment([ROW_PAD, dim_v], FLOAT)
             delta = T.alloc_fragment([ROW_PAD], FLOAT)
             row0 = block * ROW_PAD
-            if reads_delta(backward):
+            if delta_given:
+                T.copy(buffers["given"][batch, head, row0 : row0 + ROW_PAD], delta)
+            elif reads_delta(backward):
+                product = T.alloc_fragment([ROW_PAD, dim_v], FLOAT)
                 output = T.alloc_fragment([ROW_PAD, dim_v], problem.dtype)
                 gradient = T.alloc_fragment([ROW_PAD, dim_v], problem.dtype)
                 T.copy(window(buffers["o"], batch, head, row0, ROW_PAD, dim_v), output)

@@ -11,7 +11,7 @@ REGISTERS_PER_SM = 65536
 
 
 def registers(threads: int) -> tuple[int, int]:
-    """Registers a thread of the copying group and of so many computing threads, in the units of 8 that setmaxnreg takes.
+    """Registers of a copying thread, and of each of so many computing ones, in the units of 8 that setmaxnreg takes.
 
     A copying thread of a block of 512 starts with 128, and gives back all but 24.
     """

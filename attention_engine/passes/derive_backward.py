@@ -296,6 +296,16 @@ def _float_loads(*roots: Expr) -> list[Expr]:
     return [n for n in topological(*roots) if n.op is Op.LOAD and n.dtype is Type.FLOAT]
 
 
+def magnifies_delta(closed: ClosedForm, rows: list[Expr]) -> bool:
+    """Could the gradients magnify an error of delta beyond that of the weights?
+
+    A pair multiplies delta by weight * d log(phi) / dx. For exp the second factor is a number; for relu^2 it is 2 / x,
+    and a row of scores near 0 then shows every bit that the rounding of o took from delta.
+    """
+    reads = bool(rows) and DELTA in topological(*rows)
+    return reads and log_derivative(closed.weight, SCORE, SCORE) is None
+
+
 def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr, pair: Gradients, by_row: Gradients,
               undifferentiated: dict[str, str]) -> Backward:  # fmt: skip
     rows = RowValues(program.finals, closed.states)
@@ -309,4 +319,4 @@ def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr,
     saved += [(name, expr) for expr, name in rows.saved.items()]
     read = tuple((name, expr) for expr, name in rows.rows.items())
     return Backward(tuple(saved), read, weights, product, tuple(zip(pair, pairs, strict=True)), row_gradients,
-                    tuple(undifferentiated.items()))  # fmt: skip
+                    tuple(undifferentiated.items()), magnifies_delta(closed, needed))  # fmt: skip

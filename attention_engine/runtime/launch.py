@@ -5,7 +5,7 @@ Tensors are (batch, length, heads, dim) here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +15,8 @@ from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.problem import Problem, padded
-from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, Expr, H, final_gradient, final_variable
-from attention_engine.passes.row_sums import RowSums
-from attention_engine.reference.evaluate import Evaluator, add_at
+from attention_engine.runtime.custom_gradients import CustomGradients
+from attention_engine.runtime.tile_maps import TileMaps
 from attention_engine.tuner.defaults import default_tiles
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -74,6 +73,7 @@ class Launcher:
     deterministic: bool
     tiles: Tiles | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
+    _maps: TileMaps = field(default_factory=TileMaps)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
         """What the kernels must be compiled for."""
@@ -91,9 +91,12 @@ class Launcher:
             return "interpret"
         return self.device or detect(tensor.device)
 
-    def kernels(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Kernels:
-        """The kernels for these tensors."""
+    def kernels(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str] = ()
+    ) -> Kernels:
+        """The kernels for these tensors; wanted: the custom inputs whose gradients are asked for."""
         key = (
+            tuple(wanted),
             q.dtype,
             q.shape[2],
             k.shape[2],
@@ -105,14 +108,9 @@ class Launcher:
         )
         found = self._kernels.get(key)
         if found is None:
-            problem, target = self.problem(q, k, v, custom), self.target(q)
-            found = Kernels(
-                self.maths,
-                problem,
-                self.tiles or default_tiles(problem, self.maths, target),
-                target,
-                self.deterministic,
-            )
+            problem, target, maths = self.problem(q, k, v, custom), self.target(q), self.maths.wanting(wanted)
+            tiles = self.tiles or default_tiles(problem, maths, target)
+            found = Kernels(maths, problem, tiles, target, self.deterministic)
             self._kernels[key] = found
         return found
 
@@ -124,7 +122,8 @@ class Launcher:
         output = q.new_empty(batch, queries, heads, v.shape[3])
         rows = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in self.maths.forward_schedule.rows]
         inputs = self._inputs(kernels, q, k, v, custom)
-        kernels.forward.compiled(*inputs, output, *rows)
+        maps = self._maps(kernels, kernels.tiles.forward, True, q, k, custom)
+        kernels.forward.compiled(*inputs, *maps, output, *rows)
         return output, rows
 
     def _inputs(
@@ -135,17 +134,17 @@ class Launcher:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
-        d_output: Tensor, d_finals: Mapping[str, Tensor],
+        d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Gradients of q, k, v, contiguous, and of the custom inputs that are read, fp32, by name."""
+        """Gradients of q, k, v, contiguous, and of the wanted custom inputs that are read, by name."""
         given, custom = custom, [as_parameter(c) for c in custom]
-        kernels = self.kernels(q, k, v, custom)
-        backward = self.maths.backward
+        kernels = self.kernels(q, k, v, custom, wanted)
+        backward = kernels.maths.backward
         if backward is None:
             assert self.maths.refusal is not None
             raise self.maths.refusal
-        written = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
-        saved = [written[n] for n, _ in backward.saved]
+        rows_by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
+        saved = [rows_by_name[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals))
         batch, queries, heads, dim = q.shape
         pad = kernels.row_pad
@@ -162,79 +161,26 @@ class Launcher:
         kernels.preprocess(finals).compiled(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
         )
+        if backward.exact_delta:
+            exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
+            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
+            kernels.exact_delta.compiled(*inputs, *maps, *gradient, *row_values, exact)
+            kernels.preprocess(finals, delta_given=True).compiled(
+                *inputs, exact, *saved, *arriving, delta, *row_values
+            )
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        names = list(dict.fromkeys(load.name for load in kernels.scattered))
-        tensors = {spec.name: c for spec, c in zip(self.specs, custom, strict=True)}
-        found = {n: torch.zeros(tensors[n].shape, dtype=torch.float32, device=q.device) for n in names}
-        kernels.backward.compiled(*inputs, *gradient, *row_values, dk, dv, *workspace, *(found[n] for n in names))
+        gradients = CustomGradients(kernels, q, k, dict(zip((s.name for s in self.specs), custom, strict=True)))
+        maps = self._maps(kernels, kernels.tiles.backward, False, q, k, custom)
+        kernels.backward.compiled(
+            *inputs, *maps, *gradient, *row_values, dk, dv, *workspace, *gradients.sums_over_keys()
+        )
         if kernels.over_queries:
-            assert kernels.row_sums is not None
-            sums = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in kernels.row_sums.sums]
-            kernels.backward_queries.compiled(*inputs, *gradient, *row_values, dq, *sums)
-            self._row_sums(kernels.row_sums, sums, found, saved, delta, q, k, tensors)
+            sums = gradients.sums_over_queries()
+            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
+            kernels.backward_queries.compiled(*inputs, *maps, *gradient, *row_values, dq, *sums)
         else:
             kernels.postprocess.compiled(dq, *workspace)
-        self._row_gradients(found, saved, delta, d_finals, q, k, tensors)
-        return (
-            dq,
-            dk,
-            dv,
-            {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found},
-        )
-
-    def _row_sums(self, plan: RowSums, sums: list[Tensor], found: dict[str, Tensor], saved: list[Tensor], delta: Tensor,
-                  q: Tensor, k: Tensor, tensors: dict[str, Tensor]) -> None:  # fmt: skip
-        """Gradients of reads from their row sums."""
-        assert self.maths.backward is not None
-        rows = {final_variable(n): r[..., None] for (n, _), r in zip(self.maths.backward.saved, saved, strict=True)}
-        evaluate = Evaluator({**self._indices(q, k), **rows}, tensors, torch.float32, q.device)
-        for gradient in plan.gradients:
-            total = sums[gradient.index]
-            if plan.delta is not None:
-                rounding = sums[plan.delta] - delta[..., : q.shape[1]]
-                for correction in gradient.corrections:
-                    slope = evaluate(correction.slope).expand(*rounding.shape, 1)[..., 0]
-                    total = total + torch.where(rounding == 0, 0.0, rounding * slope * sums[correction.index])
-            self._add(found, gradient.load, total, q, k, tensors)
-
-    def _row_gradients(
-        self, found: dict[str, Tensor], saved: list[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor], q: Tensor,
-        k: Tensor, tensors: dict[str, Tensor],
-    ) -> None:  # fmt: skip
-        """Gradients of reads outside the sums (a sink): from rows alone, so torch makes them."""
-        backward = self.maths.backward
-        assert backward is not None
-        if not backward.row_gradients:
-            return
-        values: dict[Expr, Tensor] = {
-            final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)
-        }
-        values[DELTA] = delta[..., : q.shape[1], None]
-        silent = values[DELTA] == 0
-        for name, _ in self.maths.program.finals:
-            arriving = d_finals.get(name)
-            values[final_gradient(name)] = (
-                torch.zeros_like(values[DELTA]) if arriving is None else arriving[..., None].float()
-            )
-            silent = silent & (values[final_gradient(name)] == 0)
-        evaluate = Evaluator({**self._indices(q, k), **values}, tensors, torch.float32, q.device)
-        for load, expr in backward.row_gradients:
-            value = evaluate(expr).expand(values[DELTA].shape)
-            self._add(found, load, torch.where(silent, 0.0, value)[..., 0], q, k, tensors)  # an empty row adds nothing
-
-    def _indices(self, q: Tensor, k: Tensor) -> dict[Expr, Tensor]:
-        sizes = (
-            (B, q.shape[0], (-1, 1, 1, 1)),
-            (H, q.shape[2], (1, -1, 1, 1)),
-            (Q_IDX, q.shape[1], (1, 1, -1, 1)),
-            (KV_IDX, k.shape[1], (1, 1, 1, -1)),
-        )
-        return {v: torch.arange(n, device=q.device).view(shape) for v, n, shape in sizes}
-
-    def _add(
-        self, found: dict[str, Tensor], load: Expr, values: Tensor, q: Tensor, k: Tensor, tensors: dict[str, Tensor]
-    ) -> None:
-        """Adds what each row contributes, (batch, heads, queries), to the entries that it read."""
-        evaluate = Evaluator(self._indices(q, k), tensors, torch.float32, q.device)
-        total = found.setdefault(load.name, torch.zeros(tensors[load.name].shape, dtype=torch.float32, device=q.device))
-        found[load.name] = add_at(total, load, values[..., None], evaluate)
+        gradients.walk_pairs([*inputs, *gradient, *row_values])
+        found = gradients.collect(saved, delta, d_finals)
+        named = {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found}
+        return dq, dk, dv, named

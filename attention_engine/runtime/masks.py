@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention_engine.errors import BadInput
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.reference.evaluate import Evaluator
 
 Place = torch.device | str | None
+
+
+def document_ids(lengths: Sequence[int] | Tensor, total: int | None = None, device: Place = None) -> Tensor:
+    """Which document each token of a packed row is of, int32 (1, total): what `library.document` reads.
+
+    lengths: of the documents, in order. total: tokens of the row; those after the last document are one of their own.
+    """
+    counts = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    ends = counts.cumsum(0)
+    last = int(ends[-1]) if len(counts) else 0
+    total = last if total is None else total
+    if total < last or bool((counts < 0).any()):
+        raise BadInput(f"documents of lengths {counts.tolist()} don't fit {total} tokens. Give lengths of at least 0.")
+    tokens = torch.arange(total, device=counts.device)
+    return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]
 
 
 def _evaluate(mask_mod: Callable[..., Any], batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from attention_engine.runtime.inputs import (
 )
 from attention_engine.runtime.launch import Launcher
 
-KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
+KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
 
 
 class AttentionEngine(torch.nn.Module):
@@ -212,7 +212,8 @@ class AttentionEngine(torch.nn.Module):
         return f"{maths.program}\n\n{backward}"
 
     def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
-        """A kernel as text: "forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess".
+        """A kernel as text: "forward", "backward", "backward_queries", "exact_delta", "backward_preprocess",
+        "backward_postprocess".
 
         form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
         of other dtypes than fp32 the kernels of a call differ in those loads.

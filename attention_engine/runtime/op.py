@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from attention_engine.compiler import Maths
-from attention_engine.errors import NotYetSupported, RowNotDifferentiable
+from attention_engine.errors import RowNotDifferentiable
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.expr import Axis
 from attention_engine.ir.program import Program
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
 from attention_engine.runtime.launch import Launcher
@@ -49,7 +48,7 @@ LIBRARY = torch.library.Library("attention_engine", "DEF")
 LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
 LIBRARY.define(
     "backward(Tensor q, Tensor k, Tensor v, Tensor[] custom, Tensor o, Tensor[] rows, Tensor d_o, Tensor[] d_rows, "
-    "int[] given, str key) -> (Tensor, Tensor, Tensor, Tensor[])"
+    "int[] given, int[] wanted, str key) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
 
@@ -94,30 +93,40 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: st
 @_outside_autocast
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
-    d_rows: list[Tensor], given: list[int], key: str,
+    d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
     attention = ATTENTIONS[key]
     d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)}
     if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
-        dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals)
+        names = [attention.specs[n].name for n in wanted]
+        dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals, names)
         d_custom = [
             found[s.name].to(c.dtype) if s.name in found else torch.zeros_like(c)
             for s, c in zip(attention.specs, custom, strict=True)
+            if s.name in names
         ]
-        return dq, dk, dv, [d.contiguous() for d in d_custom]
+        return dq, dk, dv, _spread([d.contiguous() for d in d_custom], custom, wanted)
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
         gradients = differentiable_gradients(attention, leaves, d_o, d_finals, again=False)
     dq, dk, dv, *d_custom = (torch.zeros_like(t) if g is None else g for g, t in zip(gradients, leaves, strict=True))
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), [d.contiguous() for d in d_custom]
+    asked = [d_custom[n].contiguous() for n in wanted]
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), _spread(asked, custom, wanted)
+
+
+def _spread(gradients: Sequence[Tensor], custom: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    """One tensor for each custom input: an empty one where no gradient is wanted."""
+    asked = dict(zip(wanted, gradients, strict=True))
+    return [asked[n] if n in asked else c.new_empty(0) for n, c in enumerate(custom)]
 
 
 def _backward_fake(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
-    d_rows: list[Tensor], given: list[int], key: str,
+    d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    return dq, dk, dv, [c.new_empty(c.shape) for c in custom]
+    return dq, dk, dv, _spread([custom[n].new_empty(custom[n].shape) for n in wanted], custom, wanted)
 
 
 for _name, _run, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
@@ -175,8 +184,8 @@ class AttentionFunction(torch.autograd.Function):
             assert attention.maths.refusal is not None
             raise attention.maths.refusal
         wanted = ctx.needs_input_grad[4:]
+        numbers = [n for n, want in enumerate(wanted) if want]
         _refuse_rows(attention, given)
-        _refuse_atomics(attention, wanted)
         if d_o is None:
             d_o = torch.zeros_like(output)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: the reference can
@@ -187,7 +196,7 @@ class AttentionFunction(torch.autograd.Function):
         opaque = attention.launcher is not None or torch.compiler.is_compiling()
         run_backward = BACKWARD if opaque else _backward
         dq, dk, dv, d_custom = run_backward(
-            q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, ctx.key
+            q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, numbers, ctx.key
         )
         return (None, dq, dk, dv, *(d if w else None for d, w in zip(d_custom, wanted, strict=True)))
 
@@ -203,20 +212,6 @@ def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
             raise RowNotDifferentiable(
                 f"a gradient arrived at the returned row '{name}', which has none: {reasons[name]}.\n"
                 "  Detach the row before it joins the loss."
-            )
-
-
-def _refuse_atomics(attention: Attention, wanted: Sequence[bool]) -> None:
-    """What many blocks add to in any order can't be the same in every run."""
-    schedule = attention.maths.backward_schedule
-    if schedule is None or attention.launcher is None or not attention.launcher.deterministic:
-        return
-    asked = {spec.name for spec, want in zip(attention.specs, wanted, strict=True) if want}
-    for load, _ in schedule.pair_gradients:
-        if load.name in asked and Axis.KEY in load.axes:
-            raise NotYetSupported(
-                f"deterministic=True: the gradient of custom input '{load.name}', read as {load}, needs atomics.\n"
-                "  Leave deterministic out, or detach the input."
             )
 
 

@@ -6,6 +6,7 @@ A nest of `T.Parallel` loops runs as a few torch operations: each loop variable 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,8 +18,8 @@ from attention_engine.target.tile_buffers import MASK, ROLE, Lanes
 from attention_engine.target.tile_expressions import ExpressionCompiler
 from attention_engine.target.tile_ops import SILENT_OPS, TILE_OPS
 from attention_engine.target.tile_windows import Frame, Run, Window, scatter
-from attention_engine.target.warp_ops import WARP_OPS, enter_block, split
 from attention_engine.target.tir_nodes import handle_of, kind_of, variables_of
+from attention_engine.target.warp_ops import WARP_OPS, enter_block, split
 
 PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane
 BODIES = {"For": "body", "While": "body", "AttrStmt": "body", "SBlock": "body", "SBlockRealize": "block"}
@@ -116,10 +117,8 @@ class _StatementCompiler(ExpressionCompiler):
         def run(frame: Frame) -> None:
             for step in allocate:
                 step(frame)
-            try:
+            with contextlib.suppress(_EndBlock):
                 body(frame)
-            except _EndBlock:
-                pass
             if enter:
                 frame[ROLE].end()
 

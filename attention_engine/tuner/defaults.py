@@ -7,6 +7,7 @@ from dataclasses import replace
 from attention_engine.arch import Arch
 from attention_engine.compiler import Maths, Target, Tiles
 from attention_engine.ir.problem import Problem, Tile
+from attention_engine.passes.read_places import plan_custom_sums
 
 
 def default_tiles(problem: Problem, maths: Maths, target: Target) -> Tiles:
@@ -50,7 +51,8 @@ def _specialised(problem: Problem, maths: Maths, plain: Tiles) -> Tiles:
         q, kv = FORWARD[problem.dim, problem.dim_v]
         tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True))
     schedule = maths.backward_schedule
-    if schedule is not None and backward_hopper.fits(problem, schedule):
+    axes = {name: axes for name, _, axes in problem.custom}
+    if schedule and backward_hopper.fits(problem, plan_custom_sums(schedule.pair_gradients, axes, ordered=False)):
         light, heavy = BACKWARD[problem.dim, problem.dim_v]
         q = light if backward_hopper.is_light(schedule) else heavy
         tiles = replace(tiles, backward=Tile(q, 128, 256, 2, specialised=True))

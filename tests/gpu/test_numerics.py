@@ -19,6 +19,9 @@ DIMS = {"dim_64": (64, 64), "dim_40_96": (40, 96)}
 LENGTHS = {1000: 2, 2048: 1}  # length: batch
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+# relu's slope jumps at 0: whether one of 16 million fp32 scores falls on its other side is luck, for eager too.
+DRAWS = {"relu": 16}
+
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dims", DIMS)
@@ -39,4 +42,4 @@ def test_kernels_keep_the_rule(dtype, heads, dims, name, record_property):
 
 def _run(case: Case, dtype: torch.dtype, causal: str, heads: str, dims: str, length: int) -> list[plain.Error]:
     shape = Shape(LENGTHS[length], length, length, *HEADS[heads], *DIMS[dims])
-    return errors(case, shape, dtype, CAUSAL[causal], device="cuda", backend="tilelang")
+    return errors(case, shape, dtype, CAUSAL[causal], device="cuda", backend="tilelang", draws=DRAWS.get(case.name, 1))

@@ -30,6 +30,13 @@ def test_kernels_keep_the_rule(name, causal, heads, dims, dtype, record_property
     record_property(*worst_ratio(found, f"{name:14} {str(dtype)[6:]}"))
 
 
+@pytest.mark.parametrize("seed", [6, 8, 9])
+def test_rows_of_scores_near_zero_keep_the_rule(seed):
+    """Rows whose normaliser is nearly 0 magnify an error of delta: 1.4 to 2 times the error of eager with dO . o."""
+    shape = Shape(1, 65, 65, 2, 2, 32, 32)
+    assert errors(CASES["relu2_row_sum"], shape, torch.float16, causal=True, backend="interpret", seed=seed)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_fewer_queries_than_keys(name):
     shape = Shape(2, 33, 90, 2, 1, 40, 96)

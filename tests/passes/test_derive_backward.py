@@ -17,6 +17,7 @@ from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.reference.dense import attend, attend_backward, saved_rows
+from tests.cases import CASES, Shape, engine_for
 from tests.programs import BATCH, EXAMPLES, HEADS, MASKS, Example, scaled
 
 LIMIT = 1e-12
@@ -358,3 +359,11 @@ def test_a_max_that_no_number_shows_to_be_harmless_is_refused():
 
     with pytest.raises(BackwardNotDerived, match="row_max"):
         derive_backward(trace(None, None, Nowhere(), CustomIO()))
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"), [("softmax", False), ("softmax_one", False), ("relu2_row_sum", True), ("relu2", False)]
+)
+def test_delta_is_summed_exactly_where_its_error_would_be_magnified(name, exact):
+    maths = engine_for(CASES[name], Shape(), torch.float16, causal=True)._maths()
+    assert maths.backward is not None and maths.backward.exact_delta is exact

@@ -265,7 +265,7 @@ def test_a_program_is_shown_with_its_backward_pass():
     assert text.index("lse") < text.index("\n\n") < text.index("delta")
 
 
-KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
+KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,0 +1,187 @@
+"""Which tiles a block walks over, and which of them may hold a masked pair: from a mask's bounds, or from a tile map.
+
+Affine masks give loop bounds and need no map. For every other mask a kernel (tile_map.py) writes, for each row of
+tiles, the list of tiles that hold a kept pair: lists[batch or 0, head or 0, row, 0] is their count, and the entries
+after it are 2 * tile + (1 where some pair of the tile is masked), in rising order. A list keeps a pipelined loop whole,
+which an `if` around its body would not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+from tilelang.language.eager.builder import Builder
+
+from attention_engine.ir.expr import Axis, Expr, Op, topological
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.passes.analyse_mask import MaskPlan, analyse_mask
+
+LISTS = "tile_lists"
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """A mask as the kernels see it: its bounds, and whether a map of tiles is needed (and for each batch, each head).
+
+    by_head: then a block of keys, which many query heads may share, walks over a list of (query tile, head in its
+    group) pairs: tile * group + head. reads: the names of the custom inputs that the mask reads.
+    """
+
+    mask: Expr | None
+    bounds: MaskPlan
+    mapped: bool
+    by_batch: bool
+    by_head: bool
+    reads: frozenset[str]
+
+    def heads(self, problem: Problem, over_keys: bool) -> int:
+        """Heads of the lists."""
+        return (problem.heads if over_keys else problem.kv_heads) if self.by_head else 1
+
+    def candidates(self, problem: Problem) -> int:
+        """Entries that one tile of queries may have in the list of a tile of keys."""
+        return problem.group if self.by_head else 1
+
+    def parameters(self, sizes: Any, problem: Problem, tile: Tile, over_keys: bool) -> dict[str, Any]:
+        """The kernel parameter that holds the lists, if there is one."""
+        if not self.mapped:
+            return {}
+        rows, tiles = T.ceildiv(sizes.q, tile.q), T.ceildiv(sizes.kv, tile.kv)
+        if not over_keys:
+            rows, tiles = tiles, rows * self.candidates(problem)
+        shape = [sizes.batch if self.by_batch else 1, self.heads(problem, over_keys), rows, tiles + 1]
+        return {LISTS: T.Tensor(shape, "int32")}
+
+
+def plan_tiles(mask: Expr | None) -> TilePlan:
+    """What is known of a mask before its tensors and lengths are."""
+    bounds = analyse_mask(mask)
+    axes = mask.axes if mask is not None else frozenset[Axis]()
+    reads = frozenset(n.name for n in topological(mask) if n.op is Op.LOAD) if mask is not None else frozenset[str]()
+    return TilePlan(mask, bounds, not bounds.exact, Axis.BATCH in axes, Axis.HEAD in axes, reads)
+
+
+class KeyWalk:
+    """The tiles of keys that a block of queries walks over: `count` steps."""
+
+    def __init__(self, plan: TilePlan, sizes: Any, tile: Tile, buffers: Any, batch: Any, head: Any, row: Any) -> None:
+        self.plan, self.shape, self.q0 = plan, tile, row * tile.q
+        self.lists = _Lists(plan, buffers, batch, head, row) if plan.mapped else None
+        if self.lists is not None:
+            self.count = self.lists.count
+            return
+        tiles = T.ceildiv(sizes.kv, tile.kv)
+        first, stop = kv_range(plan.bounds, self.q0, self.q0 + tile.q - 1, tile.kv, tiles)
+        self.first = _name("first", first)
+        self.count = _name("count", stop - self.first)
+
+    def tile(self, step: Any) -> Any:
+        """The tile of a step."""
+        return self.first + step if self.lists is None else self.lists.entry(step) // 2
+
+    def is_partial(self, step: Any, tile: Any) -> Any:
+        """May the step's tile hold a masked pair (of those within the lengths)? Python's truth where it is known."""
+        if self.lists is not None:
+            return self.lists.entry(step) % 2 != 0
+        kv0 = tile * self.shape.kv
+        return is_partial(self.plan.bounds, self.q0, self.q0 + self.shape.q - 1, kv0, kv0 + self.shape.kv - 1)
+
+
+class QueryWalk:
+    """The tiles of queries, of all heads that share a block's keys, that the block walks over: `count` steps."""
+
+    def __init__(self, plan: TilePlan, problem: Problem, sizes: Any, tile: Tile, buffers: Any, batch: Any, kv_head: Any,
+                 row: Any) -> None:  # fmt: skip
+        self.plan, self.shape, self.group, self.kv_head = plan, tile, problem.group, kv_head
+        self.kv0 = row * tile.kv
+        self.lists = _Lists(plan, buffers, batch, kv_head, row) if plan.mapped else None
+        if self.lists is not None:
+            self.count = self.lists.count if plan.by_head else self.group * self.lists.count
+            return
+        tiles = T.ceildiv(sizes.q, tile.q)
+        first, stop = q_range(plan.bounds, self.kv0, self.kv0 + tile.kv - 1, tile.q, tiles)
+        self.first = _name("first", first)
+        self.count = _name("count", self.group * (stop - self.first))
+
+    def _entry(self, step: Any) -> Any:
+        assert self.lists is not None
+        return self.lists.entry(step if self.plan.by_head else step // self.group)
+
+    def head(self, step: Any) -> Any:
+        """The query head of a step."""
+        in_group = self._entry(step) // 2 % self.group if self.lists and self.plan.by_head else step % self.group
+        return self.kv_head * self.group + in_group
+
+    def tile(self, step: Any) -> Any:
+        """The tile of a step."""
+        if self.lists is None:
+            return self.first + step // self.group
+        return self._entry(step) // (2 * self.group if self.plan.by_head else 2)
+
+    def is_partial(self, step: Any, tile: Any) -> Any:
+        """May the step's tile hold a masked pair (of those within the lengths)? Python's truth where it is known."""
+        if self.lists is not None:
+            return self._entry(step) % 2 != 0
+        q0 = tile * self.shape.q
+        return is_partial(self.plan.bounds, q0, q0 + self.shape.q - 1, self.kv0, self.kv0 + self.shape.kv - 1)
+
+
+class _Lists:
+    """One row of a tile map."""
+
+    def __init__(self, plan: TilePlan, buffers: Any, batch: Any, head: Any, row: Any) -> None:
+        self.buffer = buffers[LISTS]
+        self.place = (batch if plan.by_batch else 0, head if plan.by_head else 0, row)
+        self.count = self.buffer[(*self.place, 0)]
+
+    def entry(self, step: Any) -> Any:
+        return self.buffer[(*self.place, step + 1)]
+
+
+def _name(name: str, value: Any) -> Any:
+    return Builder.current().bind(name, value)
+
+
+def kv_range(plan: MaskPlan, q0: Any, q1: Any, kv_tile: int, tiles: Any) -> tuple[Any, Any]:
+    """First and one past the last kv tile that may hold a kept pair of queries q0..q1 (inclusive)."""
+    return _range([(b.q, b.kv, b.offset) for b in plan.bounds], q0, q1, kv_tile, tiles)
+
+
+def q_range(plan: MaskPlan, kv0: Any, kv1: Any, q_tile: int, tiles: Any) -> tuple[Any, Any]:
+    """First and one past the last q tile that may hold a kept pair of keys kv0..kv1 (inclusive)."""
+    return _range([(b.kv, b.q, b.offset) for b in plan.bounds], kv0, kv1, q_tile, tiles)
+
+
+def _range(bounds: list[tuple[int, int, int]], low: Any, high: Any, tile: int, tiles: Any) -> tuple[Any, Any]:
+    """fixed * x + moving * y + offset >= 0 for some x in [low, high]: which tiles of y."""
+    first: Any = T.int32(0)
+    stop: Any = tiles
+    for fixed, moving, offset in bounds:
+        most = fixed * (high if fixed > 0 else low) + offset
+        if moving < 0:
+            stop = T.min(stop, T.floordiv(T.floordiv(most, -moving), tile) + 1)
+        elif moving > 0:
+            first = T.max(first, T.floordiv(T.floordiv(-most + moving - 1, moving), tile))
+        else:
+            stop = T.if_then_else(most >= 0, stop, 0)
+    return first, T.max(stop, first)
+
+
+def is_partial(plan: MaskPlan, q0: Any, q1: Any, kv0: Any, kv1: Any) -> Any:
+    """May the tile of queries q0..q1 and keys kv0..kv1 hold a masked pair? True (Python's) where it can't be told."""
+    if not plan.exact:
+        return True
+    partial: Any = None
+    for bound in plan.bounds:
+        least = bound.q * (q0 if bound.q > 0 else q1) + bound.kv * (kv0 if bound.kv > 0 else kv1) + bound.offset
+        partial = least < 0 if partial is None else T.Or(partial, least < 0)
+    return False if partial is None else partial
+
+
+def either(a: Any, b: Any) -> Any:
+    """a or b, of Python or TileLang truths."""
+    if a is True or b is True:
+        return True
+    return b if a is False else a if b is False else T.Or(a, b)

@@ -1,0 +1,156 @@
+"""Gradients of custom inputs in one backward pass: what kernels sum, and how torch brings it to the entries read.
+
+Tensors are (batch, length, heads, dim) here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attention_engine.compiler import Kernels
+from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, H, final_gradient, final_variable
+from attention_engine.reference.evaluate import Evaluator, add_at
+
+PAIRS_AT_ONCE = 1 << 22  # of a tile of pairs that torch scatters
+
+
+class CustomGradients:
+    """The sums of one call. kernels: those of the gradients that are wanted; custom: as kernels take them."""
+
+    def __init__(self, kernels: Kernels, q: Tensor, k: Tensor, custom: Mapping[str, Tensor]) -> None:
+        assert kernels.row_sums is not None
+        self.kernels, self.custom, self.row_plan, self.plan = kernels, custom, kernels.row_sums, kernels.custom_sums
+        self.device, self.batch, self.queries, self.keys = q.device, q.shape[0], q.shape[1], k.shape[1]
+        self.heads, self.kv_heads = q.shape[2], k.shape[2]
+        self.found: dict[str, Tensor] = {}
+        self.rows: list[Tensor] = []
+        self.of_keys: list[Tensor] = []
+        self.diagonals: list[Tensor] = []
+        scattered = {read.name for read, _ in self.plan.scattered}
+        self.found |= {name: self._zeros(*custom[name].shape) for name in custom if name in scattered}
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def sums_over_keys(self) -> list[Tensor]:
+        """The last arguments of the kernel that walks over queries."""
+        plan, tile = self.plan, self.kernels.tiles.backward
+        by_head = (self.heads if Axis.HEAD in read.axes else self.kv_heads for read, _ in plan.of_keys)
+        self.of_keys = [self._zeros(self.batch, heads, self.keys) for heads in by_head]
+        strips = -(-self.keys // tile.kv) if plan.ordered else 1
+        size = (self.batch, self.heads, strips, self.queries + self.keys)
+        self.diagonals = [self._zeros(*size) for _ in plan.diagonals]
+        names = dict.fromkeys(read.name for read, _ in plan.scattered)
+        return [*self.of_keys, *self.diagonals, *(self.found[n] for n in names)]
+
+    def sums_over_queries(self) -> list[Tensor]:
+        """The last arguments of the kernel that walks over keys."""
+        size = (self.batch, self.heads, self.queries)
+        self.rows = [torch.empty(size, dtype=torch.float32, device=self.device) for _ in self.row_plan.sums]
+        return self.rows
+
+    def walk_pairs(self, inputs: Sequence[int | Tensor]) -> None:
+        """Runs the kernel of pairs, whose first arguments are given, for each read that needs it."""
+        for read, expr in self.plan.pairs:
+            tensor = self.custom[read.name]
+            alone = sum(r.name == read.name for r, _ in self._all_reads()) == 1
+            dtype = tensor.dtype if alone else torch.float32
+            found = torch.empty(tensor.shape, dtype=dtype, device=self.device)
+            size = (*self._owners(read), self.queries, self.keys)
+            kernel = self.kernels.backward_pairs(read, expr, str(dtype).removeprefix("torch."))
+            kernel.compiled(*inputs, 0, found.view(size))
+            before = self.found.get(read.name)
+            self.found[read.name] = found if before is None else before + found
+        for read, expr in self.plan.by_rows:
+            self._scatter_rows(inputs, read, expr)
+
+    def _all_reads(self) -> list[tuple[Expr, Expr]]:
+        backward = self.kernels.maths.backward
+        assert backward is not None
+        return [*backward.pair_gradients, *backward.row_gradients]
+
+    def _owners(self, read: Expr) -> tuple[int, int]:
+        return (self.batch if Axis.BATCH in read.axes else 1, self.heads if Axis.HEAD in read.axes else 1)
+
+    def _scatter_rows(self, inputs: Sequence[int | Tensor], read: Expr, expr: Expr) -> None:
+        """Pairs as a tensor of a few rows, which torch adds to the entries in a fixed order."""
+        tile, owners = self.kernels.tiles.pairs.q, self._owners(read)
+        count = max(1, PAIRS_AT_ONCE // (owners[0] * owners[1] * self.keys * tile)) * tile
+        kernel = self.kernels.backward_pairs(read, expr, "float32")
+        for first in range(0, self.queries, count):
+            rows = min(count, self.queries - first)
+            pairs = torch.empty((*owners, rows, self.keys), dtype=torch.float32, device=self.device)
+            kernel.compiled(*inputs, first, pairs)
+            place = self._indices()
+            place[Q_IDX] = place[Q_IDX][:, :, first : first + rows]
+            self._add(read, pairs, place)
+
+    def collect(self, saved: Sequence[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients by name, from the sums and from rows: saved ones, delta, and gradients that arrive at rows."""
+        self._from_rows(saved, delta)
+        for (read, _), total in zip(self.plan.of_keys, self.of_keys, strict=True):
+            self._add(read, total[:, :, None], self._indices())
+        places = torch.arange(1 - self.keys, self.queries + 1, device=self.device).view(1, 1, 1, -1)
+        for (read, _), total in zip(self.plan.diagonals, self.diagonals, strict=True):
+            place = {**self._indices(), Q_IDX: places, KV_IDX: torch.zeros_like(places)}
+            self._add(read, total.sum(2, keepdim=True), place)
+        self._from_outside(saved, delta, d_finals)
+        return self.found
+
+    def _from_rows(self, saved: Sequence[Tensor], delta: Tensor) -> None:
+        """Gradients of reads that a row sums up, corrected for the rounding of the output (row_sums.py)."""
+        plan, backward = self.row_plan, self.kernels.maths.backward
+        if not plan.gradients:
+            return
+        assert backward is not None
+        rows = {final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)}
+        evaluate = self._evaluator({**self._indices(), **rows})
+        for gradient in plan.gradients:
+            total = self.rows[gradient.index]
+            if plan.delta is not None:
+                rounding = self.rows[plan.delta] - delta[..., : self.queries]
+                for correction in gradient.corrections:
+                    slope = evaluate(correction.slope).expand(*rounding.shape, 1)[..., 0]
+                    total = total + torch.where(rounding == 0, 0.0, rounding * slope * self.rows[correction.index])
+            self._add(gradient.load, total[..., None], self._indices())
+
+    def _from_outside(self, saved: Sequence[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]) -> None:
+        """Gradients of reads outside the sums (a sink): from rows alone, so torch makes them."""
+        maths = self.kernels.maths
+        assert maths.backward is not None
+        if not maths.backward.row_gradients:
+            return
+        named = zip(maths.backward.saved, saved, strict=True)
+        values: dict[Expr, Tensor] = {final_variable(n): r[..., None] for (n, _), r in named}
+        values[DELTA] = delta[..., : self.queries, None]
+        silent = values[DELTA] == 0
+        for name, _ in maths.program.finals:
+            arriving = d_finals.get(name)
+            nothing = torch.zeros_like(values[DELTA])
+            values[final_gradient(name)] = nothing if arriving is None else arriving[..., None].float()
+            silent = silent & (values[final_gradient(name)] == 0)
+        evaluate = self._evaluator({**self._indices(), **values})
+        for load, expr in maths.backward.row_gradients:
+            value = evaluate(expr).expand(values[DELTA].shape)
+            self._add(load, torch.where(silent, 0.0, value), self._indices())  # an empty row adds nothing
+
+    def _indices(self) -> dict[Expr, Tensor]:
+        sizes = {B: self.batch, H: self.heads, Q_IDX: self.queries, KV_IDX: self.keys}
+        shape = [1, 1, 1, 1]
+        return {
+            variable: torch.arange(size, device=self.device).view(*shape[:axis], -1, *shape[axis + 1 :])
+            for axis, (variable, size) in enumerate(sizes.items())
+        }
+
+    def _evaluator(self, values: Mapping[Expr, Tensor]) -> Evaluator:
+        return Evaluator(values, self.custom, torch.float32, self.device)
+
+    def _add(self, load: Expr, values: Tensor, place: Mapping[Expr, Tensor]) -> None:
+        """Adds values, (batch, heads, queries, keys), 1 where they are summed, to the entries that were read there."""
+        total = self.found.get(load.name)
+        total = self._zeros(*self.custom[load.name].shape) if total is None else total
+        self.found[load.name] = add_at(total, load, values, self._evaluator(place))

@@ -1,0 +1,1 @@
+"""Times AttentionEngine beside its peers; numbers are checked before time counts."""

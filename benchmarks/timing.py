@@ -1,0 +1,91 @@
+"""How long a call takes: on the device, with a cold L2 cache and the host ahead; and on the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+AHEAD_CYCLES = 2_000_000  # the device sleeps about a millisecond, so that launches wait for it and not it for them
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call: the device's median and 10th and 90th percentile, and the host's median, in microseconds."""
+
+    device_us: float
+    low_us: float
+    high_us: float
+    host_us: float
+
+
+class Clock:
+    """Times calls on the current CUDA device."""
+
+    def __init__(self) -> None:
+        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda")
+
+    def once(self, call: Call) -> tuple[float, float]:
+        """Microseconds on the device and on the host of one call."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        torch.cuda._sleep(AHEAD_CYCLES)
+        start.record()
+        began = time.perf_counter()
+        call()
+        host = time.perf_counter() - began
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3, host * 1e6
+
+    def times(self, calls: Mapping[str, Call], rounds: int, warm_up: int = 3) -> dict[str, Timing]:
+        """Each call's timing. Calls take turns, so that a drifting clock meets all alike."""
+        for call in calls.values():
+            for _ in range(warm_up):
+                call()
+        torch.cuda.synchronize()
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                found[name].append(self.once(call))
+        return {name: summarise(samples) for name, samples in found.items()}
+
+
+def summarise(samples: list[tuple[float, float]]) -> Timing:
+    """The timing of (device, host) samples."""
+    device = sorted(d for d, _ in samples)
+    last = len(device) - 1
+    low, high = device[round(0.1 * last)], device[round(0.9 * last)]
+    return Timing(statistics.median(device), low, high, statistics.median(h for _, h in samples))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device gave in this run: a large matrix product, TFLOP/s, and a large copy (read + write), GB/s."""
+
+    matmul_tflops: float
+    copy_gbs: float
+
+
+def measure_ceilings(clock: Clock, dtype: torch.dtype, side: int = 8192) -> Ceilings:
+    """The best of the device on plain tasks: torch's product of (side, side) matrices, and a copy of 1 GiB."""
+    a, b = (torch.randn(side, side, device="cuda", dtype=dtype) for _ in range(2))
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    times = clock.times({"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)}, rounds=9)
+    return Ceilings(2 * side**3 / times["matmul"].low_us * 1e-6, 2 * source.numel() / times["copy"].low_us * 1e-3)
+
+
+def peak_bytes(call: Call) -> int:
+    """Memory that a call takes at its highest, beyond what stood before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
