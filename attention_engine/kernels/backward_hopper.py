@@ -17,8 +17,17 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, Backward, row_variable
-from attention_engine.kernels.backward import NOTHING, PairMaths, backward_parameters, keeps_products
+from attention_engine.ir.program import KV_IDX, Q_IDX, Backward, row_variable
+from attention_engine.kernels.backward import (
+    NOTHING,
+    PairMaths,
+    backward_parameters,
+    factor_of,
+    keeps_products,
+    shared_between_heads,
+    sum_diagonals,
+    sum_keys,
+)
 from attention_engine.kernels.common import (
     FLOAT,
     Place,
@@ -38,17 +47,23 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 
 
-def fits(problem: Problem, summed: CustomSums) -> bool:
-    """Is there such a kernel for these maths? Two warpgroups share dQ by its 64 rows, or 64 head dims, each."""
-    exact = {problem.dim, problem.dim_v} <= {64, 128}
-    return problem.dtype != "float32" and exact and not (summed.of_keys or summed.diagonals or summed.scattered)
+def fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSums) -> bool:
+    """Is there such a kernel for these maths?
+
+    Two warpgroups share dQ by its 64 rows, or 64 head dims, each. Sums for custom inputs are made of the gradients of
+    products; others would need a tile of their own, and atomics a pair wait for too long.
+    """
+    if problem.dtype == "float32" or not {problem.dim, problem.dim_v} <= {64, 128} or summed.scattered:
+        return False
+    return all(factor_of(schedule, expr) is not None for _, expr in (*summed.of_keys, *summed.diagonals))
 
 
-def is_light(schedule: BackwardSchedule) -> bool:
-    """Do the pairs need few registers: gradients of weights, gradients and rows alone, and a mask of plain bounds?"""
-    pairs = {PRODUCT, Q_IDX, KV_IDX}
-    reads = any(node.op is Op.LOAD for node in topological(schedule.product_gradient))
-    return analyse_mask(schedule.mask).exact and not reads and not pairs & set(topological(schedule.product_gradient))
+def is_light(schedule: BackwardSchedule, summed: CustomSums) -> bool:
+    """Do the pairs need few registers? No products kept, nothing that depends on places, a mask of plain bounds."""
+    nodes = topological(schedule.product_gradient, schedule.weights)
+    places = {Q_IDX, KV_IDX} & set(nodes) or any(node.op is Op.LOAD for node in nodes)
+    simple = analyse_mask(schedule.mask).exact and not keeps_products(schedule)
+    return simple and not (places or summed.of_keys or summed.diagonals)
 
 
 @dataclass(frozen=True)
@@ -59,20 +74,21 @@ class Stage:
     stage: Any
 
     def __getitem__(self, index: Any) -> Any:
-        return self.buffer[self.stage, index]
+        return self.buffer[(self.stage, *index) if isinstance(index, tuple) else (self.stage, index)]
 
 
 def backward_hopper(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING,
 ) -> Any:  # fmt: skip
-    """The PrimFunc of backward.py: (q, k, v, custom..., [tile_lists], do, rows..., dk, dv, [workspace])."""
-    assert fits(problem, summed), "default_tiles asks `fits`"
+    """The PrimFunc of backward.py, with the same parameters."""
+    assert fits(problem, schedule, summed), "default tiles ask `fits` first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
     parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     transposed = transposes_dq(tile, dim)
+    shares = with_dq or len(summed.diagonals) > 0  # gradients of products with all threads
     dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else T.GemmWarpPolicy.FullCol
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads)
@@ -107,7 +123,7 @@ def backward_hopper(
             }
             for n in names:
                 shared[n] = named(f"{n}_tile", T.alloc_shared([stages, tile.q], FLOAT))
-            gradients_out = named("gradients_out", T.alloc_shared([2, tile.kv, tile.q], dtype)) if with_dq else None
+            gradients_out = named("gradients_out", T.alloc_shared([2, tile.kv, tile.q], dtype)) if shares else None
             products = T.alloc_fragment([tile.kv, tile.q], FLOAT)
             weights = T.alloc_fragment([tile.kv, tile.q], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.kv, tile.q], FLOAT)
@@ -116,6 +132,7 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
+            key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             k_full = T.alloc_barrier(arrive_count=WARP)
             v_full = T.alloc_barrier(arrive_count=WARP)
             q_full = T.alloc_barrier(arrive_count=[WARP] * stages)
@@ -146,6 +163,8 @@ def backward_hopper(
                 T.inc_max_nreg(consumer_registers)
                 T.fill(dk, 0)
                 T.fill(dv, 0)
+                for total in key_sums:
+                    T.fill(total, 0)
                 T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
                 T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
                 if steps > 0:
@@ -177,9 +196,14 @@ def backward_hopper(
                     if schedule.mask is not None:
                         where_partial(walk.is_partial(step, q_tile), bind(maths.drop, weights, gradients))
                     where_partial(outside, bind(maths.cut, weights, gradients))
+                    for number, (key_read, expr) in enumerate(summed.of_keys):
+                        factor = factor_of(schedule, expr)
+                        sum_keys(
+                            key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
+                        )
                     T.copy(weights, weights_in)
                     T.copy(gradients, gradients_in)
-                    if with_dq:
+                    if shares:
                         T.copy(gradients_in, gradients_out[step % 2, :, :])
                         T.fence_proxy_async()
                         T.sync_threads(COMPUTE, tile.threads)
@@ -196,6 +220,9 @@ def backward_hopper(
                                 clear_accum=True,
                             )  # fmt: skip
                     T.wgmma_gemm(gradients_in, shared["q"][stage, :, :], dk, policy=ROWS_WHOLE)
+                    for number, (_, expr) in enumerate(summed.diagonals):
+                        source, factor = Stage(gradients_out, step % 2), factor_of(schedule, expr)
+                        sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
                     T.wait_wgmma(1)  # all but dK
                     if thread % WARP == 0:
                         T.barrier_arrive(do_empty[stage])
@@ -212,6 +239,9 @@ def backward_hopper(
                     T.wait_wgmma(0)
                     if thread % WARP == 0:
                         T.barrier_arrive(q_empty[stage])
+                for number, (key_read, _) in enumerate(summed.of_keys):
+                    if not shared_between_heads(key_read, problem):
+                        T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])
                 if schedule.scale != 1:
                     for j, d in T.Parallel(tile.kv, dim):
                         dk[j, d] *= schedule.scale

@@ -52,9 +52,10 @@ def _specialised(problem: Problem, maths: Maths, plain: Tiles) -> Tiles:
         tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True))
     schedule = maths.backward_schedule
     axes = {name: axes for name, _, axes in problem.custom}
-    if schedule and backward_hopper.fits(problem, plan_custom_sums(schedule.pair_gradients, axes, ordered=False)):
+    summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
+    if schedule and backward_hopper.fits(problem, schedule, summed):
         light, heavy = BACKWARD[problem.dim, problem.dim_v]
-        q = light if backward_hopper.is_light(schedule) else heavy
+        q = light if backward_hopper.is_light(schedule, summed) else heavy
         tiles = replace(tiles, backward=Tile(q, 128, 256, 2, specialised=True))
     return tiles
 

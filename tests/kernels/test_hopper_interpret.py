@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_engine import AttentionEngine
+from attention_engine import AttentionEngine, CustomIO
 from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, scale, sliding_window
 from attention_engine.runtime import launch, op
@@ -136,6 +136,36 @@ def test_custom_inputs_with_and_without_gradients(kernels):
     for one, other in zip(frozen, asked, strict=False):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
     assert ran("backward")
+
+
+SUMMED = {
+    "of keys": ({"bias": ("batch", "heads", "seq_len_kv")}, lambda custom, h, q_idx, kv_idx: custom["bias"]),
+    "of diagonals": ({"bias": ("heads", 300)}, lambda custom, h, q_idx, kv_idx: custom["bias"][h, q_idx - kv_idx + 99]),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
+@pytest.mark.parametrize("name", SUMMED)
+def test_sums_for_custom_inputs_agree_with_the_twin(name, deterministic, kernels):
+    axes, bias = SUMMED[name]
+    shape = Shape(1, 150, 140, 2, 1, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    sizes = {"batch": 1, "heads": 2, "seq_len_kv": 140, 300: 300}
+    leaves = [*(tensors[n].requires_grad_() for n in "qkv"), torch.randn([sizes[a] for a in axes["bias"]])]
+    leaves[3].requires_grad_()
+    found = []
+    for tiles in ({}, {"backward": by_hand(64)}):
+        op.ATTENTIONS.clear()
+        kernels.update(tiles)
+        engine = AttentionEngine(
+            shape.meta(torch.float16), CustomIO(axes),
+            lambda score, custom, b, h, q_idx, kv_idx: score * 0.1 + bias(custom, h, q_idx, kv_idx),
+            online_func=OnlineSoftmax(), backend="interpret", deterministic=deterministic,
+        )  # fmt: skip
+        found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"]))
+        assert ran("backward") is bool(tiles)
+    for mine, twin in zip(*found):
+        torch.testing.assert_close(mine, twin, rtol=4e-3, atol=4e-3)
 
 
 def test_deterministic_engines_use_it_for_keys_alone(kernels):
