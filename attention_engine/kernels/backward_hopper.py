@@ -51,9 +51,13 @@ def fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSums) -> bo
     """Is there such a kernel for these maths?
 
     Two warpgroups share dQ by its 64 rows, or 64 head dims, each. Sums for custom inputs are made of the gradients of
-    products; others would need a tile of their own, and atomics a pair wait for too long.
+    products; others would need a tile of their own, and atomics a pair wait for too long. Sums of keys need registers
+    that wider heads leave too few of (ptxas C7512).
     """
+    wide = max(problem.dim, problem.dim_v) > 64
     if problem.dtype == "float32" or not {problem.dim, problem.dim_v} <= {64, 128} or summed.scattered:
+        return False
+    if summed.of_keys and wide:
         return False
     return all(factor_of(schedule, expr) is not None for _, expr in (*summed.of_keys, *summed.diagonals))
 
@@ -196,12 +200,12 @@ def backward_hopper(
                     if schedule.mask is not None:
                         where_partial(walk.is_partial(step, q_tile), bind(maths.drop, weights, gradients))
                     where_partial(outside, bind(maths.cut, weights, gradients))
+                    T.copy(weights, weights_in)
                     for number, (key_read, expr) in enumerate(summed.of_keys):
                         factor = factor_of(schedule, expr)
                         sum_keys(
                             key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
                         )
-                    T.copy(weights, weights_in)
                     T.copy(gradients, gradients_in)
                     if shares:
                         T.copy(gradients_in, gradients_out[step % 2, :, :])
