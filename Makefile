@@ -1,6 +1,7 @@
 # make demo   set up, then the quick start: forward, backward, the derived program, the error, the kernel
 # make test   set up, then every check that needs no GPU
 # make lint   the style and type checks alone
+# make docs   the documents as a site, in build/site
 # make clean  remove what these targets made
 #
 # The first call makes .venv and installs the versions of constraints.txt in it. To use another interpreter:
@@ -23,7 +24,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(READY)
 	$(RUN) attn_script/mha.py --show
@@ -34,6 +35,9 @@ test: lint
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+docs: $(READY)
+	$(RUN) -m mkdocs build
 
 # torch first and alone: the constraint then takes whichever 2.13.0 build the index prefers, and nothing replaces it.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
@@ -17,9 +18,7 @@ from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.simplify import mul
-
-if TYPE_CHECKING:
-    from attention_engine.kernels.tiles import TilePlan
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 
 Target = Arch | str  # an architecture, or "interpret"
 
@@ -39,15 +38,22 @@ class Tiles:
 
 
 class Kernel:
-    """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called."""
+    """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called.
 
-    def __init__(self, trace: Callable[[], Any], target: Target, problem: Problem, configs: dict[str, bool]) -> None:
-        self._trace, self.target, self.problem, self.configs = trace, target, problem, configs
+    builder: its module and function in kernels/, "forward.forward"; given: the function's arguments, which with the
+    target are all that the kernel is made of, and so its key on disk.
+    """
+
+    def __init__(
+        self, builder: str, given: tuple[object, ...], target: Target, problem: Problem, configs: dict[str, bool]
+    ) -> None:
+        self.builder, self.given, self.target, self.problem, self.configs = builder, given, target, problem, configs
 
     @cached_property
     def prim_func(self) -> Any:
         """The TileLang function."""
-        return self._trace()
+        module, function = self.builder.split(".")
+        return getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)(*self.given)
 
     @cached_property
     def compiled(self) -> Any:
@@ -56,9 +62,12 @@ class Kernel:
             from attention_engine.target.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
+        from attention_engine.target.cache import KernelKey, find_or_compile
         from attention_engine.target.compile import compile_kernel
 
-        kernel = compile_kernel(self.prim_func, self.target, pass_configs=self.configs)
+        arch, configs = self.target, self.configs
+        key = KernelKey(self.builder, self.given, arch, tuple(configs.items()))
+        kernel = find_or_compile(key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
         if needed > limit:
             problem = self.problem
@@ -69,6 +78,11 @@ class Kernel:
             )
         return kernel
 
+    @cached_property
+    def run(self) -> Callable[..., None]:
+        """`compiled` without a method call around it."""
+        return getattr(self.compiled, "run", self.compiled)
+
     def source(self, form: str) -> str:
         """The kernel as "tilelang" or, compiled, as "cuda"."""
         if form == "tilelang":
@@ -76,16 +90,16 @@ class Kernel:
         return str(self.compiled.source("cuda"))
 
 
-def pass_configs(problem: Problem, specialised: bool = False) -> dict[str, bool]:
+def pass_configs(problem: Problem, by_hand: bool = False) -> dict[str, bool]:
     """What TileLang is told: 16-bit problems may approximate (exp2, tanh ...), fp32 ones may not.
 
     tf32 products on wgmma want operands that fp32 tiles don't have in both orders; mma takes them all.
-    specialised kernels place their own barriers.
+    Kernels placed by hand have their own barriers.
     """
     if problem.dtype == "float32":
         return {"tl.disable_wgmma": True, "tl.disable_warp_specialized": True}
     fast = {"tl.enable_fast_math": True}
-    return {**fast, "tl.disable_thread_storage_sync": True} if specialised else fast
+    return {**fast, "tl.disable_thread_storage_sync": True} if by_hand else fast
 
 
 @dataclass(frozen=True)
@@ -142,62 +156,50 @@ class Kernels:
         self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
         self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
-    def _kernel(self, trace: Callable[[], Any], tile: Tile | None = None) -> Kernel:
-        configs = pass_configs(self.problem, tile is not None and tile.specialised)
-        return Kernel(trace, self.target, self.problem, configs)
+    def _kernel(self, builder: str, *given: object) -> Kernel:
+        configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper"))
+        return Kernel(builder, (self.problem, *given), self.target, self.problem, configs)
 
     @cached_property
     def tile_plan(self) -> TilePlan:
         """What the mask asks of the kernels' loops."""
-        from attention_engine.kernels.tiles import plan_tiles
-
         return plan_tiles(self.maths.program.mask)
 
     def tile_map(self, tile: Tile, over_keys: bool) -> Kernel:
         """The lists of tiles that blocks with this tile walk over, where the mask's bounds don't say it all."""
-        from attention_engine.kernels.tile_map import tile_map
-
         mask, key = self.maths.program.mask, (tile.q, tile.kv, over_keys)
         assert mask is not None
         if key not in self._tile_maps:
-            self._tile_maps[key] = self._kernel(lambda: tile_map(self.problem, mask, tile, over_keys))
+            self._tile_maps[key] = self._kernel("tile_map.tile_map", mask, tile, over_keys)
         return self._tile_maps[key]
 
     @cached_property
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
         tile = self.tiles.forward
-        if tile.specialised:
-            from attention_engine.kernels.forward_hopper import forward_hopper as forward
-        else:
-            from attention_engine.kernels.forward import forward
-        return self._kernel(lambda: forward(self.problem, self.maths.forward_schedule, tile), tile)
+        builder = "forward_hopper.forward_hopper" if tile.specialised else "forward.forward"
+        return self._kernel(builder, self.maths.forward_schedule, tile)
 
     def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
         """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
 
         delta_given: from a delta that `exact_delta` made; the sums are zero by then.
         """
-        from attention_engine.kernels.rows import preprocess
-
         key = finals, delta_given
         if key not in self._preprocess:
             tile = None if self.over_queries or delta_given else self.tiles.backward
             self._preprocess[key] = self._kernel(
-                lambda: preprocess(self.problem, self._backward, finals, tile, self.row_pad, delta_given)
+                "rows.preprocess", self._backward, finals, tile, self.row_pad, delta_given
             )
         return self._preprocess[key]
 
     @cached_property
     def exact_delta(self) -> Kernel:
         """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
-        from attention_engine.kernels.backward_queries import backward_queries
-
-        sums = (mul(WEIGHT, WEIGHT_GRADIENT),)
+        sums, with_dq = (mul(WEIGHT, WEIGHT_GRADIENT),), False
         return self._kernel(
-            lambda: backward_queries(
-                self.problem, self._schedule, self._backward, sums, self.tiles.queries, self.row_pad, with_dq=False
-            )
+            "backward_queries.backward_queries", self._schedule, self._backward, sums, self.tiles.queries,
+            self.row_pad, with_dq,
         )
 
     @property
@@ -220,41 +222,47 @@ class Kernels:
     def backward(self) -> Kernel:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
         tile = self.tiles.backward
-        if tile.specialised:
-            from attention_engine.kernels.backward_hopper import backward_hopper as backward
-        else:
-            from attention_engine.kernels.backward import backward
+        builder = "backward_hopper.backward_hopper" if tile.specialised else "backward.backward"
         return self._kernel(
-            lambda: backward(
-                self.problem, self._schedule, self._backward, tile, self.vectors, not self.over_queries,
-                self.custom_sums,
-            ),
-            tile,
+            builder, self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums,
         )  # fmt: skip
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
         """The gradient of a read that differs from pair to pair, as tiles of pairs."""
-        from attention_engine.kernels.backward_pairs import backward_pairs
-
         if (read, dtype) not in self._pairs:
-            given = (self.problem, self._schedule, self._backward, read, expr, self.tiles.pairs, self.row_pad, dtype)
-            self._pairs[read, dtype] = self._kernel(lambda: backward_pairs(*given))
+            given = (self._schedule, self._backward, read, expr, self.tiles.pairs, self.row_pad, dtype)
+            self._pairs[read, dtype] = self._kernel("backward_pairs.backward_pairs", *given)
         return self._pairs[read, dtype]
 
     @cached_property
     def backward_queries(self) -> Kernel:
         """dQ, and what rows add to gradients of custom inputs."""
-        from attention_engine.kernels.backward_queries import backward_queries
-
         return self._kernel(
-            lambda: backward_queries(
-                self.problem, self._schedule, self._backward, self._sums, self.tiles.queries, self.row_pad
-            )
+            "backward_queries.backward_queries", self._schedule, self._backward, self._sums, self.tiles.queries,
+            self.row_pad,
         )
 
     @cached_property
     def postprocess(self) -> Kernel:
         """dQ from its sums."""
-        from attention_engine.kernels.rows import postprocess
+        return self._kernel("rows.postprocess", self.tiles.backward, self._schedule.scale, self.vectors)
 
-        return self._kernel(lambda: postprocess(self.problem, self.tiles.backward, self._schedule.scale, self.vectors))
+    def of_forward(self) -> dict[str, Kernel]:
+        """What a forward pass launches."""
+        return {"forward": self.forward, **self._map_for("forward", self.tiles.forward, True)}
+
+    def of_backward(self) -> dict[str, Kernel]:
+        """What a backward pass launches, where no gradient arrives at returned rows; of custom inputs in fp32."""
+        exact, queries = self._backward.exact_delta, self.over_queries
+        return {
+            "preprocess": self.preprocess(()),
+            **({"exact_delta": self.exact_delta, "preprocess_again": self.preprocess((), True)} if exact else {}),
+            "backward": self.backward,
+            **({"queries": self.backward_queries} if queries else {"postprocess": self.postprocess}),
+            **self._map_for("backward", self.tiles.backward, False),
+            **(self._map_for("queries", self.tiles.queries, True) if exact or queries else {}),
+            **{f"pairs of {read}": self.backward_pairs(read, e, "float32") for read, e in self.custom_sums.pairs},
+        }
+
+    def _map_for(self, name: str, tile: Tile, over_keys: bool) -> dict[str, Kernel]:
+        return {f"tile map of {name}": self.tile_map(tile, over_keys)} if self.tile_plan.mapped else {}

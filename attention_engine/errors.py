@@ -7,6 +7,10 @@ class AttentionEngineError(Exception):
     """The base of every error that this package raises on purpose."""
 
 
+class NotAFunction(AttentionEngineError, TypeError):
+    """A score_mod or mask_mod that can't be called."""
+
+
 class BranchOnSymbol(AttentionEngineError, TypeError):
     """Python asked for the truth of a symbolic value."""
 
@@ -15,12 +19,36 @@ class UnsupportedOperation(AttentionEngineError, TypeError):
     """A mod used something that has no meaning on symbols."""
 
 
+class UnknownReduction(UnsupportedOperation):
+    """get_reduce was asked for what it can't do."""
+
+
+class SymbolAsIndex(UnsupportedOperation):
+    """Python or torch was asked to count or to index by a symbol."""
+
+
+class TensorInMod(UnsupportedOperation):
+    """A mod mixed a tensor, an array or another object with symbols."""
+
+
 class WrongArity(AttentionEngineError, TypeError):
     """A mod or a method takes the wrong number of arguments."""
 
 
+class FactoryNotCalled(WrongArity):
+    """A function that makes mods was given where a mod belongs."""
+
+
 class WrongResult(AttentionEngineError, TypeError):
     """A mod or a method returned something else than it should."""
+
+
+class MaskIsNoCondition(WrongResult):
+    """A mask_mod returned something that is neither true nor false."""
+
+
+class NotReduced(WrongResult):
+    """A row state, a rescale or a returned row that still differs from key to key."""
 
 
 class UnknownState(AttentionEngineError, KeyError):
@@ -28,6 +56,10 @@ class UnknownState(AttentionEngineError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class MissingState(UnknownState):
+    """A declared row state or row that a method didn't return."""
 
 
 class UnknownCustomInput(AttentionEngineError, KeyError):
@@ -41,8 +73,20 @@ class BadCustomInput(AttentionEngineError, ValueError):
     """A custom input whose declaration, use or tensor doesn't fit."""
 
 
+class UnknownAxis(BadCustomInput):
+    """A custom input declared with an axis that nothing runs over."""
+
+
+class WrongIndex(BadCustomInput):
+    """A custom input read with the wrong number of indices, or with none where one is needed."""
+
+
 class BadInitialValue(AttentionEngineError, ValueError):
     """A row state that doesn't start at a number."""
+
+
+class StatesNotDeclared(AttentionEngineError, TypeError):
+    """An OnlineFunc whose __init__ doesn't call the base class."""
 
 
 class NotOnline(AttentionEngineError, ValueError):
@@ -61,6 +105,10 @@ class BadMeta(AttentionEngineError, ValueError):
     """The three meta tensors don't describe an attention."""
 
 
+class HeadDimsDiffer(BadMeta):
+    """q and k of different head dims."""
+
+
 class HeadsDoNotGroup(AttentionEngineError, ValueError):
     """Query heads that can't share the key heads evenly."""
 
@@ -69,8 +117,64 @@ class BadInput(AttentionEngineError, ValueError):
     """A tensor of a call doesn't fit the engine: shape, dtype, device or number."""
 
 
+class NotATensor(BadInput):
+    """Something else than a tensor was given in a call."""
+
+
+class WrongRank(BadInput):
+    """q, k or v with another number of dimensions than four."""
+
+
+class WrongHeads(BadInput):
+    """Heads or head dims that aren't those the engine was built for, often the other layout."""
+
+
+class LengthsDiffer(BadInput):
+    """Batches or lengths of q, k and v that don't fit each other."""
+
+
+class DtypesDiffer(BadInput):
+    """q, k and v of more than one dtype."""
+
+
+class NotFloating(BadInput):
+    """q, k and v that hold integers or bools."""
+
+
+class WrongDtype(BadInput):
+    """Tensors of another dtype than the kernels were built for."""
+
+
+class DevicesDiffer(BadInput):
+    """Tensors of one call on more than one device."""
+
+
+class CustomInputMissing(BadInput):
+    """A declared custom input that a call didn't bring, or one too many."""
+
+
+class WrongCustomDtype(BadInput):
+    """A custom input of a dtype that kernels don't read."""
+
+
+class WrongCustomShape(BadInput):
+    """A custom input whose shape isn't what its axes ask for."""
+
+
+class WrongBlockMask(BadInput):
+    """A block mask whose shape or dtype isn't that of the blocks."""
+
+
+class UnknownProgram(AttentionEngineError, RuntimeError):
+    """A graph calls an attention that this process hasn't built."""
+
+
 class UnknownOption(AttentionEngineError, ValueError):
     """An option has a value that means nothing."""
+
+
+class OptionsClash(UnknownOption):
+    """Two options that say the same thing, or against each other."""
 
 
 class NotYetSupported(AttentionEngineError, NotImplementedError):
@@ -111,3 +215,19 @@ class NoCudaCompiler(AttentionEngineError, RuntimeError):
 
 class UnknownArch(AttentionEngineError, ValueError):
     """A GPU that this package has no description of."""
+
+
+class TuneFileUnreadable(AttentionEngineError, ValueError):
+    """A tune file that is damaged, of something else, or of another version."""
+
+
+class NothingRan(AttentionEngineError, RuntimeError):
+    """Tuning tried tiles, and none of them ran and gave right numbers."""
+
+
+class NotWhileCapturing(AttentionEngineError, RuntimeError):
+    """Tuning was needed inside the capture of a CUDA graph."""
+
+
+class BadScript(AttentionEngineError, ValueError):
+    """A file that was named on the command line has no attention as named."""

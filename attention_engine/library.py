@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from attention_engine.frontend.made import made_by
 from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
 from attention_engine.frontend.tracing import call
 
@@ -45,6 +46,22 @@ class OnlineSoftmaxOne(OnlineSoftmax):
         m_one = m.max(0.0)  # the 1 is exp(0): a score of 0 that every row has
         total = r * (m - m_one).exp() + (-m_one).exp()
         return o * (m - m_one).exp() / total, {"lse": total.log() + m_one}
+
+
+class OnlineSoftmaxSink(OnlineSoftmax):
+    """w_j = exp(x_j) / (exp(sink) + sum exp(x)), the sink a custom input "sinks" ("heads",), as in GPT-OSS.
+
+    Xiao et al., arXiv 2309.17453. Returns lse = log(exp(sink) + sum exp(x)).
+    """
+
+    @staticmethod
+    def online_fwd_epilogue(  # type: ignore[override]
+        o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any, custom: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        m, r, sink = online_rowscales["m"], online_rowscales["r"], custom["sinks"]
+        top = m.max(sink).detach()  # it cancels
+        total = r * (m - top).exp() + (sink - top).exp()
+        return o * (m - top).exp() / total, {"lse": total.log() + top}
 
 
 class OnlineSigmoid(OnlineFunc):
@@ -88,41 +105,49 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
+@made_by
 def causal_from(offset: int) -> Mask:
     """Keys up to the query, which stands `offset` places further on: Skv - Sq lets the last query see every key."""
     return lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
 
 
+@made_by
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query to `right` after it."""
     return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
+@made_by
 def with_global(tokens: int, mask: Mask) -> Mask:
     """A mask, but the first `tokens` queries see all keys, and all queries see the first `tokens` keys (Longformer)."""
     return or_masks(mask, lambda b, h, q_idx, kv_idx: (q_idx < tokens) | (kv_idx < tokens))
 
 
+@made_by
 def prefix_lm(prefix: int) -> Mask:
     """The first `prefix` keys, and keys up to the query."""
     return lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx)
 
 
+@made_by
 def dilated(step: int) -> Mask:
     """Keys up to the query whose distance is a multiple of `step`."""
     return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % step == 0)
 
 
+@made_by
 def block_diagonal(size: int) -> Mask:
     """Keys of the query's own block of `size`."""
     return lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size
 
 
+@made_by
 def block_causal(size: int) -> Mask:
     """Keys of the query's block of `size` and of those before it."""
     return lambda b, h, q_idx, kv_idx: q_idx // size >= kv_idx // size
 
 
+@made_by
 def neighbourhood(width: int, rows: int, columns: int) -> Mask:
     """Pixels at most so many rows and columns away, of an image `width` wide whose pixels come row by row."""
 
@@ -133,12 +158,14 @@ def neighbourhood(width: int, rows: int, columns: int) -> Mask:
     return mask
 
 
+@made_by
 def document(ids: str = "documents") -> Mask:
     """Keys of the query's document: ids, a custom input ("batch", "seq_len") of integers, says which one each token is
     of. Queries and keys are the same tokens. `document_ids` makes it from packed lengths."""
     return lambda b, h, q_idx, kv_idx, custom: custom[ids][b, q_idx] == custom[ids][b, kv_idx]
 
 
+@made_by
 def padding(lengths: str = "lengths") -> Mask:
     """The first keys of each batch: lengths, a custom input ("batch",) of integers, says how many."""
     return lambda b, h, q_idx, kv_idx, custom: kv_idx < custom[lengths][b]
@@ -155,36 +182,43 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any]) -> Mask:
     return mask
 
 
+@made_by
 def and_masks(*masks: Mask) -> Mask:
     """Pairs that every mask keeps."""
     return _joined(masks, lambda a, b: a & b)
 
 
+@made_by
 def or_masks(*masks: Mask) -> Mask:
     """Pairs that some mask keeps."""
     return _joined(masks, lambda a, b: a | b)
 
 
+@made_by
 def not_mask(mask: Mask) -> Mask:
     """Pairs that the mask leaves out."""
     return lambda b, h, q_idx, kv_idx, custom: ~_ask(mask, [b, h, q_idx, kv_idx], custom)
 
 
+@made_by
 def scale(factor: float) -> Callable[..., Any]:
     """score * factor."""
     return lambda score, custom, b, h, q_idx, kv_idx: score * factor
 
 
+@made_by
 def softcap(cap: float, factor: float = 1.0) -> Callable[..., Any]:
     """cap * tanh(score * factor / cap), as Gemma 2 does (arXiv 2408.00118)."""
     return lambda score, custom, b, h, q_idx, kv_idx: cap * (score * (factor / cap)).tanh()
 
 
+@made_by
 def alibi(factor: float, slopes: str = "slopes") -> Callable[..., Any]:
     """score * factor - slope of the head * distance; slopes come as a custom input ("heads",) (arXiv 2108.12409)."""
     return lambda score, custom, b, h, q_idx, kv_idx: score * factor - custom[slopes] * (q_idx - kv_idx)
 
 
+@made_by
 def relative_bias(table: str, reach: int, factor: float = 1.0) -> Callable[..., Any]:
     """score * factor + the head's learned number for the distance, which is cut to at most `reach` either way.
 

@@ -7,9 +7,15 @@ from pathlib import Path
 
 
 def cache_dir() -> Path | None:
-    """Where compiled kernels are kept: ATTENTION_ENGINE_CACHE_DIR; None leaves the place to TileLang."""
+    """Where the user wants every cache: ATTENTION_ENGINE_CACHE_DIR; None leaves TileLang's own in its place."""
     value = os.environ.get("ATTENTION_ENGINE_CACHE_DIR")
     return Path(value).expanduser().resolve() if value else None
+
+
+def kernel_dir() -> Path:
+    """Where compiled kernels are kept: in the cache folder, by default $XDG_CACHE_HOME/attention_engine."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (cache_dir() or Path(home).expanduser() / "attention_engine") / "kernels"
 
 
 def verbose() -> bool:

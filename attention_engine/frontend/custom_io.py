@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NoReturn
 
-from attention_engine.errors import BadCustomInput, UnknownCustomInput
+from attention_engine.errors import BadCustomInput, UnknownAxis, UnknownCustomInput, WrongIndex
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, where_from, wrap
-from attention_engine.ir.expr import Expr, Op, Type, const, make
+from attention_engine.ir.expr import Expr, Op, Type, const, make, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
 AxisSpec = int | str
@@ -35,19 +36,27 @@ class CustomIO:
 
     def __init__(self, input_tensors: Mapping[str, Sequence[AxisSpec]] | None = None) -> None:
         specs = {}
+        if input_tensors is not None and not isinstance(input_tensors, Mapping):
+            raise BadCustomInput(
+                f"{where_from()}CustomIO was given {type(input_tensors).__name__}. Give a dict of axes: "
+                "CustomIO({'slopes': ('heads',)})."
+            )
         for name, axes in (input_tensors or {}).items():
-            if isinstance(axes, (str, int)):
-                raise BadCustomInput(
+            if isinstance(axes, (str, int)) or axes is None:
+                raise UnknownAxis(
                     f"{where_from()}custom input '{name}': axes are {axes!r}. Write a tuple: '{name}': ({axes!r},)."
                 )
             for axis in axes:
                 if not _is_axis(axis):
-                    raise BadCustomInput(
+                    raise UnknownAxis(
                         f"{where_from()}custom input '{name}': {axis!r} is no axis.\n"
                         f"  Use a positive int, or one of {', '.join(map(repr, INDEX))}."
                     )
             specs[name] = CustomSpec(name, tuple(axes))
         self.specs: Mapping[str, CustomSpec] = MappingProxyType(specs)
+
+    def __reduce__(self) -> tuple[type[CustomIO], tuple[dict[str, tuple[AxisSpec, ...]]]]:
+        return CustomIO, ({s.name: s.axes for s in self.specs.values()},)
 
     def __repr__(self) -> str:
         return f"CustomIO({ {s.name: s.axes for s in self.specs.values()} })"
@@ -56,18 +65,26 @@ class CustomIO:
 class CustomInput:
     """What a mod sees of one custom input: a value (at this b, h, q, kv), which can also be read at other indices."""
 
-    def __init__(self, spec: CustomSpec, dtype: Type) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(self, spec: CustomSpec, dtype: Type, untyped: Collection[str] = ()) -> None:
+        """untyped: custom inputs of which only a call's tensors will say whether they are integers."""
+        self.spec, self.dtype, self.untyped = spec, dtype, untyped
 
     def read(self, indices: Sequence[object]) -> Expr:
         """The read at these indices, one a dimension."""
         if len(indices) != len(self.spec.axes):
-            raise BadCustomInput(
+            raise WrongIndex(
                 f"{where_from()}custom input '{self.spec.name}' has {len(self.spec.axes)} dimensions {self.spec.axes}, "
                 f"and is read with {len(indices)} indices."
             )
-        exprs = tuple(convert(lift(i), Type.INT) for i in indices)
-        return make(Op.LOAD, *exprs, arg=self.spec.name, dtype=self.dtype)
+        exprs = [lift(i) for i in indices]
+        for expr in exprs:
+            guessed = any(n.op is Op.LOAD and n.name in self.untyped for n in topological(expr))
+            if expr.dtype is Type.FLOAT and not guessed:
+                raise BadCustomInput(
+                    f"{where_from()}custom input '{self.spec.name}' is read at {expr}, which is a float.\n"
+                    "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int)."
+                )
+        return make(Op.LOAD, *(convert(e, Type.INT) for e in exprs), arg=self.spec.name, dtype=self.dtype)
 
     def value(self) -> Expr:
         """The read at the place that the axes name."""
@@ -79,7 +96,7 @@ class CustomInput:
                 indices.append(const(0))
             else:
                 places = ", ".join("..." for _ in self.spec.axes)
-                raise BadCustomInput(
+                raise WrongIndex(
                     f"{where_from()}custom input '{self.spec.name}' has an axis of length {axis}, which no loop runs "
                     f"over.\n  Read it at an index: custom['{self.spec.name}'][{places}]."
                 )
@@ -118,6 +135,11 @@ class CustomInputs:
         """This mapping itself, for code that was written so."""
         return self
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnknownCustomInput(f"{where_from()}custom inputs are read by name in brackets: custom[{name!r}].")
+
     def __contains__(self, name: object) -> bool:
         return name in self._io.specs
 
@@ -128,4 +150,5 @@ class CustomInputs:
             raise UnknownCustomInput(
                 f"{where_from()}no custom input is called {name!r}. Declared: {known}.\n  Add it to CustomIO({{...}})."
             )
-        return CustomRead(CustomInput(spec, self._dtypes.get(name, Type.FLOAT)))
+        untyped = self._io.specs.keys() - self._dtypes.keys()
+        return CustomRead(CustomInput(spec, self._dtypes.get(name, Type.FLOAT), untyped))

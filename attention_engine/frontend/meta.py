@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attention_engine.errors import BadMeta, HeadsDoNotGroup
+from attention_engine.errors import BadMeta, HeadDimsDiffer, HeadsDoNotGroup
 
 Length = int | str | None
 DTYPES = ("float16", "bfloat16", "float32")
@@ -52,10 +52,12 @@ def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any 
 def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     """q, k and v as descriptions that fit each other."""
     if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
-        raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
+        listed = isinstance(metas, (tuple, list)) and not all(isinstance(m, (Meta, int)) for m in metas)
+        shown = f"({', '.join(type(m).__name__ for m in metas)})" if listed else repr(metas)
+        raise BadMeta(f"qkv_meta is {shown}. Give three descriptions: (meta_tensor(...),) * 3.")
     q, k, v = metas
     if q.dim != k.dim:
-        raise BadMeta(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: the score is q . k.")
+        raise HeadDimsDiffer(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: the score is q . k.")
     if k.heads != v.heads:
         raise BadMeta(f"k has {k.heads} heads and v has {v.heads}. They must be equal.")
     if isinstance(k.length, int) and isinstance(v.length, int) and k.length != v.length:

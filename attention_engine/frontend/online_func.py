@@ -61,8 +61,8 @@ class OnlineFunc:
 
     def __init__(
         self,
-        online_rowscales: Mapping[str, SymbolScalar] | None = None,
-        final_rowscales: Mapping[str, SymbolScalar] | None = None,
+        online_rowscales: Mapping[str, SymbolScalar | float] | None = None,
+        final_rowscales: Mapping[str, SymbolScalar | float] | None = None,
     ) -> None:
         self.online_rowscales = dict(online_rowscales or {})
         self.final_rowscales = dict(final_rowscales or {})

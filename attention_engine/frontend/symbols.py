@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from attention_engine.errors import BranchOnSymbol, UnsupportedOperation
+from attention_engine.errors import BranchOnSymbol, SymbolAsIndex, TensorInMod, UnknownReduction, UnsupportedOperation
+from attention_engine.frontend.advice import way_out
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -33,10 +34,10 @@ def lift(value: object) -> Expr:
         return value.expr
     if isinstance(value, (bool, int, float)):
         return const(value)
-    item = getattr(value, "item", None)
-    if item is not None and getattr(value, "numel", lambda: 1)() == 1:
+    item, numel = getattr(value, "item", None), getattr(value, "numel", None)
+    if item is not None and (numel() if numel is not None else getattr(value, "size", 1)) == 1:
         return const(item())
-    raise UnsupportedOperation(
+    raise TensorInMod(
         f"{where_from()}a {type(value).__name__} can't be mixed with symbolic values.\n"
         "  Use Python numbers, or pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."
     )
@@ -60,7 +61,6 @@ class Symbol:
     """A symbolic value. Operators, methods and torch functions on it build expressions; its truth can't be asked."""
 
     __slots__ = ("expr",)
-    __array_ufunc__ = None
     __hash__ = object.__hash__
     FUNCTIONS: ClassVar[dict[str, Callable[..., Symbol]]] = {}
 
@@ -177,22 +177,29 @@ class Symbol:
             "not math's or Python's."
         )
 
-    __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = __round__ = _no_number  # type: ignore[assignment]
+    def _no_index(self) -> NoReturn:
+        raise SymbolAsIndex(
+            f"{where_from()}a symbolic value, {self.expr}, can't count or index: it has no number yet.\n"
+            "  Numbers for each head or place belong in a custom input: CustomIO({'name': axes}) and custom['name'][i]."
+        )
+
+    __index__ = _no_index
+    __float__ = __int__ = __len__ = __iter__ = __complex__ = __round__ = _no_number  # type: ignore[assignment]
 
     def _no_operator(self, *others: object) -> NoReturn:
         raise UnsupportedOperation(
-            f"{where_from()}this operator has no meaning on a symbolic value, {self.expr}.\n  {known_functions()}"
+            f"{where_from()}this operator has no meaning on a symbolic value, {self.expr}.\n  {_otherwise()}"
         )
 
     __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __divmod__ = __rdivmod__ = _no_operator
-    __matmul__ = __rmatmul__ = __getitem__ = __contains__ = _no_operator  # type: ignore[assignment]
+    __matmul__ = __rmatmul__ = __getitem__ = __setitem__ = __contains__ = _no_operator  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         function = Symbol.FUNCTIONS.get(name)
         if function is None:
-            raise UnsupportedOperation(f"{where_from()}symbolic values have no `{name}`.\n  {known_functions()}")
+            raise UnsupportedOperation(f"{where_from()}symbolic values have no `{name}`.\n  {_otherwise(name)}")
         if name == "where" and self.expr.dtype is not Type.BOOL:  # x.where(condition, other), as torch's
             return lambda condition, other: where(condition, self, other)
         return lambda *args, **named: _call(name, function, (self, *args), named)
@@ -201,10 +208,23 @@ class Symbol:
     def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Symbol:
         """torch.exp(x), torch.where(c, a, b) and so on, by the function's name."""
         name = getattr(function, "__name__", str(function))
+        if name == "__getitem__":
+            raise SymbolAsIndex(
+                f"{where_from()}a tensor is read at a symbolic index, {args[1]}.\n"
+                "  Pass it as a custom input: CustomIO({'name': axes}), custom['name'][i], and the tensor in the call."
+            )
         known = Symbol.FUNCTIONS.get(name)
         if known is None:
-            raise UnsupportedOperation(f"{where_from()}torch.{name} has no meaning in a mod.\n  {known_functions()}")
+            raise UnsupportedOperation(f"{where_from()}torch.{name} has no meaning in a mod.\n  {_otherwise(name)}")
         return _call(name, known, args, kwargs or {})
+
+    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Symbol:
+        """numpy.exp(x) and so on, by the function's name; also what a numpy number on the left asks for."""
+        name = str(function.__name__)
+        known = Symbol.FUNCTIONS.get(COMPARISONS.get(name, "pow" if name == "power" else name))
+        if known is None or method != "__call__":
+            raise UnsupportedOperation(f"{where_from()}numpy.{name} has no meaning in a mod.\n  {_otherwise(name)}")
+        return _call(name, known, args, kwargs)
 
 
 class SymbolicTensor(Symbol):
@@ -221,7 +241,7 @@ class SymbolicTensor(Symbol):
             case "abssum" | "absmax":
                 return wrap(make(Op.REDUCE, make(Op.ABS, a), arg=kind.removeprefix("abs")))
             case _:
-                raise UnsupportedOperation(
+                raise UnknownReduction(
                     f'{where_from()}get_reduce("{kind}") is unknown. Choose "sum", "max", "min", "abssum" or "absmax".'
                 )
 
@@ -233,7 +253,7 @@ class SymbolicArray(Symbol):
 
     def get_reduce(self, kind: str) -> NoReturn:
         """Always an error: there is nothing to reduce."""
-        raise UnsupportedOperation(
+        raise UnknownReduction(
             f'{where_from()}get_reduce("{kind}") on {self.expr}, which is the same for every key.\n'
             "  Reduce the scores, or what you computed from them."
         )
@@ -372,6 +392,8 @@ Symbol.FUNCTIONS.update(
 )
 
 
-def known_functions() -> str:
-    """The sentence that lists what symbols can do."""
-    return "Known: + - * / ** // %, comparisons, & | ~, " + ", ".join(sorted(Symbol.FUNCTIONS)) + ", get_reduce."
+COMPARISONS = dict(less="lt", greater="gt", less_equal="le", greater_equal="ge", equal="eq", not_equal="ne")
+
+
+def _otherwise(name: str = "") -> str:
+    return way_out(name, Symbol.FUNCTIONS)

@@ -6,7 +6,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attention_engine.errors import BadInitialValue, UnknownState, WrongArity, WrongResult
+from attention_engine.errors import (
+    BadInitialValue,
+    FactoryNotCalled,
+    MaskIsNoCondition,
+    MissingState,
+    NotAFunction,
+    NotReduced,
+    StatesNotDeclared,
+    UnknownState,
+    WrongArity,
+    WrongResult,
+)
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
 from attention_engine.frontend.symbols import Symbol, convert, lift, wrap
@@ -37,12 +48,19 @@ PAIR_AXES = ALL_AXES - {Axis.CHANNEL}
 def place_of(function: Callable[..., Any]) -> str:
     """Where the function stands, as `file.py:12: name`."""
     code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", repr(function))
+    name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
     return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}: {name}" if code else name
 
 
 def call(function: Callable[..., Any], arguments: str, values: list[Any], custom: CustomInputs | None) -> Any:
     """Calls with the arguments it asks for: the listed ones and, if it takes one more, the custom inputs."""
+    if not callable(function):
+        raise NotAFunction(f"a {type(function).__name__} was given where a function ({arguments}) belongs.")
+    if getattr(function, "makes_mods", False):
+        raise FactoryNotCalled(
+            f"{function.__name__} makes a function of ({arguments}). Call it: {function.__name__}"
+            f"({', '.join(inspect.signature(function).parameters)})."
+        )
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -58,7 +76,10 @@ def call(function: Callable[..., Any], arguments: str, values: list[Any], custom
     if count >= len(values) >= needed:
         return function(*values)
     one_more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
-    raise WrongArity(f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){one_more}.")
+    bound = "\n  Is @staticmethod missing above it?" if inspect.ismethod(function) else ""
+    raise WrongArity(
+        f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){one_more}.{bound}"
+    )
 
 
 def _number(function: Callable[..., Any], what: str, value: object, allowed: frozenset[Axis] = PAIR_AXES) -> Expr:
@@ -70,9 +91,11 @@ def _number(function: Callable[..., Any], what: str, value: object, allowed: fro
         )
     expr = lift(value)
     if extra := expr.axes - allowed:
-        held = "a value of each key" if Axis.KEY in extra else "the output"
-        raise WrongResult(
-            f"{place_of(function)} returned {what} that still holds {held}: {expr}. Reduce it: x.get_reduce('sum')."
+        of_keys = Axis.KEY in extra
+        held = "a value of each key" if of_keys else "the output"
+        way_out = "Reduce it: x.get_reduce('sum')." if of_keys else "Make it of the row states alone."
+        raise NotReduced(
+            f"{place_of(function)} returned {what} that still holds {held}: {expr}. {way_out}"
         )
     return convert(expr, Type.FLOAT)
 
@@ -82,7 +105,7 @@ def _mask(mask_mod: Callable[..., Any], custom: CustomInputs) -> Expr:
     expr = lift(result) if isinstance(result, (Symbol, bool)) else None
     if expr is None or expr.dtype is not Type.BOOL:
         shown = type(result).__name__ if expr is None else f"the number {expr}"
-        raise WrongResult(
+        raise MaskIsNoCondition(
             f"{place_of(mask_mod)} returned {shown}. Return a condition, True where the pair is kept: q_idx >= kv_idx."
         )
     return expr
@@ -120,10 +143,10 @@ def _check_keys(function: Callable[..., Any], what: str, given: object, declared
         raise WrongResult(f"{place_of(function)} returned {type(given).__name__} where a dict of {what}s belongs.")
     known = ", ".join(map(repr, declared)) or "none"
     if missing := [n for n in declared if n not in given]:
-        raise UnknownState(f"{place_of(function)} returned no {what} {missing[0]!r}. Declared: {known}.")
+        raise MissingState(f"{place_of(function)} gives no {what} {missing[0]!r}. Declared: {known}.")
     if extra := [n for n in given if n not in declared]:
         raise UnknownState(
-            f"{place_of(function)} returned a {what} {extra[0]!r} that isn't declared. Declared: {known}."
+            f"{place_of(function)} gives a {what} {extra[0]!r} that isn't declared. Declared: {known}."
         )
 
 
@@ -140,6 +163,11 @@ class _OnlineTrace:
     def __init__(self, func: OnlineFunc, custom: CustomInputs) -> None:
         self.func, self.custom = func, custom
         self.name = type(func).__name__
+        if not hasattr(func, "online_rowscales"):
+            raise StatesNotDeclared(
+                f"{self.name}.__init__ doesn't declare its row states.\n"
+                "  Call super().__init__(online_rowscales={...}, final_rowscales={...}) in it."
+            )
         self.initial = {n: _initial(func, n, s) for n, s in func.online_rowscales.items()}
         self.states = self._scales("row state", {n: wrap(state_variable(n)) for n in self.initial})
         self.final_names = list(func.final_rowscales)

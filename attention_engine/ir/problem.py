@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+STAGED_UNIT = 8  # what divides the strides of staged custom inputs, which are of 16 bits
 ROW_PAD = 128  # rows in a block of the kernels around the backward pass
 
 
@@ -20,7 +21,8 @@ class Problem:
     heads, kv_heads: query and key heads (query head h reads key head h // (heads / kv_heads)); dim, dim_v: of q and k,
     and of v; dtype: "float16", "bfloat16" or "float32" of q, k, v and o; tf32: may fp32 products run as one tf32
     product; stride_unit: what divides every stride of q, k, v and do (8 keeps copies 16 bytes wide); custom: for each
-    custom input its name, dtype and shape, in which a string names a run-time length.
+    custom input its name, dtype and shape, in which a string names a run-time length; staged: the custom inputs of
+    which tiles are copied ahead as keys are, since their strides fit 16-byte copies.
     """
 
     heads: int
@@ -31,6 +33,7 @@ class Problem:
     tf32: bool = False
     stride_unit: int = 8
     custom: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
+    staged: tuple[str, ...] = ()
 
     @property
     def group(self) -> int:

@@ -37,10 +37,12 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.rows import place_in_workspace, workspace
 from attention_engine.kernels.splice import both
-from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, plan_tiles
+from attention_engine.kernels.staged import StagedReads, copy_staged
+from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_parameters
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
 
 NOTHING = CustomSums()
 
@@ -70,6 +72,11 @@ def factor_of(schedule: BackwardSchedule, expr: Expr) -> float | None:
     return proportion(expr, schedule.product_gradient)
 
 
+def of_pairs(schedule: BackwardSchedule) -> list[Expr]:
+    """The expressions that are computed for each pair."""
+    return [schedule.weights, schedule.product_gradient, *(e for _, e in schedule.pair_gradients)]
+
+
 def keeps_products(schedule: BackwardSchedule) -> bool:
     """Do later formulas read the products that the weights came from?"""
     return PRODUCT in topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
@@ -81,7 +88,7 @@ def backward_parameters(
     """The parameters of a kernel over keys, by name and in order."""
     parameters = sizes.inputs(problem)
     customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
-    parameters.update(plan.parameters(sizes, problem, tile, over_keys=False))
+    parameters.update(list_parameters(plan, sizes, problem, tile, over_keys=False))
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
     parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
@@ -132,6 +139,7 @@ def backward(
             contribution = T.alloc_fragment([tile.kv, tile.q], FLOAT) if any(own_tile) else gradients
             shared_tile = T.alloc_shared([tile.kv, tile.q], FLOAT) if own_shared_tile else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
+            staged = StagedReads(of_pairs(schedule), problem, tile)
             kv0 = block * tile.kv
             load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
             load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
@@ -145,7 +153,7 @@ def backward(
                 q_tile = walk.tile(step)
                 q0 = q_tile * tile.q
                 place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
-                maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, transposed=True)
+                maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, True, staged)
                 load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
                 T.clear(products)
                 multiply(k, q, products, transpose_B=True, rows=not tile.shared_weights)
@@ -154,6 +162,8 @@ def backward(
                 multiply(v, do, gradients, transpose_B=True, rows=not tile.shared_weights)
                 for name, _ in rows.rows:
                     T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.weigh(products, weights)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                 partial = either(walk.is_partial(step, q_tile), outside)
@@ -219,13 +229,17 @@ class PairMaths:
     """A backward schedule on the tiles of a kernel, whose rows are keys (transposed) or queries."""
 
     def __init__(self, schedule: BackwardSchedule, shape: tuple[int, int], place: Place, rows: dict[Expr, Any],
-                 sizes: Sizes, q0: Any, kv0: Any, transposed: bool) -> None:  # fmt: skip
+                 sizes: Sizes, q0: Any, kv0: Any, transposed: bool, staged: StagedReads | None = None,
+                 ) -> None:  # fmt: skip
+        self.staged = staged
         self.schedule, self.shape, self.place, self.rows, self.sizes = schedule, shape, place, rows, sizes
         self.q0, self.kv0, self.transposed = q0, kv0, transposed
 
     def _splice(self, i: Any, j: Any, values: dict[Expr, Any]) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
         of_row = {variable: tile[query] for variable, tile in self.rows.items()}
+        if self.staged is not None:
+            of_row |= self.staged.values(query, key)
         return self.place.splice(self.q0 + query, self.kv0 + key, {**of_row, **values})
 
     def weigh(self, products: Any, weights: Any) -> None:

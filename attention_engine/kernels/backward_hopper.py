@@ -15,9 +15,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr, Op, topological
+from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.ir.program import KV_IDX, Q_IDX, Backward, row_variable
+from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.backward import (
     NOTHING,
     PairMaths,
@@ -40,34 +40,12 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
-from attention_engine.kernels.tiles import QueryWalk, plan_tiles
+from attention_engine.kernels.tiles import QueryWalk
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
-from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.passes.by_hand import backward_fits
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
-
-
-def fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSums) -> bool:
-    """Is there such a kernel for these maths?
-
-    Two warpgroups share dQ by its 64 rows, or 64 head dims, each. Sums for custom inputs are made of the gradients of
-    products; others would need a tile of their own, and atomics a pair wait for too long. Sums of keys need registers
-    that wider heads leave too few of (ptxas C7512).
-    """
-    wide = max(problem.dim, problem.dim_v) > 64
-    if problem.dtype == "float32" or not {problem.dim, problem.dim_v} <= {64, 128} or summed.scattered:
-        return False
-    if summed.of_keys and wide:
-        return False
-    return all(factor_of(schedule, expr) is not None for _, expr in (*summed.of_keys, *summed.diagonals))
-
-
-def is_light(schedule: BackwardSchedule, summed: CustomSums) -> bool:
-    """Do the pairs need few registers? No products kept, nothing that depends on places, a mask of plain bounds."""
-    nodes = topological(schedule.product_gradient, schedule.weights)
-    places = {Q_IDX, KV_IDX} & set(nodes) or any(node.op is Op.LOAD for node in nodes)
-    simple = analyse_mask(schedule.mask).exact and not keeps_products(schedule)
-    return simple and not (places or summed.of_keys or summed.diagonals)
+from attention_engine.passes.tile_plan import plan_tiles
 
 
 @dataclass(frozen=True)
@@ -86,7 +64,7 @@ def backward_hopper(
     summed: CustomSums = NOTHING,
 ) -> Any:  # fmt: skip
     """The PrimFunc of backward.py, with the same parameters."""
-    assert fits(problem, schedule, summed), "default tiles ask `fits` first"
+    assert backward_fits(problem, schedule, summed), "default tiles ask first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
     parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)

@@ -28,8 +28,9 @@ from attention_engine.kernels.common import (
     reader,
     window,
 )
-from attention_engine.kernels.tiles import kv_range, plan_tiles
+from attention_engine.kernels.tiles import kv_range
 from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
 
 
 def backward_pairs(

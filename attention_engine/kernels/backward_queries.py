@@ -13,7 +13,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward, row_variable
-from attention_engine.kernels.backward import PairMaths, keeps_products
+from attention_engine.kernels.backward import PairMaths, keeps_products, of_pairs
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -31,8 +31,10 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.kernels.tiles import KeyWalk, either, plan_tiles
+from attention_engine.kernels.staged import StagedReads, copy_staged
+from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
 from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
 
 
 def backward_queries(
@@ -45,7 +47,7 @@ def backward_queries(
     """
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
-    parameters = {**sizes.inputs(problem), **plan.parameters(sizes, problem, tile, over_keys=True)}
+    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
     parameters.update(sizes.output_gradient(problem))
     parameters.update({n: sizes.row(problem, row_pad) for n, _ in rows.rows})
     if with_dq:
@@ -75,6 +77,7 @@ def backward_queries(
                 T.fill(dq, 0)
             row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_fragment([tile.q], FLOAT)) for n, _ in rows.rows}
             sums = [T.alloc_fragment([tile.q], FLOAT) for _ in summed]
+            staged = StagedReads([*of_pairs(schedule), *summed], problem, tile)
             q0 = block * tile.q
             kv_head = head // problem.group
             place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
@@ -88,13 +91,15 @@ def backward_queries(
             for step in loop(walk.count, tile.stages):
                 kv_tile = walk.tile(step)
                 kv0 = kv_tile * tile.kv
-                maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, transposed=False)
+                maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, False, staged)
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(products)
                 multiply(q, k, products, transpose_B=True)
                 load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
                 T.clear(gradients)
                 multiply(do, v, gradients, transpose_B=True)
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.weigh(products, weights)
                 for total, expr in zip(sums, summed, strict=True):
                     maths.contribute(products, weights, gradients, expr, contribution)
@@ -114,4 +119,4 @@ def backward_queries(
             for number, total in enumerate(sums):
                 T.copy(total, buffers[f"sum{number}"][batch, head, q0 : q0 + tile.q])
 
-    return build("backward_queries", parameters, body)
+    return build("backward_queries" if with_dq else "exact_delta", parameters, body)

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Type
-from attention_engine.ir.problem import Problem
+from attention_engine.ir.problem import STAGED_UNIT, Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 
@@ -63,7 +63,7 @@ class Sizes:
         return {**named, **self.custom(problem)}
 
     def custom(self, problem: Problem, names: Collection[str] | None = None) -> dict[str, Any]:
-        """The parameters of the custom inputs (of these names alone)."""
+        """The parameters of the custom inputs (of these names alone), staged ones after their strides in units."""
         named = {}
         lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
         for name, dtype, axes in problem.custom:
@@ -71,7 +71,12 @@ class Sizes:
                 continue
             run_time = {a: T.dynamic(f"{name}_{a}") for a in axes if isinstance(a, str) and a not in lengths}
             shape = [a if isinstance(a, int) else {**lengths, **run_time}[a] for a in axes]
-            named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
+            if name in problem.staged:
+                strides = {f"{name}_stride_{n}": T.dynamic(f"{name}_stride_{n}") for n in range(len(shape) - 1)}
+                steps = [STAGED_UNIT * s for s in strides.values()]
+                named.update({**strides, f"custom_{name}": T.StridedTensor(shape, [*steps, 1], dtype)})
+            else:
+                named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
         return named
 
     def output_gradient(self, problem: Problem) -> dict[str, Any]:

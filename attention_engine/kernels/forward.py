@@ -34,8 +34,10 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.splice import both
-from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, plan_tiles
+from attention_engine.kernels.staged import StagedReads, copy_staged
+from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
+from attention_engine.passes.tile_plan import plan_tiles
 
 REDUCE = {("sum", False): T.reduce_sum, ("sum", True): T.reduce_abssum, ("max", False): T.reduce_max,
           ("max", True): T.reduce_absmax, ("min", False): T.reduce_min}  # fmt: skip
@@ -60,15 +62,24 @@ def forward_parameters(
     sizes: Sizes, problem: Problem, plan: TilePlan, schedule: ForwardSchedule, tile: Tile
 ) -> dict[str, Any]:
     """The parameters of a forward kernel, by name and in order."""
-    parameters = {**sizes.inputs(problem), **plan.parameters(sizes, problem, tile, over_keys=True)}
+    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
     parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
     parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
     return parameters
 
 
-def needs_another_tile(schedule: ForwardSchedule) -> bool:
-    """Does a reduction need values that are not those the tile of scores holds?"""
-    return any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
+def of_pairs(schedule: ForwardSchedule) -> list[Expr]:
+    """The expressions that are computed for each pair."""
+    found = [schedule.score]
+    for step in schedule.steps:
+        match step:
+            case ReduceStep():
+                found += [] if step.source is None else [step.source]
+            case TileStep():
+                found.append(step.value)
+            case RowStep():
+                pass
+    return found
 
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
@@ -77,7 +88,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     plan = plan_tiles(schedule.mask)
     parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    temporaries = needs_another_tile(schedule)
+    temporaries = any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -99,7 +110,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             q0 = block * tile.q
             kv_head = head // problem.group
             place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
-            maths = TileMaths(schedule, tile, place, rows, scores, other, q0, sizes)
+            staged = StagedReads(of_pairs(schedule), problem, tile)
+            maths = TileMaths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
             for variable, value in schedule.initial:
@@ -111,6 +123,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
+                if len(staged.tiles) > 0:
+                    copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.score(kv0)
                 if schedule.fill is not None:
                     partial = either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv)
@@ -136,8 +150,9 @@ class TileMaths:
 
     def __init__(
         self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], scores: Any, other: Any,
-        q0: Any, sizes: Sizes,
+        q0: Any, sizes: Sizes, staged: StagedReads,
     ) -> None:  # fmt: skip
+        self.staged = staged
         self.schedule, self.tile, self.place, self.rows = schedule, tile, place, rows
         self.scores, self.other, self.q0, self.sizes = scores, other, q0, sizes
 
@@ -155,7 +170,7 @@ class TileMaths:
         """target = expr for each pair, with the tile's entry as `held`."""
 
         def entry(i: Any, j: Any) -> None:
-            values = {**self._row(i), held: self.scores[i, j]}
+            values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
             if self.schedule.fill is None:
                 values[KEEP] = self._keep(i, j, kv0)
             assign([(target, expr)], self.place.splice(self.q0 + i, kv0 + j, values), i, j)

@@ -25,20 +25,18 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.kernels.forward import TileMaths, forward_parameters, needs_another_tile, row_variables
-from attention_engine.kernels.tiles import KeyWalk, either, plan_tiles
+from attention_engine.kernels.forward import TileMaths, forward_parameters, of_pairs, row_variables
+from attention_engine.kernels.staged import StagedReads
+from attention_engine.kernels.tiles import KeyWalk, either
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
+from attention_engine.passes.by_hand import forward_fits
 from attention_engine.passes.schedule import ForwardSchedule
-
-
-def fits(problem: Problem, schedule: ForwardSchedule) -> bool:
-    """Is there such a kernel for these maths? Head dims fill tiles, and another tile of scores has no registers."""
-    exact = (problem.dim, problem.dim_v) in {(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)}
-    return problem.dtype != "float32" and exact and not needs_another_tile(schedule)
+from attention_engine.passes.tile_plan import plan_tiles
 
 
 def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     """The PrimFunc of forward.py: (q, k, v, custom..., [tile_lists], o, rows...)."""
+    assert forward_fits(problem, schedule), "default tiles ask first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
     parameters = forward_parameters(sizes, problem, plan, schedule, tile)
@@ -101,12 +99,13 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                         T.barrier_arrive(v_full[stage])
             else:
                 T.inc_max_nreg(consumer_registers)
+                staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
                 T.fill(output, 0)
                 for variable, value in schedule.initial:
                     T.fill(rows[variable], value)
                 read = reader(buffers)
                 place = Place(batch, head, block_values(schedule.block, batch, head, read), read)
-                maths = TileMaths(schedule, tile, place, rows, scores, None, q0, sizes)
+                maths = TileMaths(schedule, tile, place, rows, scores, None, q0, sizes, staged)
                 T.barrier_wait(q_full, 0)
                 if steps > 0:
                     T.barrier_wait(k_full[0], 0)

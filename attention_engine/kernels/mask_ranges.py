@@ -198,13 +198,13 @@ RULES: dict[Op, Callable[[Expr, Sequence[Range]], Range]] = {
 def range_of(node: Expr, least: Any, most: Any) -> Range:
     """A cut's range from its least and greatest value, which are held as int32."""
     if node.dtype is Type.BOOL:
-        return least != 0, most != 0
+        return T.cast(least, "bool"), T.cast(most, "bool")
     return T.cast(least, "int64"), T.cast(most, "int64")
 
 
 def value(node: Expr, held: Any) -> Any:
     """A cut's value, which is held as int32."""
-    return held != 0 if node.dtype is Type.BOOL else held
+    return T.cast(held, "bool") if node.dtype is Type.BOOL else held
 
 
 def index_ranges(batch: Any, head: Any, q: Range, kv: Range) -> dict[Expr, Range]:

@@ -17,7 +17,8 @@ from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
 from attention_engine.kernels.mask_ranges import INT_HIGHEST, INT_LOWEST, MaskRanges, cut, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import LISTS, TilePlan, kv_range, plan_tiles, q_range
+from attention_engine.kernels.tiles import LISTS, kv_range, list_parameters, q_range
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 
 LANES = 128  # tiles that are bounded at once
 STRIP = 16  # entries of each that are looked at together
@@ -33,7 +34,7 @@ def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
     sizes, plan = Sizes(), plan_tiles(mask)
     parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
     parameters.update(sizes.custom(problem, plan.reads))
-    parameters.update(plan.parameters(sizes, problem, tile, over_keys))
+    parameters.update(list_parameters(plan, sizes, problem, tile, over_keys))
     rows = T.ceildiv(sizes.q, tile.q) if over_keys else T.ceildiv(sizes.kv, tile.kv)
     batches = sizes.batch if plan.by_batch else 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attention_engine.errors import NotOnline
@@ -45,7 +45,17 @@ def _sizes(tiles: tuple[tuple[int, ...], ...]) -> str:
 CUTS = tuple(_cuts())
 
 
-def check_online(program: Program) -> None:
+def random_cuts(draw: random.Random, count: int) -> Iterator[Cut]:
+    """Cuts into any number of tiles, in any order, some of them masked whole."""
+    for _ in range(count):
+        keys = list(range(KEYS))
+        draw.shuffle(keys)
+        stops = sorted(draw.choices(range(KEYS + 1), k=draw.randrange(2 * KEYS)))
+        tiles = tuple(tuple(keys[a:b]) for a, b in zip((0, *stops), (*stops, KEYS), strict=True))
+        yield Cut(f"tiles of {_sizes(tiles)} keys, in random order" if len(tiles) > 1 else "one tile, shuffled", tiles)
+
+
+def check_online(program: Program, cuts: Sequence[Cut] = CUTS) -> None:
     """Runs the program on random rows, each cut in several ways; raises NotOnline where two results differ."""
     roots = [program.output, *(final for _, final in program.finals), *_each_tile(program)]
     carried = {OUTPUT, *(state.variable for state in program.states)}
@@ -55,7 +65,7 @@ def check_online(program: Program) -> None:
         row = {n: _draw(n, draw, center, spread) for n in variables}
         values = [draw.gauss(0.0, 1.0) for _ in range(KEYS)]
         whole = _run(program, CUTS[0], row, values)
-        for cut in CUTS[1:]:
+        for cut in cuts:
             _compare(whole, cut, _run(program, cut, row, values))
 
 

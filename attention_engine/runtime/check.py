@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from attention_engine.reference.dense import attend
+from attention_engine.compiler import analyse
+from attention_engine.errors import BackwardNotDerived
+from attention_engine.passes.check_cuts import check_online, random_cuts
+from attention_engine.reference.dense import attend, attend_backward
+from attention_engine.runtime.launch import allows_tf32
 
 if TYPE_CHECKING:
     from attention_engine.runtime.module import AttentionEngine
 
+RANDOM_CUTS = 50
 LIMITS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 10.0}
 
 
@@ -33,42 +41,76 @@ class CheckRow:
 
 
 @dataclass(frozen=True)
-class CheckReport:
-    """A table of CheckRows. `ok`: every ratio is within the limit of the dtype."""
+class Formula:
+    """A method the user wrote, beside what is derived: how far a result is off in float64, over the result's size."""
 
-    rows: tuple[CheckRow, ...]
-    limit: float
+    method: str
+    name: str
+    distance: float
 
     @property
     def ok(self) -> bool:
-        return all(row.ratio <= self.limit or row.error < 1e-12 for row in self.rows)
+        """Equal but for rounding."""
+        return self.distance <= 1e-9
+
+    def __str__(self) -> str:
+        verdict = "agrees with" if self.ok else "is NOT"
+        return f"{self.name} by your `{self.method}` {verdict} the derived one: off by {self.distance:.1e} of its size"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """A table of CheckRows. `ok`: every ratio is within the limit of the dtype, and so are the user's own formulas.
+
+    notes: what else was looked at, or could not be.
+    """
+
+    rows: tuple[CheckRow, ...]
+    limit: float
+    formulas: tuple[Formula, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ratio <= self.limit or row.error < 1e-12 for row in self.rows) and all(
+            formula.ok for formula in self.formulas
+        )
 
     def __str__(self) -> str:
         head = f"{'':14}{'error':>10} {'eager':>10} {'ratio':>7}  worst at"
         body = [f"{r.name:14}{r.error:10.2e} {r.eager:10.2e} {r.ratio:7.2f}  {r.worst}" for r in self.rows]
         verdict = "ok" if self.ok else "NOT ok"
-        return "\n".join(
-            [head, *body, f"{verdict}: the limit is {self.limit} x the error of eager PyTorch in the same dtype"]
-        )
+        law = f"{verdict}: the limit is {self.limit} x the error of eager PyTorch in the same dtype"
+        return "\n".join([head, *body, *map(str, self.formulas), *self.notes, law])
 
 
 def compare(
     engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None
 ) -> CheckReport:
-    """Runs the engine, the dense maths in float64, and the dense maths in the tensors' dtype, on the same gradients."""
+    """Runs the engine, the dense maths in float64, and the dense maths in the tensors' dtype, on the same gradients.
+
+    Raises NotOnline where random cuts of a row into tiles change the result.
+    """
+    check_online(engine._program, tuple(random_cuts(random.Random(0), RANDOM_CUTS)))
+    notes = [f"{RANDOM_CUTS} random cuts of a row into tiles give the same result"]
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
     output, rows = engine(*leaves, block_mask=blocks, return_rowscales=True)
     torch.manual_seed(0)
     d_output = torch.randn_like(output)
-    ours = [output, *rows.values(), *_gradients(output, leaves, d_output)]
     exact = _dense(engine, leaves, d_output, torch.float64, blocks)
-    eager = _dense(engine, leaves, d_output, q.dtype, blocks)
-    names = ["o", *rows, "dq", "dk", "dv", *(f"d{n}" for n in engine.custom_io.specs)]
-    names = names[: len(names) - len(custom)] + [
-        n for n, c in zip(names[len(names) - len(custom) :], custom, strict=True) if c.is_floating_point()
-    ]
+    with _Tf32() if q.dtype is torch.float32 and q.device.type == "cpu" and allows_tf32() else nullcontext():
+        eager = _dense(engine, leaves, d_output, q.dtype, blocks)
+    ours = [output, *rows.values()]
+    try:
+        ours += _gradients(output, leaves, d_output)
+    except BackwardNotDerived as refusal:
+        exact, eager = exact[: len(ours)], eager[: len(ours)]
+        notes.append(f"gradients are not there to check: {refusal}")
+    floating = [n for n, c in zip(engine.custom_io.specs, custom, strict=True) if c.is_floating_point()]
+    names = ["o", *rows, "dq", "dk", "dv", *(f"d{n}" for n in floating)][: len(ours)]
     made = [_row(n, a, b, c) for n, a, b, c in zip(names, ours, exact, eager, strict=True)]
-    return CheckReport(tuple(made), LIMITS.get(q.dtype, 10.0))
+    formulas = tuple(_formulas(engine, leaves, d_output, blocks))
+    return CheckReport(tuple(made), LIMITS.get(q.dtype, 10.0), formulas, tuple(notes))
 
 
 def _gradients(output: Tensor, leaves: Sequence[Tensor], d_output: Tensor) -> list[Tensor]:
@@ -86,6 +128,67 @@ def _dense(
     output, rows = attend(program, *heads, dict(zip(names, [*leaves[3:], *extra], strict=True)), dtype=dtype)
     output = output if engine.layout == "bhsd" else output.transpose(1, 2)
     return [output, *rows, *_gradients(output, leaves, d_output.to(dtype))]
+
+
+def _formulas(
+    engine: AttentionEngine, tensors: Sequence[Tensor], d_output: Tensor, blocks: Tensor | None
+) -> Iterator[Formula]:
+    """Gradients by the user's `forward` and `backward`, beside autograd's through the row as `online_fwd` makes it."""
+    program, names, extra = engine._dense_program(tensors, blocks)
+    written = [name for name in ("forward", "backward") if getattr(program, name) is not None]
+    if not written:
+        return
+    leaves = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    custom = dict(zip(names, [*leaves[3:], *extra], strict=True))
+    q, k, v = (t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:3])
+    d_output = (d_output if engine.layout == "bhsd" else d_output.transpose(1, 2)).double()
+    output, _ = attend(program, q, k, v, custom)
+    derived = torch.autograd.grad(output, (q, k, v), d_output, allow_unused=True)
+    maths = analyse(program)
+    if maths.backward is None:
+        return
+    with torch.no_grad():
+        output, saved = attend(program.returning(maths.backward.saved), q, k, v, custom)
+        delta = (output * d_output).sum(-1)
+        found = attend_backward(program, maths.backward, q, k, v, custom, saved, delta, d_output, {})
+    for name, ours, want in zip(("dq", "dk", "dv"), (found.q, found.k, found.v), derived, strict=True):
+        want = torch.zeros_like(ours) if want is None else want
+        # dV is made of the weights alone, which `forward` says where it is written
+        method = written[0] if name == "dv" else written[-1]
+        if name != "dv" or "forward" in written:
+            yield Formula(method, name, float((ours - want).norm() / want.norm().clamp_min(1e-300)))
+
+
+class _Tf32(TorchFunctionMode):
+    """Products of fp32 tensors as tensor cores make them where torch allows tf32, for tensors on a CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+            return _Tf32Product.apply(*args)
+        return function(*args, **(kwargs or {}))
+
+
+class _Tf32Product(torch.autograd.Function):
+    """a @ b of operands rounded to tf32, and so its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _tf32(a) @ _tf32(b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return (
+            (_tf32(gradient) @ _tf32(b).transpose(-1, -2)).sum_to_size(a.shape),
+            (_tf32(a).transpose(-1, -2) @ _tf32(gradient)).sum_to_size(b.shape),
+        )
+
+
+def _tf32(tensor: Tensor) -> Tensor:
+    """fp32 numbers rounded to the 10 bits after the point that tf32 keeps."""
+    bits = tensor.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def _row(name: str, ours: Tensor, exact: Tensor, eager: Tensor) -> CheckRow:

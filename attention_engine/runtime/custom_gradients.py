@@ -62,7 +62,7 @@ class CustomGradients:
             found = torch.empty(tensor.shape, dtype=dtype, device=self.device)
             size = (*self._owners(read), self.queries, self.keys)
             kernel = self.kernels.backward_pairs(read, expr, str(dtype).removeprefix("torch."))
-            kernel.compiled(*inputs, 0, found.view(size))
+            kernel.run(*inputs, 0, found.view(size))
             before = self.found.get(read.name)
             self.found[read.name] = found if before is None else before + found
         for read, expr in self.plan.by_rows:
@@ -84,7 +84,7 @@ class CustomGradients:
         for first in range(0, self.queries, count):
             rows = min(count, self.queries - first)
             pairs = torch.empty((*owners, rows, self.keys), dtype=torch.float32, device=self.device)
-            kernel.compiled(*inputs, first, pairs)
+            kernel.run(*inputs, first, pairs)
             place = self._indices()
             place[Q_IDX] = place[Q_IDX][:, :, first : first + rows]
             self._add(read, pairs, place)

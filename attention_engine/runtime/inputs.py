@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch
-from attention_engine.errors import BadInput, NotYetSupported, UnknownOption
+from attention_engine.errors import (
+    CustomInputMissing,
+    DevicesDiffer,
+    DtypesDiffer,
+    LengthsDiffer,
+    NotATensor,
+    NotFloating,
+    UnknownOption,
+    WrongBlockMask,
+    WrongCustomDtype,
+    WrongCustomShape,
+    WrongDtype,
+    WrongHeads,
+    WrongRank,
+)
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta
 from attention_engine.ir.expr import Type
@@ -40,19 +54,15 @@ def check_options(backend: str, layout: str, mask_value: object, device: object,
         raise UnknownOption(f"block_size is {block_size!r}. Give (queries, keys) of a block: (128, 128).")
 
 
-def check_tuning(options: Mapping[str, object]) -> None:
-    """Tuning is to come: an option that would have an effect then is refused now.
-
-    A tune file that isn't there yet holds nothing to use, so that its name may stand in the call.
-    """
+def check_tuning(backend: str, **options: object) -> None:
+    """UnknownOption for a value that means nothing, or for tuning what has no tiles."""
     for name, value in options.items():
-        if isinstance(value, str) and not Path(value).exists():
-            continue
-        if value:
-            raise NotYetSupported(
-                f"{name}={value!r}: this version has no tuner and reads no tune files.\n"
-                "  Leave the option out: default tiles are used."
-            )
+        kind = bool if name in ("tune", "tune_bwd") else (str, os.PathLike, type(None))
+        if not isinstance(value, kind):
+            way_out = "True or False" if kind is bool else "the path of a JSON file, or None"
+            raise UnknownOption(f"{name} is {value!r}. Give {way_out}.")
+        if value is True and backend == "reference":
+            raise UnknownOption(f'{name}=True with backend="reference", which has no tiles. Leave one of them out.')
 
 
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
@@ -73,31 +83,43 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
     names = list(io.specs)
     known = ", ".join(map(repr, names)) or "none"
     if len(given) > len(names):
-        raise BadInput(f"{len(given)} custom inputs were given by position. Declared: {known}.")
+        raise CustomInputMissing(f"{len(given)} custom inputs were given by position. Declared: {known}.")
     found = dict(zip(names, given, strict=False))
     for name, tensor in named.items():
         if name not in io.specs:
-            raise BadInput(f"{name!r} is no argument and no custom input. Declared custom inputs: {known}.")
+            raise CustomInputMissing(f"{name!r} is no argument and no custom input. Declared custom inputs: {known}.")
         if name in found:
-            raise BadInput(f"custom input {name!r} was given twice, by position and by name.")
+            raise CustomInputMissing(f"custom input {name!r} was given twice, by position and by name.")
         found[name] = tensor
     if missing := [n for n in names if n not in found]:
-        raise BadInput(
+        raise CustomInputMissing(
             f"custom input {missing[0]!r} is missing. Declared: {known}; give them after q, k, v, or by name."
         )
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor):
             given_as = type(tensor).__name__
-            raise BadInput(f"custom input {name!r} is {given_as}. Give a tensor: torch.tensor({tensor!r}).")
+            raise NotATensor(f"custom input {name!r} is {given_as}. Give a tensor: torch.tensor({tensor!r}).")
     return [found[n] for n in names]
+
+
+def signature(*tensors: Tensor) -> object:
+    """All that the checks of a call look at, for tensors without autocast; None where something is no tensor."""
+    try:
+        return tuple([(t.shape, t.dtype, t.device) for t in tensors])
+    except AttributeError:
+        return None
+
+
+def is_cast(q: Tensor) -> bool:
+    """Does autocast say the dtype of tensors where q is?"""
+    return q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
 
 
 def follow_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As scaled_dot_product_attention does: under autocast q, k, v have autocast's dtype."""
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+    if not is_cast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors)
 
 
@@ -105,9 +127,9 @@ def check_ranks(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """BadInput unless q, k, v are tensors of four dimensions."""
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         if not isinstance(tensor, Tensor):
-            raise BadInput(f"{name} is {type(tensor).__name__}. Give a tensor {ORDERS[layout]}.")
+            raise NotATensor(f"{name} is {type(tensor).__name__}. Give a tensor {ORDERS[layout]}.")
         if tensor.ndim != 4:
-            raise BadInput(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give {ORDERS[layout]}.")
+            raise WrongRank(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give {ORDERS[layout]}.")
 
 
 def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -115,25 +137,24 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
     for name, tensor, meta in zip("qkv", (q, k, v), metas, strict=True):
         heads, dim = tensor.shape[2], tensor.shape[3]
         if (heads, dim) != (meta.heads, meta.dim):
-            raise BadInput(
+            raise WrongHeads(
                 f"{name} has {heads} heads of dim {dim}, and the engine was built for {meta.heads} of {meta.dim}.\n"
                 f'  Its shape must be {ORDERS[layout]}, layout="{layout}".'
             )
         if tensor.device != q.device:
-            raise BadInput(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
+            raise DevicesDiffer(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
         if tensor.dtype != q.dtype:
-            raise BadInput(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
+            raise DtypesDiffer(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
         batches, lengths = (", ".join(str(t.shape[n]) for t in (q, k, v)) for n in (0, 1))
-        raise BadInput(
+        raise LengthsDiffer(
             f"q, k, v have batches {batches} and lengths {lengths}.\n"
             "  Batches must be equal, and so must the lengths of k and v."
         )
     if not q.is_floating_point():
-        raise BadInput(f"q, k and v are {q.dtype}. Give floating tensors.")
-    cast = q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
-    if kernels and not cast and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
-        raise BadInput(
+        raise NotFloating(f"q, k and v are {q.dtype}. Give floating tensors.")
+    if kernels and not is_cast(q) and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
+        raise WrongDtype(
             f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
         )
 
@@ -147,11 +168,11 @@ def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tens
         what = f"custom input {spec.name!r}"
         expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)
         if tuple(tensor.shape) != expected and not (tensor.ndim == 0 and expected in ((), (1,))):
-            raise BadInput(f"{what} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}.")
+            raise WrongCustomShape(f"{what} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}.")
         if tensor.device != q.device:
-            raise BadInput(f"{what} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
+            raise DevicesDiffer(f"{what} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
         if tensor.dtype not in CUSTOM_NAMES and tensor.dtype not in (torch.bool, torch.float64):
-            raise BadInput(f"{what} is {tensor.dtype}. Give a floating, integer or bool tensor.")
+            raise WrongCustomDtype(f"{what} is {tensor.dtype}. Give a floating, integer or bool tensor.")
 
 
 def check_blocks(blocks: Tensor, block_size: tuple[int, int], q: Tensor, k: Tensor) -> Tensor:
@@ -159,12 +180,12 @@ def check_blocks(blocks: Tensor, block_size: tuple[int, int], q: Tensor, k: Tens
     rows, columns = (-(-t.shape[1] // size) for t, size in zip((q, k), block_size, strict=True))
     fits = blocks.ndim == 4 and blocks.shape[0] in (1, q.shape[0]) and blocks.shape[1] in (1, q.shape[2])
     if not fits or tuple(blocks.shape[2:]) != (rows, columns):
-        raise BadInput(
+        raise WrongBlockMask(
             f"block_mask has shape {tuple(blocks.shape)}. With block_size={block_size} and lengths {q.shape[1]}, "
             f"{k.shape[1]} give ({q.shape[0]} or 1, {q.shape[2]} or 1, {rows}, {columns})."
         )
     if blocks.dtype not in (torch.int8, torch.bool):
-        raise BadInput(f"block_mask is {blocks.dtype}. Give int8 or bool, 1 (True) where a block exists.")
+        raise WrongBlockMask(f"block_mask is {blocks.dtype}. Give int8 or bool, 1 (True) where a block exists.")
     if blocks.device != q.device:
-        raise BadInput(f"block_mask is on '{blocks.device}' and q on '{q.device}'. Put them on one device.")
+        raise DevicesDiffer(f"block_mask is on '{blocks.device}' and q on '{q.device}'. Put them on one device.")
     return blocks.to(torch.int8)

@@ -5,8 +5,9 @@ Tensors are (batch, length, heads, dim) here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import Problem, padded
+from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
+from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
+from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, template, with_strides
 from attention_engine.runtime.tile_maps import TileMaps
 from attention_engine.tuner.defaults import default_tiles
+from attention_engine.tuner.problems import bucket
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CUSTOM_NAMES = {
@@ -40,18 +44,6 @@ def stride_unit(*dims: int) -> int:
     return 8 if all(d % 8 == 0 for d in dims) else 1
 
 
-def with_strides(tensor: Tensor, unit: int) -> list[int | Tensor]:
-    """The strides in units and the tensor; a copy where a stride doesn't fit a kernel's wide reads."""
-    strides = [
-        step if size > 1 else unit * tensor.shape[3]
-        for size, step in zip(tensor.shape[:3], tensor.stride(), strict=False)
-    ]
-    aligned = tensor.data_ptr() % 16 == 0 or unit == 1
-    if tensor.stride(3) != 1 or not aligned or any(s <= 0 or s % unit for s in strides):
-        return with_strides(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor), unit)
-    return [*(s // unit for s in strides), tensor]
-
-
 def as_parameter(tensor: Tensor) -> Tensor:
     """A custom input as kernels take it."""
     if tensor.dtype is torch.bool:
@@ -62,9 +54,18 @@ def as_parameter(tensor: Tensor) -> Tensor:
     return tensor.view(1) if tensor.ndim == 0 else tensor
 
 
+Choose = Callable[
+    [tuple[str, ...], Problem, Target, tuple[int, int, int], torch.device, Tiles, bool, Sequence[Tensor]], Tiles
+]
+
+
 @dataclass
 class Launcher:
-    """The kernels of one program on one kind of device, for every problem that comes."""
+    """The kernels of one program on one kind of device, for every problem that comes.
+
+    tiles: those to use, whatever the problem; choose(wanted, problem, target, (batch, queries, keys), device,
+    default tiles, backward, custom inputs): which tiles a direction runs with, where they may differ from the defaults.
+    """
 
     maths: Maths
     specs: Sequence[CustomSpec]
@@ -72,7 +73,9 @@ class Launcher:
     device: Arch | None
     deterministic: bool
     tiles: Tiles | None = None
+    choose: Choose | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
+    _plans: dict[object, LaunchPlan] = field(default_factory=dict)
     _maps: TileMaps = field(default_factory=TileMaps)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
@@ -83,7 +86,26 @@ class Launcher:
             shapes.append((spec.name, CUSTOM_NAMES[tensor.dtype], tuple(axes)))
         tf32 = q.dtype is torch.float32 and allows_tf32()
         dim, dim_v = q.shape[3], v.shape[3]
-        return Problem(q.shape[2], k.shape[2], dim, dim_v, NAMES[q.dtype], tf32, stride_unit(dim, dim_v), tuple(shapes))
+        staged = self.staged(q, v, custom)
+        unit = stride_unit(dim, dim_v)
+        return Problem(q.shape[2], k.shape[2], dim, dim_v, NAMES[q.dtype], tf32, unit, tuple(shapes), staged)
+
+    @cached_property
+    def _biases(self) -> list[int]:
+        """The numbers of the custom inputs that pairs read each at its own entry."""
+        axes = {spec.name: (number, tuple(spec.axes)) for number, spec in enumerate(self.specs)}
+        reads = [(read, *axes[read.name]) for read in self.maths.program.loads()]
+        return sorted({n for read, n, of_read in reads if place_of_read(read, of_read) is ReadPlace.PAIR})
+
+    def staged(self, q: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[str, ...]:
+        """The biases whose tiles are copied ahead: of 16 bits, with rows of whole 16 bytes, where tiles have room."""
+        if not self._biases or q.dtype.itemsize != 2 or max(q.shape[3], v.shape[3]) > 128:
+            return ()
+        target = self.target(q)
+        if isinstance(target, Arch) and not target.has_wgmma:
+            return ()
+        fits = [n for n in self._biases if custom[n].dtype.itemsize == 2 and custom[n].shape[-1] % STAGED_UNIT == 0]
+        return tuple(self.specs[n].name for n in fits[:1] if custom[n].data_ptr() % 16 == 0)
 
     def target(self, tensor: Tensor) -> Target:
         """What the kernels must be compiled for, of the device."""
@@ -92,94 +114,103 @@ class Launcher:
         return self.device or detect(tensor.device)
 
     def kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str] = ()
-    ) -> Kernels:
-        """The kernels for these tensors; wanted: the custom inputs whose gradients are asked for."""
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str] = (),
+        backward: bool = False,
+    ) -> Kernels:  # fmt: skip
+        """The kernels for these tensors, in one direction; wanted: the custom inputs whose gradients are asked for."""
+        lengths = (bucket(q.shape[1]), bucket(k.shape[1]), backward) if self.choose is not None else ()
+        tf32 = q.dtype is torch.float32 and allows_tf32()
         key = (
-            tuple(wanted),
-            q.dtype,
-            q.shape[2],
-            k.shape[2],
-            q.shape[3],
-            v.shape[3],
-            q.device,
-            allows_tf32(),
-            *(c.dtype for c in custom),
-        )
+            tuple(wanted), self.staged(q, v, custom), q.dtype, q.shape[2:], k.shape[2], v.shape[3], q.device, tf32,
+            *lengths, *[c.dtype for c in custom],
+        )  # fmt: skip
         found = self._kernels.get(key)
         if found is None:
             problem, target, maths = self.problem(q, k, v, custom), self.target(q), self.maths.wanting(wanted)
             tiles = self.tiles or default_tiles(problem, maths, target)
-            found = Kernels(maths, problem, tiles, target, self.deterministic)
-            self._kernels[key] = found
+            if self.choose is not None:
+                sizes = (q.shape[0], q.shape[1], k.shape[1])
+                tiles = self.choose(tuple(wanted), problem, target, sizes, q.device, tiles, backward, custom)
+            found = self._kernels[key] = Kernels(maths, problem, tiles, target, self.deterministic)
+        return found
+
+    def plan(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str] = (),
+        backward: bool = False,
+    ) -> LaunchPlan:  # fmt: skip
+        """The kernels for these tensors, in one direction, with all that their shapes and strides say."""
+        tf32 = q.dtype is torch.float32 and allows_tf32()
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, tf32, backward,
+            self.staged(q, v, custom) if custom else (), *wanted, *[c.dtype for c in custom],
+        )  # fmt: skip
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            kernels = self.kernels(q, k, v, custom, wanted, backward)
+            found = self._plans[key] = LaunchPlan.make(kernels, q, k, v, len(self.maths.forward_schedule.rows))
         return found
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""
-        custom = [as_parameter(c) for c in custom]
-        kernels = self.kernels(q, k, v, custom)
-        batch, queries, heads, _ = q.shape
-        output = q.new_empty(batch, queries, heads, v.shape[3])
-        rows = [q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in self.maths.forward_schedule.rows]
-        inputs = self._inputs(kernels, q, k, v, custom)
-        maps = self._maps(kernels, kernels.tiles.forward, True, q, k, custom)
-        kernels.forward.compiled(*inputs, *maps, output, *rows)
+        custom = [as_parameter(c) for c in custom] if custom else custom
+        plan = self.plan(q, k, v, custom)
+        output, rows = torch.empty_like(plan.output), [torch.empty_like(row) for row in plan.rows]
+        maps = self._maps(plan.kernels, plan.kernels.tiles.forward, True, q, k, custom)
+        plan.kernels.forward.run(*plan.inputs(q, k, v, custom), *maps, output, *rows)
         return output, rows
-
-    def _inputs(
-        self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
-    ) -> list[int | Tensor]:
-        unit = kernels.problem.stride_unit
-        return [*with_strides(q, unit), *with_strides(k, unit), *with_strides(v, unit), *custom]
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
         d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k, v, contiguous, and of the wanted custom inputs that are read, by name."""
-        given, custom = custom, [as_parameter(c) for c in custom]
-        kernels = self.kernels(q, k, v, custom, wanted)
+        given, custom = custom, [as_parameter(c) for c in custom] if custom else custom
+        plan = self.plan(q, k, v, custom, wanted, backward=True)
+        kernels = plan.kernels
         backward = kernels.maths.backward
         if backward is None:
             assert self.maths.refusal is not None
             raise self.maths.refusal
         rows_by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
         saved = [rows_by_name[n] for n, _ in backward.saved]
-        finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals))
+        finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
         batch, queries, heads, dim = q.shape
-        pad = kernels.row_pad
-        length = -(-queries // pad) * pad
-        inputs = self._inputs(kernels, q, k, v, custom)
-        gradient = with_strides(d_output, kernels.problem.stride_unit)
-        delta, *row_values = (
-            q.new_empty(batch, heads, length, dtype=torch.float32) for _ in range(1 + len(backward.rows))
-        )
+        length = -(-queries // kernels.row_pad) * kernels.row_pad
+        inputs = plan.inputs(q, k, v, custom)
+        gradient = with_strides(d_output, plan.unit)
+        made = template((batch, heads, length), torch.float32, q.device)
+        delta, *row_values = [torch.empty_like(made) for _ in range(1 + len(backward.rows))]
         workspace = []
         if not kernels.over_queries:
-            workspace = [q.new_empty(batch, heads, length * padded(dim), dtype=torch.float32)]
+            size = (batch, heads, length * padded(dim))
+            workspace = [torch.empty_like(template(size, torch.float32, q.device))]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
-        kernels.preprocess(finals).compiled(
+        kernels.preprocess(finals).run(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
         )
         if backward.exact_delta:
             exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
             maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
-            kernels.exact_delta.compiled(*inputs, *maps, *gradient, *row_values, exact)
-            kernels.preprocess(finals, delta_given=True).compiled(
+            kernels.exact_delta.run(*inputs, *maps, *gradient, *row_values, exact)
+            kernels.preprocess(finals, delta_given=True).run(
                 *inputs, exact, *saved, *arriving, delta, *row_values
             )
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        gradients = CustomGradients(kernels, q, k, dict(zip((s.name for s in self.specs), custom, strict=True)))
+        dq, dk, dv = [torch.empty_like(template(t.shape, t.dtype, t.device)) for t in (q, k, v)]
+        tensors = dict(zip((s.name for s in self.specs), custom, strict=True))
+        gradients = CustomGradients(kernels, q, k, tensors) if custom else None
         maps = self._maps(kernels, kernels.tiles.backward, False, q, k, custom)
-        kernels.backward.compiled(
-            *inputs, *maps, *gradient, *row_values, dk, dv, *workspace, *gradients.sums_over_keys()
-        )
+        sums = gradients.sums_over_keys() if gradients else []
+        kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *workspace, *sums)
         if kernels.over_queries:
-            sums = gradients.sums_over_queries()
+            sums = gradients.sums_over_queries() if gradients else []
             maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
-            kernels.backward_queries.compiled(*inputs, *maps, *gradient, *row_values, dq, *sums)
+            kernels.backward_queries.run(*inputs, *maps, *gradient, *row_values, dq, *sums)
         else:
-            kernels.postprocess.compiled(dq, *workspace)
+            kernels.postprocess.run(dq, *workspace)
+        if gradients is None:
+            return dq, dk, dv, {}
         gradients.walk_pairs([*inputs, *gradient, *row_values])
         found = gradients.collect(saved, delta, d_finals)
         named = {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found}

@@ -10,19 +10,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Kernel, Kernels, Maths, analyse
-from attention_engine.errors import AttentionEngineError, NoDevice, UnknownOption, UnsupportedOperation, WrongResult
+from attention_engine.compiler import Kernel, Kernels, Maths, Target, Tiles, analyse
+from attention_engine.errors import (
+    AttentionEngineError,
+    NoDevice,
+    OptionsClash,
+    UnknownOption,
+    UnsupportedOperation,
+    WrongResult,
+)
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_metas
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.check_cuts import check_online
-from attention_engine.runtime import op
+from attention_engine.runtime import op, transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.check import CheckReport, compare
+from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import (
     BLOCKS,
     check_blocks,
@@ -33,11 +43,16 @@ from attention_engine.runtime.inputs import (
     check_tuning,
     check_type,
     follow_autocast,
+    is_cast,
     order_custom,
+    signature,
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.tuning import Asked, Tuning, choose
 
+MOST_SEEN = 4096
+USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
 KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
 
 
@@ -52,6 +67,10 @@ class AttentionEngine(torch.nn.Module):
     "bhsd". device: an Arch to compile for, or None: the tensors' own. backend: "auto" (kernels on CUDA tensors, the
     reference on CPU tensors), "tilelang", "reference", or "interpret" (the kernels on CPU tensors).
     deterministic: gradients that are bitwise the same in every run.
+    tune: at the first call of each new problem (a dtype, a power of two of the lengths, ...) tiles of the forward
+    kernel are compiled and measured, in processes of their own and on random q, k, v; tune_bwd: those of the backward
+    kernels. tune_file: where what was found is kept, and looked up; a file that holds the problem spares measuring,
+    also without tune. tune_file_bwd: another one for the backward kernels.
 
     Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotOnline, and what tracing finds wrong in the functions.
     """
@@ -69,12 +88,12 @@ class AttentionEngine(torch.nn.Module):
         self.qkv_meta = check_metas(qkv_meta)
         self.custom_io = custom_fwd_inputs if custom_fwd_inputs is not None else CustomIO()
         check_options(backend, layout, mask_value, device, block_size)
-        check_tuning({"tune": tune, "tune_file": tune_file, "tune_bwd": tune_bwd, "tune_file_bwd": tune_file_bwd})
+        check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
         check_type("custom_fwd_inputs", self.custom_io, CustomIO)
         check_type("online_func", online_func, OnlineFunc, optional=True)
         if callable(block_mask) and not isinstance(block_mask, Tensor):
             if mask_mod is not None:
-                raise UnknownOption(
+                raise OptionsClash(
                     "block_mask is a function and mask_mod is given too. A function is a mask_mod: join them with\n"
                     "  attention_engine.library.and_masks."
                 )
@@ -84,12 +103,22 @@ class AttentionEngine(torch.nn.Module):
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
         self.block_size = (block_size[0], block_size[1])
-        self.tune_file = tune_file
+        self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._keys: dict[object, str] = {}
+        self._seen: dict[object, str] = {}  # signatures of calls that passed every check, and their keys
         self._types = self._guess_types()
         self._program = self._trace(self._types, None)
         check_online(self._program)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was given; the traced program's nodes are one of a kind in a process, so they stay in theirs."""
+        return {n: value for n, value in super().__getstate__().items() if n not in ("_program", "_keys")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keys = {}
+        self._program = self._trace(self._types, None)
 
     def _guess_types(self) -> dict[str, Type]:
         """Which custom inputs are bool: as few as let the maths be traced. A call's tensors say what they are."""
@@ -139,6 +168,8 @@ class AttentionEngine(torch.nn.Module):
     def _backend_for(self, device: torch.device) -> str:
         """Which backend runs on this device; NoDevice where the one asked for can't."""
         cuda = device.type == "cuda"
+        if device.type == "meta":  # shapes alone
+            return "reference" if self.backend == "auto" else self.backend
         if self.backend == "auto":
             if not cuda and device.type != "cpu":
                 raise NoDevice(f"tensors are on '{device}'. Kernels run on CUDA, the reference on the CPU.")
@@ -152,7 +183,6 @@ class AttentionEngine(torch.nn.Module):
             raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
         return self.backend
 
-    @torch.compiler.assume_constant_result  # torch.compile asks for the key and looks no further
     def _key(self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None) -> str:
         """The key of the attention that runs these calls; registered when first needed."""
         variant = (backend, types, blocks)
@@ -160,16 +190,34 @@ class AttentionEngine(torch.nn.Module):
             program = self._trace(dict(types), blocks)
             specs = list(self._io(blocks).specs.values())
             device = self.device.name if self.device else ""
-            options = f"{backend} {device} {self.deterministic} {[(s.name, s.axes) for s in specs]}"
+            options = f"{backend} {device} {self.deterministic} {[(s.name, s.axes) for s in specs]} {self.tuning}"
             key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
             if key not in op.ATTENTIONS:
                 maths = analyse(program)
                 launcher = None
                 if backend != "reference":
-                    launcher = Launcher(maths, specs, backend == "interpret", self.device, self.deterministic)
+                    launcher = self._launcher(maths, specs, backend == "interpret")
                 op.ATTENTIONS[key] = op.Attention(maths, specs, launcher)
             self._keys[variant] = key
         return self._keys[variant]
+
+    def _launcher(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> Launcher:
+        def choose_tiles(
+            wanted: tuple[str, ...], problem: Problem, target: Target, lengths: tuple[int, int, int],
+            device: torch.device, tiles: Tiles, backward: bool, custom: Sequence[Tensor],
+        ) -> Tiles:  # fmt: skip
+            asked = Asked(
+                maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted
+            )
+            return choose(tuning, asked, tiles, backward, custom)
+
+        tuning, deterministic = self.tuning, self.deterministic
+        chosen = choose_tiles if tuning.matters else None
+        return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen)
+
+    # torch.compile asks for the key and looks no further; torch.compiler.assume_constant_result sets this too, after
+    # a second's import of the compiler
+    _key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                 return_rowscales: bool = False, **named: Tensor) -> Any:  # fmt: skip
@@ -178,9 +226,17 @@ class AttentionEngine(torch.nn.Module):
         q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
         order, or by name. Raises BadInput for tensors that don't fit.
         """
+        asked = None
+        if block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling():
+            asked = signature(q, k, v, *custom)
+            key = self._seen.get(asked)
+            if key is not None and not torch.is_autocast_enabled(q.device.type):  # as a call that all checks let pass
+                if self.layout == "bhsd":
+                    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                return self._results(*op.run(key, q, k, v, custom, return_rowscales), return_rowscales)
         tensors = order_custom(self.custom_io, custom, named)
         check_ranks(self.layout, q, k, v)
-        q, k, v = follow_autocast(q, k, v)
+        cast, q, k, v = is_cast(q), *follow_autocast(q, k, v)
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         backend = self._backend_for(q.device)
@@ -191,7 +247,14 @@ class AttentionEngine(torch.nn.Module):
         specs = self._io(variant).specs.values()
         check_custom(specs, tensors, q, k)
         types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
-        output, rows = op.run(self._key(backend, types, variant), q, k, v, tensors)
+        key = self._key(backend, types, variant)
+        if asked is not None and not cast:
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()
+            self._seen[asked] = key
+        return self._results(*op.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
+
+    def _results(self, output: Tensor, rows: Sequence[Tensor], return_rowscales: bool) -> Any:
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         if not return_rowscales:
             return output
@@ -242,14 +305,45 @@ class AttentionEngine(torch.nn.Module):
             raise NoDevice(
                 "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
             )
-        maths = self._maths()
-        launcher = Launcher(maths, list(self.custom_io.specs.values()), interpret, self.device, self.deterministic)
-        place = torch.device("cuda" if torch.cuda.is_available() and not interpret else "cpu")
+        return self._asked(self.device, interpret).kernels_as_known(self.tuning)
+
+    def _asked(self, device: Arch | None, interpret: bool) -> Asked:
+        """The problem that the metas describe."""
+        place = torch.device("cuda" if device is None and not interpret else "cpu")
         dtype = getattr(torch, self.qkv_meta[0].dtype_name)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
-        bools = [self._types.get(spec.name) is Type.BOOL for spec in launcher.specs]
+        specs = list(self.custom_io.specs.values())
+        bools = [self._types.get(spec.name) is Type.BOOL for spec in specs]
         dtypes = [torch.uint8 if held_as_bool else torch.float32 for held_as_bool in bools]
-        return launcher.kernels(q, k, v, [torch.empty(1, dtype=t, device=place) for t in dtypes])
+        custom = [torch.empty(1, dtype=t, device=place) for t in dtypes]
+        launcher = Launcher(self._maths(), specs, interpret, device, self.deterministic)
+        hints = (self.qkv_meta[0].batch, self.qkv_meta[0].length, self.qkv_meta[1].length)
+        batch, queries, keys = (n if isinstance(n, int) else m for n, m in zip(hints, USUAL, strict=True))
+        problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
+        wanted = tuple(spec.name for spec, held_as_bool in zip(specs, bools, strict=True) if not held_as_bool)
+        sizes = (batch, queries, keys)
+        return Asked(
+            launcher.maths.wanting(wanted), specs, problem, target, self.deterministic, sizes, str(place), wanted
+        )
+
+    def explain(self) -> str:
+        """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""
+        interpret = self.device is None and not torch.cuda.is_available()
+        return explain(self._asked(self.device, interpret), self.tuning)
+
+    def compile_for(self, device: Arch) -> list[str]:
+        """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
+
+        A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. Custom inputs
+        are taken as fp32, and gradients through returned rows are left out. Raises NoCudaCompiler, TileDoesNotFit.
+        """
+        kernels = self._asked(device, False).kernels_as_known(self.tuning)
+        wanted = kernels.of_forward()
+        if kernels.maths.backward is not None:
+            wanted |= kernels.of_backward()
+        for kernel in wanted.values():
+            _ = kernel.compiled
+        return list(wanted)
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: Tensor | None

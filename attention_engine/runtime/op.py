@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from attention_engine.compiler import Maths
-from attention_engine.errors import RowNotDifferentiable
+from attention_engine.errors import RowNotDifferentiable, UnknownProgram
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.program import Program
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
+from attention_engine.runtime.inputs import is_cast
 from attention_engine.runtime.launch import Launcher
 
 
@@ -33,17 +35,34 @@ class Attention:
     def program(self) -> Program:
         return self.maths.program
 
-    @property
+    @functools.cached_property
     def row_names(self) -> list[str]:
         """The rows that the forward op returns: the program's own, then what the backward pass keeps."""
         return [n for n, _ in self.maths.forward_schedule.rows]
+
+    @functools.cached_property
+    def returned(self) -> int:
+        """How many of these rows are the program's own."""
+        return len(self.program.finals)
 
     def named(self, custom: Sequence[Tensor]) -> dict[str, Tensor]:
         """Custom inputs by name."""
         return {s.name: c for s, c in zip(self.specs, custom, strict=True)}
 
 
-ATTENTIONS: dict[str, Attention] = {}
+ATTENTIONS: dict[str, Attention] = {}  # a plain one: torch.compile guards on the key alone
+
+
+def _find(key: str) -> Attention:
+    """What an op was called with; UnknownProgram where a graph came from another process."""
+    if key not in ATTENTIONS:
+        raise UnknownProgram(
+            f"no attention with the key {key} has been built in this process.\n"
+            "  Build the same AttentionEngine and call it once before an exported or loaded graph runs."
+        )
+    return ATTENTIONS[key]
+
+
 LIBRARY = torch.library.Library("attention_engine", "DEF")
 LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
 LIBRARY.define(
@@ -61,7 +80,7 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def plain(q: Tensor, *rest: Any) -> Any:
-        if q.device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(q.device.type):
+        if not is_cast(q):
             return run(q, *rest)
         with torch.autocast(q.device.type, enabled=False):
             return run(q, *rest)
@@ -69,18 +88,24 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
-@_outside_autocast
 def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = ATTENTIONS[key]
-    if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
+    attention = _find(key)
+    if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         return attention.launcher.forward(q, k, v, custom)
+    return _forward_dense(q, k, v, custom, attention)
+
+
+@_outside_autocast
+def _forward_dense(
+    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], attention: Attention
+) -> tuple[Tensor, list[Tensor]]:
     every = attention.program.returning(attention.maths.forward_schedule.rows)
     output, rows = attend(every, *_heads_first(q, k, v), attention.named(custom))
     return output.transpose(1, 2).contiguous(), [r.contiguous() for r in rows]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = ATTENTIONS[key]
+    attention = _find(key)
     rows = (
         compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
     )
@@ -90,15 +115,14 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: st
     )
 
 
-@_outside_autocast
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
     d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
-    attention = ATTENTIONS[key]
-    d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)}
-    if attention.launcher is not None and 0 not in (*q.shape, *k.shape, *v.shape):
+    attention = _find(key)
+    d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)} if given else {}
+    if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         names = [attention.specs[n].name for n in wanted]
         dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals, names)
         d_custom = [
@@ -107,6 +131,14 @@ def _backward(
             if s.name in names
         ]
         return dq, dk, dv, _spread([d.contiguous() for d in d_custom], custom, wanted)
+    return _backward_dense(q, k, v, custom, d_o, d_finals, wanted, attention)
+
+
+@_outside_autocast
+def _backward_dense(
+    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor],
+    wanted: list[int], attention: Attention,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
         gradients = differentiable_gradients(attention, leaves, d_o, d_finals, again=False)
@@ -136,8 +168,20 @@ FORWARD = torch.ops.attention_engine.forward.default
 BACKWARD = torch.ops.attention_engine.backward.default
 
 
+def skips_dispatch(attention: Attention) -> bool:
+    """May kernels be launched without the dispatcher (a third of a call's host time)? Not where something watches ops:
+    a compiler, a dispatch mode, a functorch transform, a profiler."""
+    return (
+        attention.launcher is not None
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+    )
+
+
 def differentiable_gradients(
-    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor], again: bool
+    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor], again: bool = True
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and the custom inputs by the reference; `again`: so that they can be differentiated too."""
     q, k, v, *custom = leaves
@@ -161,44 +205,138 @@ def differentiable_gradients(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(key, q, k, v, custom inputs...) -> (o, rows...)."""
+    """(key, with the program's rows?, q, k, v, custom inputs...) -> (o, rows...).
+
+    Every row is an output here, as what is saved must be one under torch.func's transforms.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, key: str, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+    def forward(key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
         output, rows = FORWARD(q, k, v, list(custom), key)
-        ctx.save_for_backward(q, k, v, *custom, output, *rows)
-        ctx.key, ctx.customs = key, len(custom)
-        ctx.set_materialize_grads(False)
-        returned = len(ATTENTIONS[key].program.finals)
-        ctx.mark_non_differentiable(*rows[returned:])
         return (output, *rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        key, _, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.key, ctx.customs = key, len(tensors) - 3
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1 + ATTENTIONS[key].returned :])
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
         attention = ATTENTIONS[ctx.key]
         q, k, v, *rest = ctx.saved_tensors
-        custom, (output, *rows) = rest[: ctx.customs], rest[ctx.customs :]
+        custom, output, rows = rest[: ctx.customs], rest[ctx.customs], rest[ctx.customs + 1 :]
         d_o, *d_rows = arriving
-        given = [n for n, (d, _) in enumerate(zip(d_rows, attention.program.finals, strict=False)) if d is not None]
+        given = [n for n, d in enumerate(d_rows) if d is not None]
         if attention.maths.backward is None and attention.launcher is not None:
             assert attention.maths.refusal is not None
             raise attention.maths.refusal
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         numbers = [n for n, want in enumerate(wanted) if want]
-        _refuse_rows(attention, given)
+        if given:
+            _refuse_rows(attention, given)
         if d_o is None:
             d_o = torch.zeros_like(output)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: the reference can
-            d_finals = {attention.row_names[n]: d_rows[n] for n in given}
-            with torch.autocast(q.device.type, enabled=False):
-                return (None, *differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals, again=True))
-        # under a dispatch mode an op is below autograd, by which the reference differentiates
-        opaque = attention.launcher is not None or torch.compiler.is_compiling()
-        run_backward = BACKWARD if opaque else _backward
-        dq, dk, dv, d_custom = run_backward(
-            q, k, v, custom, output, rows, d_o, [d_rows[n] for n in given], given, numbers, ctx.key
+        arrived = [d_rows[n] for n in given]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            dq, dk, dv, *d_custom = GradientFunction.apply(
+                ctx.key, tuple(given), tuple(numbers), q, k, v, d_o, output, *custom, *arrived, *rows
+            )
+        else:
+            dq, dk, dv, d_custom = _gradients(
+                attention, q, k, v, custom, output, rows, d_o, arrived, given, numbers, ctx.key
+            )
+        return (None, None, dq, dk, dv, *[d if w else None for d, w in zip(d_custom, wanted, strict=True)])
+
+
+class DirectAttention(AttentionFunction):
+    """The same where nothing watches ops: kernels are launched without the dispatcher, and rows that nobody asked for
+    are no outputs (each would cost host time)."""
+
+    generate_vmap_rule = False
+    setup_context = torch.autograd.Function.setup_context
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
+    ) -> tuple[Tensor, ...]:
+        output, rows = _forward(q, k, v, list(custom), key)
+        ctx.save_for_backward(q, k, v, *custom, output, *rows)
+        ctx.key, ctx.customs = key, len(custom)
+        ctx.set_materialize_grads(False)
+        return (output, *rows[: ATTENTIONS[key].returned]) if with_rows else (output,)
+
+
+class GradientFunction(torch.autograd.Function):
+    """(key, given, wanted, q, k, v, d_o, o, custom..., d_rows..., rows...) -> (dq, dk, dv, d_custom...).
+
+    given: which rows have gradients; wanted: the custom inputs that want one. Its own gradient is the reference's:
+    dense, and differentiable as often as is asked for.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(key: str, given: tuple[int, ...], wanted: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, d_o: Tensor,
+                output: Tensor, *others: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+        attention = ATTENTIONS[key]
+        custom, d_rows, rows = _parted(others, len(attention.specs), len(given))
+        dq, dk, dv, d_custom = _gradients(
+            attention, q, k, v, custom, output, rows, d_o, d_rows, list(given), list(wanted), key
         )
-        return (None, dq, dk, dv, *(d if w else None for d, w in zip(d_custom, wanted, strict=True)))
+        return (dq, dk, dv, *d_custom)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        key, given, _, q, k, v, d_o, _, *others = inputs
+        custom, d_rows, rows = _parted(others, len(ATTENTIONS[key].specs), len(given))
+        ctx.save_for_backward(q, k, v, d_o, *custom, *d_rows)
+        ctx.key, ctx.given, ctx.rows = key, given, len(rows)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        attention = ATTENTIONS[ctx.key]
+        q, k, v, d_o, *others = ctx.saved_tensors
+        wanted = (*ctx.needs_input_grad[3:7], *ctx.needs_input_grad[8 : 8 + len(others)])
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+            saved = (q, k, v, d_o, *others)
+            # views, where the graph goes on: what leads from d_o to q is not counted twice
+            fresh = [
+                t.view_as(t) if again else t.detach().requires_grad_(w) for t, w in zip(saved, wanted, strict=True)
+            ]
+            q, k, v, d_o, *others = fresh
+            custom, d_rows, _ = _parted(others, len(attention.specs), len(ctx.given))
+            d_finals = {attention.row_names[n]: d for n, d in zip(ctx.given, d_rows, strict=True)}
+            made = differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals)
+            both = [(m, a) for m, a in zip(made, arriving, strict=True) if m is not None and a is not None]
+            both = [(m, a) for m, a in both if m.requires_grad]
+            asked = [t for t, w in zip(fresh, wanted, strict=True) if w]
+            outputs, arrived = [m for m, _ in both], [a for _, a in both]
+            found = iter(torch.autograd.grad(outputs, asked, arrived, create_graph=again, allow_unused=True)
+                         if both else [None] * len(asked))  # fmt: skip
+        gradients = [next(found) if w else None for w in wanted]
+        return (None, None, None, *gradients[:4], None, *gradients[4:], *[None] * ctx.rows)
+
+
+def _parted(others: Sequence[Tensor], customs: int, given: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Custom inputs, gradients of rows, rows."""
+    return list(others[:customs]), list(others[customs : customs + given]), list(others[customs + given :])
+
+
+def _gradients(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], output: Tensor, rows: list[Tensor],
+    d_o: Tensor, d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    # under a dispatch mode an op is below autograd, by which the reference differentiates: there run its insides
+    opaque = attention.launcher is not None or torch.compiler.is_compiling() or not _len_torch_dispatch_stack()
+    run_backward = BACKWARD if opaque and not skips_dispatch(attention) else _backward
+    return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, wanted, key)  # type: ignore[no-any-return]
 
 
 def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
@@ -215,12 +353,16 @@ def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
             )
 
 
-def run(key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The output and the program's rows; differentiable."""
+def run(
+    key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool = True
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The output and, where asked for, the program's rows; differentiable."""
     attention = ATTENTIONS[key]
-    returned = len(attention.program.finals)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *custom)):
-        output, *rows = AttentionFunction.apply(key, q, k, v, *custom)
-    else:
-        output, rows = FORWARD(q, k, v, list(custom), key)
-    return output, list(rows[:returned])
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in custom])
+    if wanted and torch.is_grad_enabled():
+        function = DirectAttention if skips_dispatch(attention) else AttentionFunction
+        output, *rows = function.apply(key, with_rows, q, k, v, *custom)
+        return output, rows[: attention.returned] if with_rows else []
+    run_forward = _forward if skips_dispatch(attention) else FORWARD
+    output, rows = run_forward(q, k, v, list(custom), key)
+    return output, rows[: attention.returned]

@@ -7,14 +7,14 @@ write to a tensor (`.data`, a replayed graph, another library's kernel). One of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from attention_engine.compiler import Kernels
-from attention_engine.ir.problem import Tile
+from attention_engine.ir.problem import STAGED_UNIT, Problem, Tile
 
 KEPT = 8  # maps of index masks
 
@@ -51,6 +51,18 @@ class TileMaps:
         return [found]
 
 
+def custom_arguments(
+    problem: Problem, custom: Sequence[Tensor], names: Collection[str] | None = None
+) -> list[int | Tensor]:
+    """Custom inputs (of these names alone) as kernels' arguments: staged ones after their strides in units."""
+    found: list[int | Tensor] = []
+    for tensor, (name, _, _) in zip(custom, problem.custom, strict=True):
+        if names is None or name in names:
+            found += [s // STAGED_UNIT for s in tensor.stride()[:-1]] if name in problem.staged else []
+            found.append(tensor)
+    return found
+
+
 def _make(kernels: Kernels, tile: Tile, over_keys: bool, q: Tensor, k: Tensor, custom: Sequence[Tensor]) -> Tensor:
     plan, problem = kernels.tile_plan, kernels.problem
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
@@ -59,6 +71,6 @@ def _make(kernels: Kernels, tile: Tile, over_keys: bool, q: Tensor, k: Tensor, c
         rows, tiles = tiles, rows * plan.candidates(problem)
     shape = (batch if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles + 1)
     lists = torch.empty(shape, dtype=torch.int32, device=q.device)
-    read = [c for c, (name, _, _) in zip(custom, problem.custom, strict=True) if name in plan.reads]
-    kernels.tile_map(tile, over_keys).compiled(batch, queries, keys, *read, lists)
+    read = custom_arguments(problem, custom, plan.reads)
+    kernels.tile_map(tile, over_keys).run(batch, queries, keys, *read, lists)
     return lists

@@ -47,6 +47,7 @@ class LoweredKernel:
     cuda: str
     host: str  # the C code that launches it
     flags: tuple[str, ...] = ()  # for nvcc, beside those of every kernel
+    symbol: str = ""  # the name of the host function
 
     def source(self, form: Literal["tilelang", "cuda"] = "cuda") -> str:
         """The kernel as text: the TileLang program, or the CUDA made of it."""
@@ -79,6 +80,7 @@ class CompiledKernel:
 
     lowered: LoweredKernel
     run: Callable[..., None] = field(repr=False)
+    library: Path | None = None  # where TileLang keeps it as a shared library
 
     def __call__(self, *tensors: Any) -> None:
         """Launch the kernel."""
@@ -114,11 +116,18 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
         if find_nvcc() is None:
             raise NoCudaCompiler from error
         raise
+    symbol = str(prim_func.attrs["global_symbol"])
     lowered = LoweredKernel(
-        prim_func, arch, kernel.get_kernel_source(), kernel.get_host_source(), nvcc_flags(configs, flags)
+        prim_func, arch, kernel.get_kernel_source(), kernel.get_host_source(), nvcc_flags(configs, flags), symbol
     )
     executable = kernel.adapter.get_exportable_executable()
-    return CompiledKernel(lowered, executable[str(prim_func.attrs["global_symbol"])])
+    return CompiledKernel(lowered, executable[symbol], _library(kernel))
+
+
+def _library(kernel: Any) -> Path | None:
+    """The shared library that TileLang keeps of a kernel, if its cache is on."""
+    folder = getattr(kernel, "_tilelang_cache_path", None)
+    return _if_file(Path(folder) / "executable.so") if folder else None
 
 
 def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] | None = None) -> LoweredKernel:

@@ -1,61 +1,75 @@
-"""The tile that each problem class gets where nothing was tuned."""
+"""The tile that each problem class gets where nothing was tuned: data/*.json, in the form of tune files.
+
+A key there names a class: kernel, arch, dtype ("16-bit" or "float32"), the largest dim and dim_v that the tile serves,
+and how it was found ("measured": a GPU's name, or "no": by what fits without spills).
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from pathlib import Path
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Maths, Target, Tiles
+from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.problem import Problem, Tile
+from attention_engine.passes.by_hand import backward_fits, forward_fits, is_light
 from attention_engine.passes.read_places import plan_custom_sums
+from attention_engine.tuner.problems import KERNEL_NAMES, KernelName
+from attention_engine.tuner.store import Entry, parse
+
+FOLDER = Path(__file__).parent / "data"
+ROOMY = 160 * 1024  # bytes of shared memory a block: A100, H100 and B200 have more, the others 99 KB
+
+
+@functools.cache
+def entries(family: str) -> tuple[Entry, ...]:
+    """The default tiles of a family of GPUs."""
+    path = FOLDER / f"{family}.json"
+    return tuple(parse(path.read_text(), str(path)))
+
+
+def family(target: Target) -> str:
+    """Whose defaults a GPU runs with; the interpreter stands for Hopper."""
+    if not isinstance(target, Arch) or target.has_wgmma:
+        return "sm_90a"
+    return "sm_80" if target.shared_memory_per_block > ROOMY else "sm_89"
+
+
+def default_entry(kernel: KernelName, problem: Problem, target: Target) -> Entry:
+    """The default of a kernel: of the classes that hold the problem, the one with the smallest dims."""
+    dtype = "float32" if problem.dtype == "float32" else "16-bit"
+    fitting = [
+        entry for entry in entries(family(target))
+        if (entry.key["kernel"], entry.key["dtype"]) == (kernel, dtype)
+        and problem.dim <= entry.key["dim"] and problem.dim_v <= entry.key["dim_v"]
+    ]  # fmt: skip
+    if not fitting:
+        raise TileDoesNotFit(
+            f"head dims {problem.dim} and {problem.dim_v} in {problem.dtype} have no tile for {family(target)}.\n"
+            '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
+        )
+    return min(fitting, key=lambda entry: entry.key["dim"] + entry.key["dim_v"])
 
 
 def default_tiles(problem: Problem, maths: Maths, target: Target) -> Tiles:
     """Tiles that fit the target and are good for the problem."""
-    wide = max(problem.dim, problem.dim_v)
-    if problem.dtype == "float32":
-        return _fp32(wide, target)
-    if isinstance(target, Arch) and not target.has_wgmma:
-        return _ampere(wide, target)
-    plain = _hopper(problem)
-    return _specialised(problem, maths, plain) if isinstance(target, Arch) and target.has_wgmma else plain
+    tiles = Tiles(*(default_entry(kernel, problem, target).tile for kernel in KERNEL_NAMES))
+    return _placed_by_hand(problem, maths, tiles) if isinstance(target, Arch) and target.has_wgmma else tiles
 
 
-def _fp32(wide: int, target: Target) -> Tiles:
-    """Each operand stands in shared memory twice (high and low part), so tiles are small; no pipeline."""
-    roomy = not isinstance(target, Arch) or target.shared_memory_per_block > 160 * 1024
-    if wide <= 64:
-        return Tiles(Tile(64, 32, 128, 0) if roomy else Tile(32, 32, 64, 0), Tile(32, 32, 64, 0), Tile(32, 32, 64, 0))
-    if wide <= 128:
-        side = Tile(32, 32, 64, 0) if roomy else Tile(16, 16, 32, 0)
-        return Tiles(Tile(32, 16, 64, 0), side, side)
-    small = Tile(16, 16, 32, 0)
-    return Tiles(Tile(32, 16, 64, 0) if roomy else small, small, small)
-
-
-def _hopper(problem: Problem) -> Tiles:
-    dim, dim_v = problem.dim, problem.dim_v
-    if max(dim, dim_v) <= 128:
-        return Tiles(Tile(128, 128, 256, 2), Tile(64, 128, 256, 2), Tile(128, 64, 256, 2))
-    if dim <= 192 and dim_v <= 128:
-        return Tiles(Tile(128, 128, 256, 2), Tile(64, 64, 256, 2, shared_weights=True), Tile(128, 64, 256, 2))
-    return Tiles(Tile(128, 64, 256, 2), Tile(64, 64, 256, 2, shared_weights=True), Tile(128, 32, 256, 2))
-
-
-def _specialised(problem: Problem, maths: Maths, plain: Tiles) -> Tiles:
+def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
     """The kernels with a group of warps that copies, where there are such; which tiles don't spill is tested."""
-    from attention_engine.kernels import backward_hopper, forward_hopper
-
-    tiles = plain
-    if forward_hopper.fits(problem, maths.forward_schedule):
+    if forward_fits(problem, maths.forward_schedule):
         q, kv = FORWARD[problem.dim, problem.dim_v]
         tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True))
     schedule = maths.backward_schedule
     axes = {name: axes for name, _, axes in problem.custom}
     summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
-    if schedule and backward_hopper.fits(problem, schedule, summed):
+    if schedule and backward_fits(problem, schedule, summed):
         light, heavy = BACKWARD[problem.dim, problem.dim_v]
-        q = light if backward_hopper.is_light(schedule, summed) else heavy
+        q = light if is_light(schedule, summed) else heavy
         tiles = replace(tiles, backward=Tile(q, 128, 256, 2, specialised=True))
     return tiles
 
@@ -67,15 +81,7 @@ FORWARD = {(64, 64): (192, 128), (128, 128): (128, 128), (192, 128): (128, 128),
 BACKWARD = {(64, 64): (128, 64), (128, 128): (80, 64), (128, 64): (80, 64), (64, 128): (64, 64)}
 
 
-def _ampere(wide: int, target: Arch) -> Tiles:
-    """Chosen by what fits without spills; not timed."""
-    roomy = target.shared_memory_per_block > 160 * 1024
-    if wide <= 64:
-        return Tiles(
-            Tile(128, 64, 128, 2) if roomy else Tile(64, 64, 128, 2), Tile(64, 64, 128, 2), Tile(64, 64, 128, 2)
-        )
-    if wide <= 128:
-        forward, queries = Tile(128, 64 if roomy else 32, 256, 2), Tile(64, 64 if roomy else 32, 128, 2)
-        return Tiles(forward, Tile(64 if roomy else 32, 64, 256, 2, shared_weights=True), queries)
-    forward = Tile(128, 32, 256, 2) if roomy else Tile(64, 32, 128, 1)
-    return Tiles(forward, Tile(32, 32, 256, 2 if roomy else 1, shared_weights=True), Tile(32, 32, 64, 1))
+def where_from(kernel: KernelName, problem: Problem, target: Target) -> str:
+    """How the default of a kernel was found."""
+    measured = default_entry(kernel, problem, target).key["measured"]
+    return f"measured on {measured}" if measured != "no" else "chosen by what fits without spills, not measured"

@@ -113,6 +113,16 @@ MISTAKES = [
         lambda: reads({"x": ("heads", 10)})["x"][3],
         "custom input 'x' has 2 dimensions ('heads', 10), and is read with 1 indices.",
     ),
+    (
+        lambda: reads({"x": (10,)})["x"][wrap(Q_IDX) / 2],
+        "custom input 'x' is read at float(q_idx) / 2, which is a float.\n"
+        "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int).",
+    ),
+    (
+        lambda: reads({"x": (10,)})["x"][1.5],
+        "custom input 'x' is read at 1.5, which is a float.\n"
+        "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int).",
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,8 @@ TORCH = {
     "maximum tensor": lambda s, m: torch.maximum(s, torch.tensor(0.25)),
     "numpy * s": lambda s, m: np.float32(2) * s,
     "s - numpy": lambda s, m: s - np.float64(0.5),
+    "numpy.exp": lambda s, m: np.exp(s) if isinstance(s, Symbol) else torch.exp(s),
+    "numpy ** s": lambda s, m: np.float64(2) ** s,
 }
 
 
@@ -250,10 +253,10 @@ BRANCH = (
     "  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
 )
 KNOWN = (
-    "  Known: + - * / ** // %, comparisons, & | ~, abs, absolute, add, bool, clamp, clip, cos, detach, div, divide, "
-    "eq, erf, exp, exp2, float, floor, floor_divide, ge, gt, int, le, log, log1p, log2, logical_and, logical_not, "
-    "logical_or, long, lt, max, maximum, min, minimum, mul, multiply, ne, neg, negative, pow, reciprocal, relu, "
-    "remainder, rsqrt, sigmoid, sin, sqrt, square, sub, subtract, sum, tanh, to, true_divide, where, get_reduce."
+    "  Known: + - * / ** // %, comparisons, & | ~, abs, absolute, add, bool, clamp, clip, cos, detach, div, divide,\n"
+    "  eq, erf, exp, exp2, float, floor, floor_divide, ge, gt, int, le, log, log1p, log2, logical_and, logical_not,\n"
+    "  logical_or, long, lt, max, maximum, min, minimum, mul, multiply, ne, neg, negative, pow, reciprocal, relu,\n"
+    "  remainder, rsqrt, sigmoid, sin, sqrt, square, sub, subtract, sum, tanh, to, true_divide, where, get_reduce."
 )
 
 
@@ -293,6 +296,10 @@ NO_NUMBER = (
     "a symbolic value, score, has no number yet.\n"
     "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), not math's or Python's."
 )
+NO_INDEX = (
+    "a symbolic value, score, can't count or index: it has no number yet.\n"
+    "  Numbers for each head or place belong in a custom input: CustomIO({'name': axes}) and custom['name'][i]."
+)
 NO_OPERATOR = f"this operator has no meaning on a symbolic value, score.\n{KNOWN}"
 REFUSED = {
     "math.exp": (lambda: math.exp(S), NO_NUMBER),
@@ -302,15 +309,32 @@ REFUSED = {
     "round": (lambda: round(S), NO_NUMBER),
     "len": (lambda: len(S), NO_NUMBER),
     "iterate": (lambda: list(S), NO_NUMBER),
-    "index": (lambda: [1, 2][S], NO_NUMBER),
+    "index": (lambda: [1, 2][S], NO_INDEX),
+    "count": (lambda: list(range(S)), NO_INDEX),
+    "a tensor's index": (
+        lambda: torch.ones(3)[S],
+        "a tensor is read at a symbolic index, score.\n"
+        "  Pass it as a custom input: CustomIO({'name': axes}), custom['name'][i], and the tensor in the call.",
+    ),
+    "numpy function": (lambda: np.tan(S), f"numpy.tan has no meaning in a mod.\n{KNOWN}"),
+    "numpy reduction": (lambda: np.add.reduce(S), f"numpy.add has no meaning in a mod.\n{KNOWN}"),
+    "array": (lambda: S * np.ones(3), "a ndarray can't be mixed with symbolic values.\n  Use Python numbers, or "
+              "pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."),
+    "in place": (lambda: S.mul_(2), "symbolic values have no `mul_`.\n"
+                 "  Nothing is changed in place: use x = x.mul(...)."),
+    "masked_fill": (lambda: S.masked_fill(I < J, 0.0), "symbolic values have no `masked_fill`.\n"
+                    "  Masks are the engine's mask_mod; in a mod, where(condition, value, x) chooses."),
+    "assignment": (lambda: setitem(S, 0, 1.0), NO_OPERATOR),
     "^": (lambda: S ^ S, NO_OPERATOR),
     "<<": (lambda: S << 1, NO_OPERATOR),
     "@": (lambda: S @ S, NO_OPERATOR),
     "divmod": (lambda: divmod(S, 2), NO_OPERATOR),
     "s[0]": (lambda: S[0], NO_OPERATOR),
     "1 in s": (lambda: 1 in S, NO_OPERATOR),
-    "method": (lambda: S.softmax(-1), f"symbolic values have no `softmax`.\n{KNOWN}"),
-    "attribute": (lambda: S.shape, f"symbolic values have no `shape`.\n{KNOWN}"),
+    "method": (lambda: S.softmax(-1), "symbolic values have no `softmax`.\n"
+               "  A row's normaliser is the engine's online_func: OnlineSoftmax(), or one of your own."),
+    "attribute": (lambda: S.shape, "symbolic values have no `shape`.\n"
+                  "  A mod sees one pair at a time. Put lengths into it as Python numbers, or as a custom input."),
     "torch function": (lambda: torch.cumsum(S, -1), f"torch.cumsum has no meaning in a mod.\n{KNOWN}"),
     "torch's own Python": (
         lambda: torch.nn.functional.silu(S),

@@ -243,7 +243,7 @@ def message_of(error: type[Exception], **mods: Any) -> str:
 
 
 def place(function: Any) -> str:
-    return f"test_tracing.py:{function.__code__.co_firstlineno}: {function.__qualname__}"
+    return f"test_tracing.py:{function.__code__.co_firstlineno}: {function.__qualname__.rpartition('<locals>.')[2]}"
 
 
 def few(score, custom):
@@ -351,7 +351,7 @@ def func(
     return Func(states, finals)
 
 
-ONLINE, EPILOGUE = "func.<locals>.Func.online_fwd", "func.<locals>.Func.online_fwd_epilogue"
+ONLINE, EPILOGUE = "Func.online_fwd", "Func.online_fwd_epilogue"
 R = {"r": 0.0}
 MISTAKES = {
     "reads unknown": (UnknownState, func(R, lambda s, rows: (s, {"r": rows["m"]}, 1)),
@@ -359,13 +359,13 @@ MISTAKES = {
     "reads unknown of none": (UnknownState, func({}, lambda s, rows: (s, {"r": rows["m"]}, 1)),
                               "Func reads the row state 'm', which isn't declared. Declared: none."),
     "returns unknown": (UnknownState, func(R, lambda s, rows: (s, {"r": rows["r"], "m": 1.0}, 1)),
-                        f"{ONLINE} returned a row state 'm' that isn't declared. Declared: 'r'."),
+                        f"{ONLINE} gives a row state 'm' that isn't declared. Declared: 'r'."),
     "forgets a state": (UnknownState, func({"r": 0.0, "m": 0.0}, lambda s, rows: (s, {"r": 1.0}, 1)),
-                        f"{ONLINE} returned no row state 'm'. Declared: 'r', 'm'."),
+                        f"{ONLINE} gives no row state 'm'. Declared: 'r', 'm'."),
     "forgets a row": (UnknownState, func(finals={"lse": 0.0}),
-                      f"{EPILOGUE} returned no returned row 'lse'. Declared: 'lse'."),
+                      f"{EPILOGUE} gives no returned row 'lse'. Declared: 'lse'."),
     "unknown row": (UnknownState, func(epilogue=lambda o, rows: (o, {"lse": 1.0})),
-                    f"{EPILOGUE} returned a returned row 'lse' that isn't declared. Declared: none."),
+                    f"{EPILOGUE} gives a returned row 'lse' that isn't declared. Declared: none."),
     "two results": (WrongResult, func(online=lambda s, rows: (s, {})),
                     f"{ONLINE} returned a tuple of 2. Return (weights, new_rowscales, rescale)."),
     "no tuple": (WrongResult, func(online=lambda s, rows: s),
@@ -385,7 +385,7 @@ MISTAKES = {
                      "(is a `return` missing?)."),
     "output in a row": (WrongResult, func(finals={"lse": 0.0}, epilogue=lambda o, rows: (o, {"lse": o * 2})),
                         f"{EPILOGUE} returned the returned row 'lse' that still holds the output: o * 2. "
-                        "Reduce it: x.get_reduce('sum')."),
+                        "Make it of the row states alone."),
     "first value": (BadInitialValue, func({"m": "-inf"}),
                     "Func: the row state 'm' starts at '-inf'. Write SymbolScalar(\"m\", Var(\"0.0\")), or a number."),
     "first value True": (BadInitialValue, func({"m": True}),
@@ -400,7 +400,7 @@ MISTAKES = {
 def test_a_mistake_in_an_online_func(name):
     error, wrong, message = MISTAKES[name]
     found = message_of(error, online_func=wrong)
-    if message.startswith("func."):
+    if message.startswith("Func.online"):
         method = getattr(wrong, message.split(" ")[0].rsplit(".", 1)[1])
         message = f"test_tracing.py:{method.__code__.co_firstlineno}: {message}"
     assert found == message

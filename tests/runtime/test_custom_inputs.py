@@ -1,11 +1,9 @@
 """Custom inputs of every shape and type, with their gradients, on the interpreter beside the reference in float64."""
 
-import re
-
 import pytest
 import torch
 
-from attention_engine.errors import BadInput, NotYetSupported
+from attention_engine.errors import BadCustomInput, BadInput
 from attention_engine.library import OnlineSoftmax
 from tests.programs import SinkSoftmax
 from tests.runtime.engines import BACKENDS, HEADS, agrees, build, causal, close, exactly, qkv, results, same
@@ -47,23 +45,64 @@ def test_gradients_of_rows_are_deterministic(axes):
 
 
 @pytest.mark.parametrize("axes", MANY.values(), ids=MANY)
-def test_gradients_of_keys_are_not_yet_deterministic(axes):
-    inputs = (*qkv(Q_LEN, KV_LEN), tensor(axes).requires_grad_())
-    o = build({"x": axes}, score_mod=biased, deterministic=True)(*inputs)  # forward is
-    with pytest.raises(NotYetSupported) as caught:
-        o.sum().backward()
-    where, way_out = str(caught.value).split("\n")
-    assert re.fullmatch(
-        r"deterministic=True: the gradient of custom input 'x', read as x\[.*kv_idx\], needs atomics\.", where
-    )
-    assert way_out == "  Leave deterministic out, or detach the input."
+def test_gradients_of_keys_and_pairs_are_deterministic(axes):
+    agrees({"x": axes}, *qkv(Q_LEN, KV_LEN), tensor(axes).requires_grad_(), score_mod=biased, deterministic=True)
 
 
-@pytest.mark.parametrize("axes", MANY.values(), ids=MANY)
-def test_a_detached_input_of_the_key_is_deterministic_as_the_message_says(axes):
-    inputs = (*qkv(Q_LEN, KV_LEN), tensor(axes))
-    same(results(build({"x": axes}, score_mod=biased, deterministic=True), *inputs),
-         results(build({"x": axes}, score_mod=biased, deterministic=True), *inputs))  # fmt: skip
+def moved(score, custom, b, h, q_idx, kv_idx):
+    return score * 0.25 + custom["table"][h, (q_idx - kv_idx).clamp(-20, 20) + 20]
+
+
+def crossed(score, custom, b, h, q_idx, kv_idx):
+    return score * 0.25 * custom["table"][h, (q_idx // 3 + kv_idx) % 41]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+@pytest.mark.parametrize("score_mod", [moved, crossed], ids=["along diagonals", "anywhere"])
+def test_reads_at_indices_of_the_pair_have_their_gradient(score_mod, deterministic, monkeypatch):
+    monkeypatch.setattr("attention_engine.runtime.custom_gradients.PAIRS_AT_ONCE", 1)  # several parts of rows
+    table = torch.randn(HEADS, 41, requires_grad=True)
+    inputs = (*qkv(Q_LEN, KV_LEN), table)
+    agrees({"table": ("heads", 41)}, *inputs, score_mod=score_mod, deterministic=deterministic, mask_mod=None)
+
+
+def test_a_tensor_read_in_many_places_has_one_gradient():
+    def score(s, custom, b, h, q_idx, kv_idx):
+        x = custom["x"]
+        few = x[0, 3, kv_idx] + x[0, q_idx, 5] + x[0, q_idx - kv_idx, 2]
+        return 0.1 * (s * x[0, q_idx, kv_idx] + x[0, kv_idx, q_idx] + few)
+
+    for deterministic in (False, True):
+        x = torch.randn(1, 40, 40, requires_grad=True)
+        agrees({"x": (1, "seq_len", "seq_len_kv")}, *qkv(40), x, score_mod=score, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("kind", ["expanded", "turned", "every second"])
+def test_any_strides_of_a_custom_input(kind):
+    whole = torch.randn(HEADS, 2 * KV_LEN, 2 * Q_LEN)
+    x = {"expanded": whole[:1, :Q_LEN, :KV_LEN].expand(HEADS, -1, -1), "turned": whole[:, :KV_LEN, :Q_LEN].mT,
+         "every second": whole.mT[:, ::2, ::2]}[kind].detach().requires_grad_()  # fmt: skip
+    assert x.shape == (HEADS, Q_LEN, KV_LEN) and not x.is_contiguous()
+    agrees({"x": ("heads", "seq_len", "seq_len_kv")}, *qkv(Q_LEN, KV_LEN), x, score_mod=biased)
+
+
+def test_gradients_that_nobody_asks_for_cost_no_kernel():
+    from attention_engine.runtime import op
+
+    axes = {"x": ("heads", "seq_len", "seq_len_kv"), "y": ("heads",)}
+
+    def score(s, custom, b, h, q_idx, kv_idx):
+        return s * custom["y"] + custom["x"]
+
+    op.ATTENTIONS.clear()
+    x, y = tensor(axes["x"]), tensor(axes["y"])
+    engine = build(axes, score_mod=score)
+    results(engine, *qkv(Q_LEN, KV_LEN), x, y)
+    results(engine, *qkv(Q_LEN, KV_LEN), x.requires_grad_(), y)
+    ((_, attention),) = op.ATTENTIONS.items()
+    plain, with_x = attention.launcher._kernels.values()
+    assert not (plain.over_queries or plain.custom_sums.pairs or plain.row_sums.sums)
+    assert len(with_x.custom_sums.pairs) == 1 and not with_x.over_queries
 
 
 def relative(score, custom, b, h, q_idx, kv_idx):
@@ -226,3 +265,31 @@ def test_an_engine_without_custom_inputs_says_so():
     with pytest.raises(BadInput) as caught:
         build(online_func=OnlineSoftmax())(*qkv(), HEAT)
     assert str(caught.value) == "1 custom inputs were given by position. Declared: none."
+
+
+def test_a_float_tensor_as_an_index_is_refused_at_the_call():
+    def score(s, custom, b, h, q_idx, kv_idx):
+        return s + custom["bias"][custom["place"][q_idx]]
+
+    engine, inputs, bias = build({"bias": (5,), "place": ("seq_len",)}, score_mod=score), qkv(), torch.randn(5)
+    assert engine(*inputs, bias, torch.zeros(11, dtype=torch.int64)).isfinite().all()
+    with pytest.raises(BadCustomInput) as caught:
+        engine(*inputs, bias, torch.zeros(11))
+    line = score.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"test_custom_inputs.py:{line}: custom input 'bias' is read at place[q_idx], which is a float.\n"
+        "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int)."
+    )
+
+
+@pytest.mark.parametrize("axes", [(1, "heads", "seq_len", "seq_len_kv"), ("batch", "seq_len", "seq_len_kv")], ids=str)
+def test_a_bias_of_whole_16_byte_rows_is_staged(axes):
+    from attention_engine.runtime import op
+
+    x = torch.randn([{**SIZES, "seq_len_kv": 72}.get(a, a) for a in axes]).half().requires_grad_()
+    inputs = qkv(Q_LEN, 72, dtype=torch.float16)
+    for deterministic in (False, True):
+        op.ATTENTIONS.clear()
+        agrees({"x": axes}, *inputs, x, score_mod=biased, deterministic=deterministic)
+        launchers = [a.launcher for a in op.ATTENTIONS.values() if a.launcher is not None]
+        assert [k.problem.staged for k in launchers[0]._kernels.values()] == [("x",)] * 2

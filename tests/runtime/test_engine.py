@@ -287,13 +287,13 @@ def test_check_names_what_is_wrong(capsys, monkeypatch):
     from attention_engine.runtime import op
 
     engine = build(dtype=torch.float16)
-    run = op.FORWARD
+    run = op._forward
 
     def broken(*arguments):
         output, rows = run(*arguments)
         return output + 0.25 * (torch.arange(output.shape[1]) == 7)[:, None, None].to(output.dtype), rows
 
-    monkeypatch.setattr(op, "FORWARD", broken)
+    monkeypatch.setattr(op, "_forward", broken)
     report = engine.check(*(t.half() for t in qkv()))
     wrong = [row for row in report.rows if row.ratio > report.limit]
     assert not report.ok and wrong[0].name == "o" and wrong[0].worst[1] == 7

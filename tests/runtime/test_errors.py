@@ -6,12 +6,22 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.errors import (
     AttentionEngineError,
-    BadInput,
+    BadCustomInput,
     BadMeta,
+    DevicesDiffer,
+    DtypesDiffer,
+    HeadDimsDiffer,
     HeadsDoNotGroup,
+    LengthsDiffer,
     NoDevice,
-    NotYetSupported,
+    NotATensor,
+    NotFloating,
+    UnknownCustomInput,
     UnknownOption,
+    WrongCustomDtype,
+    WrongDtype,
+    WrongHeads,
+    WrongRank,
 )
 from attention_engine.library import OnlineSoftmax
 from tests.runtime.engines import BACKENDS, build, qkv
@@ -31,13 +41,15 @@ def metas(q=(2, 4, 8, 16), k=(2, 2, 8, 16), v=(2, 2, 8, 24), dtypes=("float16",)
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"k": (2, 2, 8, 32)}, "q has head dim 16 and k has 32. They must be equal: the score is q . k."),
+    ({"k": (2, 2, 8, 32), "kind": HeadDimsDiffer},
+     "q has head dim 16 and k has 32. They must be equal: the score is q . k."),
     ({"v": (2, 4, 8, 24)}, "k has 2 heads and v has 4. They must be equal."),
     ({"v": (2, 2, 9, 24)}, "k has length 8 and v has 9. They must be equal."),
     ({"dtypes": ("float16", "float16", "bfloat16")}, "q, k and v are float16, float16 and bfloat16. Give one dtype."),
 ])  # fmt: skip
 def test_metas_that_do_not_fit_are_refused(given, message):
-    assert said(BadMeta, AttentionEngine, metas(**given)) == message
+    kind = given.get("kind", BadMeta)
+    assert said(kind, AttentionEngine, metas(**{n: g for n, g in given.items() if n != "kind"})) == message
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -105,18 +117,6 @@ def test_both_mask_values_mean_the_same(value):
     assert torch.equal(build(mask_value=value)(*inputs), build()(*inputs))
 
 
-def test_tuning_is_not_yet_there(tmp_path):
-    file = tmp_path / "tune.json"
-    build(tune_file=str(file), tune_file_bwd=str(file), tune=False)  # holds nothing yet, so nothing is left out
-    file.write_text("{}")
-    options = {"tune": True, "tune_bwd": True, "tune_file": str(file), "tune_file_bwd": str(file)}
-    for name, value in options.items():
-        assert said(NotYetSupported, build, **{name: value}) == (
-            f"{name}={value!r}: this version has no tuner and reads no tune files.\n"
-            "  Leave the option out: default tiles are used."
-        )
-
-
 # ---- devices
 
 def test_tilelang_needs_cuda_tensors():
@@ -130,11 +130,13 @@ def test_tilelang_needs_cuda_tensors():
 
 
 def test_tensors_elsewhere_are_refused():
-    there = [t.detach().to("meta") for t in qkv()]
-    assert said(NoDevice, build(backend="auto"), *there) == (
-        "tensors are on 'meta'. Kernels run on CUDA, the reference on the CPU."
+    there = torch.device("xpu")  # no such tensor can be made here
+    assert said(NoDevice, build(backend="auto")._backend_for, there) == (
+        "tensors are on 'xpu'. Kernels run on CUDA, the reference on the CPU."
     )
-    assert said(NoDevice, build(), *there) == "backend=\"interpret\" runs on CPU tensors, and these are on 'meta'."
+    assert said(NoDevice, build()._backend_for, there) == (
+        "backend=\"interpret\" runs on CPU tensors, and these are on 'xpu'."
+    )
 
 
 def test_cuda_sources_need_an_architecture(monkeypatch):
@@ -158,55 +160,73 @@ def test_sources_have_names_and_forms():
 Q, K, V = (t.detach() for t in qkv(11, 13))
 ORDER = "(batch, length, heads, dim)"
 WRONG = {
-    "a list": (([1], K, V), f"q is list. Give a tensor {ORDER}."),
-    "nothing": ((Q, None, V), f"k is NoneType. Give a tensor {ORDER}."),
-    "three dims": ((Q, K[0], V), f"k has 3 dimensions, (13, 2, 16). Give {ORDER}."),
+    "a list": (NotATensor, ([1], K, V), f"q is list. Give a tensor {ORDER}."),
+    "nothing": (NotATensor, (Q, None, V), f"k is NoneType. Give a tensor {ORDER}."),
+    "three dims": (WrongRank, (Q, K[0], V), f"k has 3 dimensions, (13, 2, 16). Give {ORDER}."),
     "other heads": (
-        (Q[:, :, :3], K, V),
+        WrongHeads, (Q[:, :, :3], K, V),
         f'q has 3 heads of dim 16, and the engine was built for 4 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
     ),
     "the other layout": (
-        (Q, K, V.transpose(1, 2)),
+        WrongHeads, (Q, K, V.transpose(1, 2)),
         f'v has 13 heads of dim 24, and the engine was built for 2 of 24.\n  Its shape must be {ORDER}, layout="bshd".',
     ),
     "another dim": (
-        (Q, K[..., :8], V),
+        WrongHeads, (Q, K[..., :8], V),
         f'k has 2 heads of dim 8, and the engine was built for 2 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
     ),
-    "two devices": ((Q, K, V.to("meta")), "q is on 'cpu' and v on 'meta'. Put them on one device."),
-    "two dtypes": ((Q, K.half(), V), "q is torch.float32 and k is torch.float16. Give one dtype."),
+    "two devices": (DevicesDiffer, (Q, K, V.to("meta")), "q is on 'cpu' and v on 'meta'. Put them on one device."),
+    "two dtypes": (DtypesDiffer, (Q, K.half(), V), "q is torch.float32 and k is torch.float16. Give one dtype."),
     "two batches": (
-        (Q[:1], K, V),
+        LengthsDiffer, (Q[:1], K, V),
         "q, k, v have batches 1, 2, 2 and lengths 11, 13, 13.\n"
         "  Batches must be equal, and so must the lengths of k and v.",
     ),
     "two lengths": (
-        (Q, K, V[:, :12]),
+        LengthsDiffer, (Q, K, V[:, :12]),
         "q, k, v have batches 2, 2, 2 and lengths 11, 13, 12.\n"
         "  Batches must be equal, and so must the lengths of k and v.",
     ),
-    "integers": ((Q.int(), K.int(), V.int()), "q, k and v are torch.int32. Give floating tensors."),
+    "integers": (NotFloating, (Q.int(), K.int(), V.int()), "q, k and v are torch.int32. Give floating tensors."),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_that_do_not_fit_are_refused(backend, kind):
-    given, message = WRONG[kind]
-    assert said(BadInput, build(backend=backend), *given) == message
+    mistake, given, message = WRONG[kind]
+    assert said(mistake, build(backend=backend), *given) == message
 
 
 def test_the_layout_is_named_in_its_order():
     engine = build(layout="bhsd")
-    assert said(BadInput, engine, Q, K, V) == (
+    assert said(WrongHeads, engine, Q, K, V) == (
         "q has 11 heads of dim 16, and the engine was built for 4 of 16.\n"
         '  Its shape must be (batch, heads, length, dim), layout="bhsd".'
     )
-    assert said(BadInput, engine, Q[0], K, V) == "q has 3 dimensions, (11, 4, 16). Give (batch, heads, length, dim)."
+    assert said(WrongRank, engine, Q[0], K, V) == "q has 3 dimensions, (11, 4, 16). Give (batch, heads, length, dim)."
 
 
 def test_kernels_want_the_dtype_that_they_were_built_for():
-    assert said(BadInput, build(), Q.half(), K.half(), V.half()) == (
+    assert said(WrongDtype, build(), Q.half(), K.half(), V.half()) == (
         "q, k and v are torch.float16, and the engine was built for torch.float32. Convert them, or build another."
     )
     assert build(backend="reference")(Q.half(), K.half(), V.half()).dtype is torch.float16
+
+
+# ---- custom inputs
+
+def test_a_custom_input_must_be_of_a_dtype_that_kernels_read():
+    engine = build({"x": ("heads",)}, score_mod=lambda s, custom, b, h, q_idx, kv_idx: s * custom["x"])
+    assert said(WrongCustomDtype, engine, Q, K, V, torch.ones(4, dtype=torch.complex64)) == (
+        "custom input 'x' is torch.complex64. Give a floating, integer or bool tensor."
+    )
+
+
+def test_custom_inputs_are_declared_by_a_dict_and_read_in_brackets():
+    assert said(BadCustomInput, CustomIO, ["x"]).endswith(
+        "CustomIO was given list. Give a dict of axes: CustomIO({'slopes': ('heads',)})."
+    )
+    assert said(UnknownCustomInput, build, {"x": (1,)}, score_mod=lambda s, c, b, h, q_idx, kv_idx: s * c.x).endswith(
+        "custom inputs are read by name in brackets: custom['x']."
+    )

@@ -36,7 +36,7 @@ def arguments(backend, dtype=torch.float32, permuted=False, number=0):
     o, rows = op.FORWARD(*inputs, [slopes], key)
     seen.append((*inputs, [slopes], key))
     d_rows = [torch.randn_like(rows[0])]
-    seen.append((*inputs, [slopes], o, rows, torch.randn_like(o), d_rows, [0], key))
+    seen.append((*inputs, [slopes], o, rows, torch.randn_like(o), d_rows, [0], [0], key))
     return seen[number]
 
 
@@ -48,9 +48,10 @@ OPS = {"forward": (op.FORWARD, 0), "backward": (op.BACKWARD, 1)}
     ("forward", "reference"), ("forward", "interpret"),
     ("backward", "interpret"),  # the reference's differentiates by autograd, above which opcheck's modes stand
 ])  # fmt: skip
-def test_an_op_keeps_the_rules_of_torch(name, backend, permuted):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_op_keeps_the_rules_of_torch(name, backend, permuted, dtype):
     run, number = OPS[name]
-    torch.library.opcheck(run, arguments(backend, permuted=permuted, number=number))
+    torch.library.opcheck(run, arguments(backend, dtype, permuted, number))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -154,3 +155,14 @@ def test_two_programs_of_one_shape_are_two_keys():
     for engine in kinds:
         engine(*inputs)
     assert len({keys[0], *(next(iter(e._keys.values())) for e in kinds)}) == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_input_whose_gradient_nobody_wants_gets_an_empty_tensor(backend):
+    *given, wanted, key = arguments(backend, torch.float32, False, 1)
+    assert wanted == [0]
+    *qkv_wanted, (d_slopes,) = op.BACKWARD(*given, wanted, key)
+    *qkv_alone, (nothing,) = op.BACKWARD(*given, [], key)
+    assert d_slopes.any() and nothing.shape == (0,)
+    for a, b in zip(qkv_wanted, qkv_alone):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,163 @@
+"""python -m attention_engine doctor: one line for each thing that kernels need, ok or what to do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from attention_engine import settings
+from attention_engine.arch import Arch, detect
+from attention_engine.cli.terminal import GREEN, RED, YELLOW, coloured
+from attention_engine.errors import AttentionEngineError, NoCudaCompiler
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, whether it is well (None: not here, and nothing needs it), and what to know or do."""
+
+    what: str
+    well: bool | None
+    words: str
+
+    def __str__(self) -> str:
+        mark = {True: coloured("ok", GREEN), False: coloured("NOT ok", RED), None: coloured("none", YELLOW)}[self.well]
+        return f"{self.what:12} {mark}: {self.words}"
+
+
+def versions() -> Finding:
+    """Python and the packages that kernels are made with."""
+    import torch
+
+    try:
+        tilelang = importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("packages", False, "TileLang is missing. pip install tilelang==0.1.15")
+    words = f"Python {platform.python_version()}, torch {torch.__version__}, TileLang {tilelang}"
+    return Finding("packages", True, words)
+
+
+def gpu() -> Finding:
+    """The GPU, and whether there are kernels for it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        build = "has no CUDA" if torch.version.cuda is None else f"is for CUDA {torch.version.cuda}"
+        return Finding("GPU", None, f"torch sees none (this build {build}). The reference runs; kernels only compile")
+    try:
+        arch = detect()
+    except AttentionEngineError as error:
+        return Finding("GPU", False, str(error))
+    return Finding("GPU", True, f"{torch.cuda.get_device_name()}, as {arch.name} ({arch.target})")
+
+
+def driver() -> Finding:
+    """The driver's version."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("driver", None, "no GPU to drive")
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("driver", None, f"nvidia-smi did not say ({error}); torch can use the GPU all the same")
+    return Finding("driver", True, f"{done.stdout.splitlines()[0].strip()}, CUDA {torch.version.cuda} in torch")
+
+
+def limits() -> Finding:
+    """What a kernel may use."""
+    arch = _arch()
+    words = (
+        f"{arch.name}: {arch.shared_memory_per_block} bytes of shared memory a block, {arch.registers_per_sm} "
+        f"registers an SM, {arch.sm_count} SMs"
+    )
+    return Finding("limits", True, words)
+
+
+def compiler() -> Finding:
+    """nvcc."""
+    from attention_engine.target.compile import find_nvcc
+
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return Finding("nvcc", False, str(NoCudaCompiler()))
+    done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
+    release = next((line.strip() for line in done.stdout.splitlines() if "release" in line), "of unknown version")
+    return Finding("nvcc", True, f"{nvcc}, {release}")
+
+
+def cache() -> Finding:
+    """The folder of compiled kernels."""
+    from attention_engine.target.cache import entries
+
+    folder = settings.kernel_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return Finding("cache", False, f"{folder}: {error}. Set ATTENTION_ENGINE_CACHE_DIR to a folder you may write.")
+    if not os.access(folder, os.W_OK):
+        return Finding("cache", False, f"{folder} can't be written. Set ATTENTION_ENGINE_CACHE_DIR to another folder.")
+    held = list(entries())
+    return Finding("cache", True, f"{folder}, {len(held)} kernels, {sum(e.size for e in held) / 2**20:.1f} MB")
+
+
+def kernel() -> Finding:
+    """A tiny attention: compiled, and run where there is a GPU."""
+    import torch
+
+    from attention_engine import AttentionEngine, meta_tensor
+    from attention_engine.library import OnlineSoftmax, causal, scale
+
+    here = torch.cuda.is_available()
+    metas = (meta_tensor(1, 2, 128, 64, dtype="float16"),) * 3
+    engine = AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=None if here else _arch())
+    start = time.perf_counter()
+    try:
+        if not here:
+            engine.source("forward", form="cuda")
+            return Finding("kernel", True, f"compiled for {_arch().target} in {time.perf_counter() - start:.1f} s")
+        q, k, v = (torch.randn(1, 128, 2, 64, dtype=torch.float16, device="cuda") for _ in range(3))
+        found = engine(q, k, v)
+        torch.cuda.synchronize()
+    except (AttentionEngineError, RuntimeError) as error:
+        return Finding("kernel", False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    seconds = time.perf_counter() - start
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2).double() for t in (q, k, v)), is_causal=True, scale=0.125
+    )
+    off = (found.transpose(1, 2).double() - exact).abs().mean().item()
+    well = off < 1e-3
+    words = f"ran on the GPU {seconds:.1f} s after it was asked for, {off:.1e} from float64"
+    return Finding("kernel", well, words if well else f"{words}. Please report this.")
+
+
+def _arch() -> Arch:
+    import torch
+
+    from attention_engine.arch import H100
+
+    return detect() if torch.cuda.is_available() else H100()
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (versions, gpu, driver, limits, compiler, cache, kernel)
+
+
+def findings() -> Iterator[Finding]:
+    """All of them, in order."""
+    for check in CHECKS:
+        yield check()
+
+
+def run(_: argparse.Namespace) -> int:
+    """Prints the findings; 1 where something is not ok."""
+    bad = 0
+    for finding in findings():
+        print(finding, flush=True)
+        bad += finding.well is False
+    return 1 if bad else 0

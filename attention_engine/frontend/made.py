@@ -1,0 +1,43 @@
+"""Functions that a factory made: they print and pickle as the call that made them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Made:
+    """What a factory returned: `scale(0.125)` in print, in pickles and in error messages."""
+
+    def __init__(self, factory: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._factory, self._args, self._named = factory, args, named
+        self.__wrapped__ = factory.__wrapped__(*args, **named)  # type: ignore[attr-defined] # its signature is ours
+        self.__code__ = getattr(self.__wrapped__, "__code__", None)
+        self.__qualname__ = repr(self)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.__wrapped__(*args, **named)
+
+    def __repr__(self) -> str:
+        given = [getattr(a, "__qualname__", repr(a)) for a in self._args]
+        given += [f"{name}={getattr(a, '__qualname__', repr(a))}" for name, a in self._named.items()]
+        return f"{self._factory.__name__}({', '.join(given)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make, (self._factory, self._args, self._named)
+
+
+def _make(factory: Callable[..., Made], args: tuple[Any, ...], named: dict[str, Any]) -> Made:
+    return factory(*args, **named)
+
+
+def made_by(factory: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """Decorates a factory of mods, so that what it returns remembers the call: plain closures can't be pickled."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **named: Any) -> Made:
+        return Made(make, args, named)
+
+    make.makes_mods = True  # type: ignore[attr-defined]
+    return make

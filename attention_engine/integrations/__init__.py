@@ -1,0 +1,1 @@
+"""Other libraries that engines plug into, one a file; each is imported only by those who have it."""

@@ -1,0 +1,59 @@
+"""engine.explain(): the tile of each kernel, where it comes from, and what became of the others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from attention_engine.errors import BackwardNotDerived
+from attention_engine.ir.problem import Tile
+from attention_engine.runtime.tuning import Asked, Tuning, look_up
+from attention_engine.tuner.defaults import default_tiles, where_from
+from attention_engine.tuner.problems import KernelName, gpu_name
+from attention_engine.tuner.store import name_of
+
+
+def explain(asked: Asked, tuning: Tuning) -> str:
+    """A paragraph for each kernel of a problem."""
+    _, queries, keys = asked.lengths
+    head = f"{asked.problem.dtype}, {queries} queries and {keys} keys, on {gpu_name(asked.target)}"
+    tiles = default_tiles(asked.problem, asked.maths, asked.target)
+    names: list[KernelName] = asked.kernels(False, tiles)
+    refusal: list[str] = []
+    if isinstance(asked.maths.refusal, BackwardNotDerived):
+        refusal = [f"no backward pass: {asked.maths.refusal}"]
+    else:
+        names += asked.kernels(True, tiles)
+    known = look_up(tuning, asked, tiles) if not refusal else {}
+    lines = [head, *refusal]
+    for name in names:
+        key, entry = asked.key(name, tiles), known.get(name)
+        if entry is not None:
+            where = tuning.file(name)
+            source = f"from {where.path}" if where is not None else "measured by this process"
+            source += f": {entry.time_us} us, the best of {entry.tried}, {entry.when}"
+        else:
+            source = f"the default ({where_from(name, asked.problem, asked.target)})"
+        tile = entry.tile if entry is not None else getattr(tiles, name)
+        lines += [f"{key['kernel']}: {spell(tile)}", f"  {source}", f"  key {name_of(key)}"]
+        lines += _others(asked, tuning, name, tiles)
+    return "\n".join(lines)
+
+
+def spell(tile: Tile) -> str:
+    """A tile in words."""
+    shared = ", weights through shared memory" if tile.shared_weights else ""
+    return f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages{shared}"
+
+
+def _others(asked: Asked, tuning: Tuning, name: KernelName, tiles) -> list[str]:  # type: ignore[no-untyped-def]
+    space = asked.space(name, tiles)
+    reasons = Counter(re.sub(r"\d+", "N", reason) for _, reason in space.rejected)
+    lines = [f"  {len(space.tiles)} tiles may run; {len(space.rejected)} were rejected before compiling:"]
+    lines += [f"    {count:5} {reason}" for reason, count in reasons.most_common()]
+    result = tuning.results.get(name_of(asked.key(name, tiles)))
+    if result is not None:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in result.counts().items())
+        lines.append(f"  tried by this process: {counts}")
+        lines += [f"    {spell(t.tile)}: {t.outcome.value}: {t.message}" for t in result.trials if t.message]
+    return lines

@@ -1,0 +1,262 @@
+"""Where the tuner's tiles run: in processes of their own on a GPU, in this one on the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from attention_engine import settings
+from attention_engine.compiler import Kernel, Kernels, Target, Tiles, analyse
+from attention_engine.errors import AttentionEngineError
+from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import Program
+from attention_engine.reference.dense import attend, attend_backward
+from attention_engine.runtime.launch import Launcher
+from attention_engine.target.compile import Resources
+from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
+from attention_engine.tuner.problems import KernelName
+from attention_engine.tuner.search import Outcome, Trial
+from attention_engine.tuner.space import as_arch, judge
+from attention_engine.tuner.worker import RemoteError, Worker, WorkerDied, WorkerTimeout, call_all, worker_count
+
+CHECKED = 2 * 128 + 33  # longest length held against the dense reference: several tiles and a rest
+COMPILE_SECONDS = 120.0
+MEASURE_SECONDS = 25.0  # of one tile, with what the process does first: a kernel that takes longer hangs
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel of one problem to tune, without tensors: what a process needs to make them. tiles: the others'."""
+
+    program: Program
+    specs: tuple[CustomSpec, ...]
+    kernel: KernelName
+    problem: Problem
+    lengths: tuple[int, int, int]  # batch, queries, keys
+    target: Target
+    device: str
+    deterministic: bool
+    tiles: Tiles
+    wanted: tuple[str, ...] = ()  # the custom inputs whose gradients are asked for
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def with_tile(self, tile: Tile) -> Tiles:
+        """The tiles with this one in place."""
+        return dataclasses.replace(self.tiles, **{self.kernel: tile})
+
+
+def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
+    """The kernels that a timed call runs, the tuned one first."""
+    launched = kernels.of_forward() if kernel == "forward" else {**kernels.of_forward(), **kernels.of_backward()}
+    return [launched.pop(kernel), *launched.values()]
+
+
+def compile_tile(job: Job, tile: Tile) -> Resources | None:
+    """Puts the kernels of a tile on disk; what the tuned one takes, where they are for a GPU."""
+    maths = analyse(job.program).wanting(job.wanted)
+    kernels = Kernels(maths, job.problem, job.with_tile(tile), job.target, job.deterministic)
+    compiled = [kernel.compiled for kernel in needed(kernels, job.kernel)]
+    return None if isinstance(job.target, str) else compiled[0].lowered.resources()
+
+
+# ---- in the process that measures
+
+PREPARED: dict[str, Prepared] = {}
+
+
+def prepare(job: Job, custom: Sequence[Tensor]) -> None:
+    """Makes the tensors of a job in this process; `custom` are the caller's, copied."""
+    PREPARED.clear()
+    PREPARED[job.token] = Prepared(job, [c.detach().to(job.device, copy=True) for c in custom])
+
+
+def measure_tile(token: str, tile: Tile) -> tuple[float, float]:
+    """(difference from what is right over what is allowed, microseconds); no time where the first is above 1."""
+    return PREPARED[token].measure(tile)
+
+
+class Prepared:
+    """The tensors of a job, and what is right on them. q, k, v are random: a caller's may all be alike."""
+
+    def __init__(self, job: Job, custom: list[Tensor]) -> None:
+        self.job, self.custom, self.device = job, custom, torch.device(job.device)
+        self.maths = analyse(job.program)
+        self.dtype = getattr(torch, job.problem.dtype)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.backends.cuda.matmul.allow_tf32 = job.problem.tf32
+
+    def _launcher(self, tiles: Tiles) -> Launcher:
+        arch = None if isinstance(self.job.target, str) else self.job.target
+        return Launcher(self.maths, self.job.specs, arch is None, arch, self.job.deterministic, tiles)
+
+    def _tensors(self, batch: int, q_len: int, kv_len: int) -> tuple[list[Tensor], list[Tensor]]:
+        """q, k, v, do as (batch, length, heads, dim), and the custom inputs cut to the lengths."""
+        problem, generator = self.job.problem, torch.Generator(self.device).manual_seed(0)
+        sizes = [(q_len, problem.heads, problem.dim), (kv_len, problem.kv_heads, problem.dim),
+                 (kv_len, problem.kv_heads, problem.dim_v), (q_len, problem.heads, problem.dim_v)]  # fmt: skip
+        made = [torch.randn(batch, *s, generator=generator, device=self.device).to(self.dtype) for s in sizes]
+        most = {"batch": batch, "seq_len": q_len, "seq_len_kv": kv_len}
+        custom = []
+        for spec, tensor in zip(self.job.specs, self.custom, strict=True):
+            for axis, name in enumerate(spec.axes):
+                if isinstance(name, str) and name in most:
+                    tensor = tensor.narrow(axis, 0, min(most[name], tensor.shape[axis]))
+            custom.append(tensor.contiguous())
+        return made, custom
+
+    def _run(self, tiles: Tiles, given: list[Tensor], custom: list[Tensor], ahead: tuple[Tensor, list[Tensor]] | None):  # type: ignore[no-untyped-def]
+        """What the tuned direction makes: the output, or the gradients of q, k, v."""
+        launcher = self._launcher(tiles)
+        *qkv, do = given
+        if self.job.kernel == "forward":
+            return lambda: [launcher.forward(*qkv, custom)[0]]
+        assert ahead is not None
+        return lambda: list(launcher.backward(*qkv, custom, *ahead, do, {}, self.job.wanted)[:3])
+
+    def _ahead(self, given: list[Tensor], custom: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
+        """The forward pass that a backward pass needs before it."""
+        return None if self.job.kernel == "forward" else self._launcher(self.job.tiles).forward(*given[:3], custom)
+
+    @functools.cached_property
+    def _small(self) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, list[Tensor]] | None, list[Tensor]]:
+        """A small problem with what is right by the dense maths in float64."""
+        _, q_len, kv_len = self.job.lengths
+        given, custom = self._tensors(1, min(q_len, CHECKED), min(kv_len, CHECKED))
+        heads = [t.double().transpose(1, 2) for t in given]
+        named = {
+            s.name: c.double() if c.is_floating_point() else c for s, c in zip(self.job.specs, custom, strict=True)
+        }
+        if self.job.kernel == "forward":
+            exact = [attend(self.job.program, *heads[:3], named)[0]]
+        else:
+            backward = self.maths.backward
+            assert backward is not None
+            output, saved = attend(self.job.program.returning(backward.saved), *heads[:3], named)
+            delta = (output * heads[3]).sum(-1)
+            found = attend_backward(self.job.program, backward, *heads[:3], named, saved, delta, heads[3], {})
+            exact = [found.q, found.k, found.v]
+        return given, custom, self._ahead(given, custom), [e.transpose(1, 2) for e in exact]
+
+    @functools.cached_property
+    def _large(self) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, list[Tensor]] | None, list[Tensor]]:
+        """The caller's size, with what the default tile makes of it."""
+        given, custom = self._tensors(*self.job.lengths)
+        ahead = self._ahead(given, custom)
+        return given, custom, ahead, self._run(self.job.tiles, given, custom, ahead)()
+
+    def measure(self, tile: Tile) -> tuple[float, float]:
+        """See measure_tile."""
+        tiles = self.job.with_tile(tile)
+        allowed = TF32_TOLERANCE if self.job.problem.tf32 else TOLERANCES[self.dtype]
+        for given, custom, ahead, expected in (self._small, self._large):
+            call = self._run(tiles, given, custom, ahead)
+            off = worst_difference(call(), expected) / allowed
+            if not off <= 1:
+                return off, 0.0
+        return off, median_time_us(call, self.device)
+
+
+# ---- in the process that asks
+
+def judged(tile: Tile, answer: object) -> Trial:
+    """What became of a tile that was measured: an answer of measure_tile, or what it raised."""
+    match answer:
+        case (float() as off, float() as time_us):
+            if off <= 1:
+                return Trial(tile, Outcome.OK, time_us)
+            return Trial(tile, Outcome.WRONG, message=f"differs by {off:.3g} times what rounding explains")
+        case WorkerTimeout():
+            return Trial(tile, Outcome.TIMEOUT, message=str(answer))
+        case RemoteError(kind="OutOfMemoryError") | torch.OutOfMemoryError() | MemoryError():
+            return Trial(tile, Outcome.OUT_OF_MEMORY, message=str(answer).splitlines()[0])
+        case _:
+            return Trial(tile, Outcome.LAUNCH_ERROR, message=str(answer)[:300])
+
+
+def compiled(job: Job, tile: Tile, answer: object) -> Trial:
+    """What became of a tile that was compiled: an answer of compile_tile, or what it raised."""
+    match answer:
+        case None:
+            return Trial(tile, Outcome.OK)
+        case Resources():
+            reason = judge(answer, as_arch(job.target))
+            return Trial(tile, Outcome.OK if reason is None else Outcome.REJECTED, message=reason or "")
+        case WorkerTimeout():
+            return Trial(tile, Outcome.TIMEOUT, message=f"compiling: {answer}")
+        case RemoteError(kind="TileDoesNotFit"):
+            return Trial(tile, Outcome.REJECTED, message=str(answer).splitlines()[0])
+        case RemoteError(kind="MemoryError"):
+            return Trial(tile, Outcome.OUT_OF_MEMORY, message=f"compiling: {answer}")
+        case _:
+            return Trial(tile, Outcome.COMPILE_ERROR, message=str(answer)[:300])
+
+
+class WorkerBench:
+    """Tiles on a GPU: compiled by several processes, run by one that may crash."""
+
+    def __init__(self, job: Job, custom: Sequence[Tensor]) -> None:
+        self.job, self.custom, self.worker = job, [c.detach().cpu() for c in custom], Worker()
+        self.ready = False
+
+    def compile(self, tiles: Sequence[Tile], seconds: float) -> Iterator[Trial]:
+        """One trial for each tile as it is compiled."""
+        calls = [(self.job, tile) for tile in tiles]
+        limit = min(COMPILE_SECONDS, max(seconds, 1.0))
+        for number, answer in call_all(compile_tile, calls, worker_count(len(calls)), limit):
+            yield compiled(self.job, tiles[number], answer)
+
+    def measure(self, tile: Tile, seconds: float) -> Trial:
+        """Numbers, then time; a process that failed is replaced."""
+        limit = MEASURE_SECONDS + min(max(seconds, 0.0), MEASURE_SECONDS)
+        locks = settings.kernel_dir() / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with FileLock(locks / f"measuring-{self.job.device.replace(':', '')}.lock"):  # two at once slow each other
+            try:
+                if not self.ready:
+                    self.worker.call(prepare, self.job, self.custom, timeout=limit)
+                    self.ready = True
+                return judged(tile, self.worker.call(measure_tile, self.job.token, tile, timeout=limit))
+            except (WorkerDied, WorkerTimeout, RemoteError) as error:
+                self.close()  # a context that failed once fails ever after
+                return judged(tile, error)
+
+    def close(self) -> None:
+        """Ends the measuring process; the next tile starts another."""
+        self.worker.close()
+        self.ready = False
+
+
+class LocalBench:
+    """Tiles on the interpreter, which neither crashes nor hangs."""
+
+    def __init__(self, job: Job, custom: Sequence[Tensor]) -> None:
+        self.job, self.prepared = job, Prepared(job, [c.detach().clone() for c in custom])
+
+    def compile(self, tiles: Sequence[Tile], seconds: float) -> Iterator[Trial]:
+        """Nothing to do."""
+        for tile in tiles:
+            yield Trial(tile, Outcome.OK)
+
+    def measure(self, tile: Tile, seconds: float) -> Trial:
+        """Numbers, then time."""
+        try:
+            return judged(tile, self.prepared.measure(tile))
+        except (RuntimeError, MemoryError, AttentionEngineError) as error:
+            return judged(tile, error)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def bench_for(job: Job, custom: Sequence[Tensor]) -> WorkerBench | LocalBench:
+    """Where the tiles of a job run."""
+    return LocalBench(job, custom) if isinstance(job.target, str) else WorkerBench(job, custom)

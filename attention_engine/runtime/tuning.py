@@ -1,0 +1,173 @@
+"""Which tiles an engine runs with: its tune files, what it may measure, and else the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from attention_engine import settings
+from attention_engine.compiler import Kernels, Maths, Target, Tiles
+from attention_engine.errors import NotWhileCapturing
+from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
+from attention_engine.tuner.cost import Work, cycles
+from attention_engine.tuner.defaults import default_tiles
+from attention_engine.tuner.problems import KernelName, mask_class, problem_key
+from attention_engine.tuner.search import Budget, Result, search
+from attention_engine.tuner.space import Space, as_arch, space
+from attention_engine.tuner.store import Entry, TuneFile, name_of, now
+
+FOUND: dict[str, Entry] = {}  # what this process measured, by the key's name, for engines without a file
+
+
+@dataclass
+class Tuning:
+    """How an engine comes to its tiles. files and measure: for the forward pass, and for the backward pass."""
+
+    measure: tuple[bool, bool] = (False, False)
+    files: tuple[str | os.PathLike[str] | None, ...] = (None, None)
+    budget: Budget = field(default_factory=Budget)
+    bench: Callable[[Job, Sequence[Tensor]], WorkerBench | LocalBench] = bench_for
+    results: dict[str, Result] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._files = tuple(TuneFile(path) if path else None for path in self.files)
+        for file in self._files:
+            if file is not None:
+                file.read()  # a file that can't be read is told of when the engine is built
+
+    @property
+    def matters(self) -> bool:
+        """May tiles differ from the defaults?"""
+        return any(self.measure) or any(self.files)
+
+    def __str__(self) -> str:
+        paths = [str(Path(f).expanduser().resolve()) if f else "" for f in self.files]
+        return f"{self.measure} {paths}" if self.matters else ""
+
+    def file(self, kernel: KernelName) -> TuneFile | None:
+        """The tune file of a kernel."""
+        return self._files[kernel != "forward"]
+
+    def find(self, kernel: KernelName, key: dict) -> Entry | None:
+        """What is known of a problem, without measuring."""
+        file = self.file(kernel)
+        if file is not None:
+            return file.find(key)
+        return FOUND.get(name_of(key)) if self.measure[kernel != "forward"] else None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A problem whose tiles are asked for."""
+
+    maths: Maths
+    specs: Sequence[CustomSpec]
+    problem: Problem
+    target: Target
+    deterministic: bool
+    lengths: tuple[int, int, int]  # batch, queries, keys
+    device: str
+    wanted: tuple[str, ...] = ()  # the custom inputs whose gradients are asked for; maths holds no others
+
+    def over_queries(self, tiles: Tiles) -> bool:
+        """Is dQ made by a kernel of its own?"""
+        return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic).over_queries
+
+    def kernels_as_known(self, tuning: Tuning) -> Kernels:
+        """The kernels with the tiles that are known without measuring."""
+        tiles = default_tiles(self.problem, self.maths, self.target)
+        known: dict[str, Tile] = {name: entry.tile for name, entry in look_up(tuning, self, tiles).items()}
+        tiles = dataclasses.replace(tiles, **known)
+        return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic)
+
+    def key(self, kernel: KernelName, tiles: Tiles) -> dict:
+        """What the tune file calls it."""
+        over_queries = kernel != "forward" and self.over_queries(tiles)
+        return problem_key(kernel, self.maths, self.problem, self.target, self.lengths[1:], over_queries, self.wanted)
+
+    def kernels(self, backward: bool, tiles: Tiles) -> list[KernelName]:
+        """The tuned kernels of a direction."""
+        if not backward:
+            return ["forward"]
+        return ["backward", "queries"] if self.over_queries(tiles) else ["backward"]
+
+    def space(self, kernel: KernelName, tiles: Tiles) -> Space:
+        """The tiles to try, likely ones first behind the default."""
+        found = space(kernel, self.problem, self.target, getattr(tiles, kernel))
+        batch, queries, keys = self.lengths
+        kept = 0.5 if mask_class(analyse_mask(self.maths.program.mask)) == "causal" else 1.0
+        arch, work = as_arch(self.target), Work(batch, queries, keys, kept)
+        default, *others = found.tiles
+        ranked = sorted(others, key=lambda tile: cycles(kernel, self.problem, arch, tile, work))
+        return dataclasses.replace(found, tiles=(default, *ranked))
+
+
+def choose(tuning: Tuning, asked: Asked, tiles: Tiles, backward: bool, custom: Sequence[Tensor]) -> Tiles:
+    """The tiles with those of one direction looked up or, where the engine tunes, measured."""
+    for kernel in asked.kernels(backward, tiles):
+        key = asked.key(kernel, tiles)
+        entry = tuning.find(kernel, key)
+        if entry is None and tuning.measure[backward]:
+            entry = _tune_once(tuning, asked, kernel, key, tiles, custom)
+        if entry is not None:
+            tiles = dataclasses.replace(tiles, **{kernel: entry.tile})
+    return tiles
+
+
+def look_up(tuning: Tuning, asked: Asked, tiles: Tiles) -> dict[KernelName, Entry]:
+    """What is known of a problem's kernels, both directions, without measuring."""
+    names = [name for backward in (False, True) for name in asked.kernels(backward, tiles)]
+    found = {name: tuning.find(name, asked.key(name, tiles)) for name in names}
+    return {name: entry for name, entry in found.items() if entry is not None}
+
+
+def _tune_once(
+    tuning: Tuning, asked: Asked, kernel: KernelName, key: dict, tiles: Tiles, custom: Sequence[Tensor]
+) -> Entry:
+    """Measures, while other processes that want the same entry of the same file wait for it."""
+    if asked.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
+        raise NotWhileCapturing(
+            "tune=True met a new problem inside a CUDA graph's capture.\n  Call the engine once before the capture."
+        )
+    file = tuning.file(kernel)
+    if file is None:
+        return _tune(tuning, asked, kernel, key, tiles, custom)
+    locks = settings.kernel_dir() / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    wanted = f"{file.path.resolve()} {name_of(key)}"
+    with FileLock(locks / f"tuning-{hashlib.blake2b(wanted.encode(), digest_size=10).hexdigest()}.lock"):
+        return tuning.find(kernel, key) or _tune(tuning, asked, kernel, key, tiles, custom)
+
+
+def _tune(
+    tuning: Tuning, asked: Asked, kernel: KernelName, key: dict, tiles: Tiles, custom: Sequence[Tensor]
+) -> Entry:
+    if asked.device.startswith("cuda"):
+        torch.cuda.synchronize(asked.device)  # else what still runs would be timed too
+    job = Job(
+        asked.maths.program, tuple(asked.specs), kernel, asked.problem, asked.lengths, asked.target, asked.device,
+        asked.deterministic, tiles, asked.wanted,
+    )  # fmt: skip
+    bench = tuning.bench(job, custom)
+    try:
+        result = search(bench, asked.space(kernel, tiles).tiles, tuning.budget, key["kernel"])
+    finally:
+        bench.close()
+    entry = Entry(key, result.best.tile, round(result.best.time_us or 0.0, 2), len(result.trials), now())
+    tuning.results[entry.name] = result
+    FOUND[entry.name] = entry
+    file = tuning.file(kernel)
+    if file is not None:
+        file.add([entry])
+    return entry

@@ -1,0 +1,234 @@
+"""Compiled kernels on disk: found by what they are made of, before anything is traced or TileLang is imported.
+
+A folder for each kernel: kernel.so (loads without TileLang's compiler), device.cu, host.c, tilelang.py and key.json,
+which says readably what it was made of. Keys hold no length, batch or address. Folders appear whole, by a rename; of
+several processes one compiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from attention_engine import settings
+from attention_engine.arch import Arch
+from attention_engine.ir.expr import Expr
+from attention_engine.target.compile import CompiledKernel, LoweredKernel, load_tilelang
+
+SCHEMA = 1
+LIBRARY, CUDA, HOST, SCRIPT, KEY = "kernel.so", "device.cu", "host.c", "tilelang.py", "key.json"
+# What turns a key into a kernel.
+MAKERS = ("ir", "passes", "kernels", "target/compile.py", "target/wait_groups.py", "target/fences.py")
+
+
+def spell(value: object) -> str:
+    """A value as text that is the same in every process: equal texts, equal kernels. TypeError for what has none."""
+    match value:
+        case Expr():
+            return value.digest
+        case Enum():
+            return f"{type(value).__name__}.{value.name}"
+        case None | bool() | int() | float() | str():
+            return repr(value)
+        case Arch():
+            return value.target  # kernels know of a GPU what its target says, not its name or number of SMs
+        case tuple() | list():
+            return "(" + ", ".join(spell(v) for v in value) + ")"
+        case Mapping():
+            return "{" + ", ".join(f"{spell(k)}: {spell(v)}" for k, v in value.items()) + "}"
+        case _ if dataclasses.is_dataclass(value):
+            fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+            return f"{type(value).__name__}({', '.join(f'{name}={spell(held)}' for name, held in fields)})"
+        case _:
+            raise TypeError(f"a kernel's key cannot hold {value!r}")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """A digest of the files that make kernels: another text, other kernels."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.blake2b(digest_size=10)
+    for maker in MAKERS:
+        path = package / maker
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def tilelang_version() -> str:
+    """The version of TileLang, without importing it."""
+    return importlib.metadata.version("tilelang")
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """What a kernel is made of: its builder with all that it is given, the target, and the versions of the makers."""
+
+    builder: str  # "forward.forward": module and function in kernels/
+    given: tuple[object, ...]
+    arch: Arch
+    pass_configs: tuple[tuple[str, Any], ...]
+
+    def record(self) -> dict[str, Any]:
+        """The key, readable."""
+        return {
+            "schema": SCHEMA,
+            "kernel": self.builder,
+            "given": [spell(value) for value in self.given],
+            "target": self.arch.target,
+            "pass_configs": dict(self.pass_configs),
+            "tilelang": tilelang_version(),
+            "machine": platform.machine(),
+            "sources": sources_digest(),
+        }
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The name of the kernel's folder."""
+        text = json.dumps(self.record(), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def folder() -> Path:
+    """Where the kernels are."""
+    return settings.kernel_dir()
+
+
+def find_or_compile(key: KernelKey, compile_now: Callable[[], CompiledKernel]) -> CompiledKernel:
+    """The kernel of the key: from disk, or compiled once among all processes and put there.
+
+    Where the folder can't be written, or TileLang's own cache is off, kernels are compiled for this process alone.
+    """
+    place = folder() / key.digest
+    kernel = _load(place, key.arch)
+    if kernel is not None:
+        return kernel
+    locks = folder() / ".locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return compile_now()
+    with FileLock(locks / f"{key.digest}.lock"):
+        kernel = _load(place, key.arch)  # another process may have been compiling it
+        if kernel is not None:
+            return kernel
+        started = time.perf_counter()
+        kernel = compile_now()
+        if kernel.library is not None:
+            _save(place, key, kernel.lowered, kernel.library, time.perf_counter() - started)
+        return kernel
+
+
+def _save(place: Path, key: KernelKey, lowered: LoweredKernel, library: Path, seconds: float) -> None:
+    """The folder, whole or not at all."""
+    staging = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
+    try:
+        shutil.copyfile(library, staging / LIBRARY)
+        texts = {CUDA: lowered.cuda, HOST: lowered.host, SCRIPT: lowered.source("tilelang")}
+        for name, text in texts.items():
+            (staging / name).write_text(text)
+        record = {**key.record(), "flags": list(lowered.flags), "symbol": lowered.symbol}
+        record["seconds"] = round(seconds, 3)
+        record["library_digest"] = _digest(staging / LIBRARY)
+        (staging / KEY).write_text(json.dumps(record, indent=2))
+        with (staging / LIBRARY).open("rb+") as file:
+            os.fsync(file.fileno())
+        shutil.rmtree(place, ignore_errors=True)  # one that was damaged
+        staging.rename(place)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Script:
+    """The text of a kernel that was traced in another process."""
+
+    text: str
+
+    def script(self) -> str:
+        """The text."""
+        return self.text
+
+
+def _load(place: Path, arch: Arch) -> CompiledKernel | None:
+    """The kernel of a folder; None where there is none, or a damaged one."""
+    try:
+        record = json.loads((place / KEY).read_text())
+        texts = [(place / name).read_text() for name in (SCRIPT, CUDA, HOST)]
+        if record["library_digest"] != _digest(place / LIBRARY):
+            return None
+    except (OSError, ValueError, KeyError):
+        return None
+    flags, symbol = tuple(record["flags"]), record["symbol"]
+    lowered = LoweredKernel(Script(texts[0]), arch, texts[1], texts[2], flags, symbol)
+    return CompiledKernel(lowered, _module(place / LIBRARY)[symbol])
+
+
+def _module(library: Path) -> Any:
+    load_runtime()
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(library))
+
+
+@functools.cache
+def load_runtime() -> None:
+    """The libraries that compiled kernels call, without the import of TileLang (seconds) where that can be spared."""
+    import torch  # noqa: F401 - its libraries come first
+    import tvm_ffi  # noqa: F401
+
+    found = importlib.util.find_spec("tilelang")
+    libraries = Path(found.origin).parent / "lib" if found is not None and found.origin else Path()
+    try:
+        for name in ("libtvm_runtime.so", "libtilelang.so"):
+            ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+    except OSError:
+        load_tilelang()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel on disk: what it was made of, and its size in bytes."""
+
+    digest: str
+    record: Mapping[str, Any]
+    size: int
+
+
+def entries() -> Iterator[Entry]:
+    """The kernels on disk."""
+    for place in sorted(folder().glob("[!.]*")) if folder().is_dir() else []:
+        try:
+            record = json.loads((place / KEY).read_text())
+        except (OSError, ValueError):
+            continue
+        yield Entry(place.name, record, sum(f.stat().st_size for f in place.iterdir()))
+
+
+def clear() -> int:
+    """Removes the kernels on disk; how many there were."""
+    found = list(entries())
+    shutil.rmtree(folder(), ignore_errors=True)
+    return len(found)

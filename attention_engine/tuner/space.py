@@ -1,0 +1,134 @@
+"""The tiles worth trying for a kernel: all that its instructions can run, less those that a GPU's limits forbid.
+
+What is known before compiling (threads, registers of accumulators, a lower bound of shared memory) is judged here; what
+a compiled kernel really takes, by `judge`. Every tile that falls has a reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attention_engine.arch import H100, Arch
+from attention_engine.compiler import Target
+from attention_engine.ir.problem import ROW_PAD, Problem, Tile, padded
+from attention_engine.target.compile import Resources
+from attention_engine.tuner.problems import KernelName
+
+ROWS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
+MOVING = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # the tile that a block walks over
+THREADS = (32, 64, 128, 256, 384)
+STAGES = (1, 2, 3)
+OTHER_REGISTERS = 40  # per thread, beside the accumulators: addresses, row values, counters
+MOST_SPILLED = 64  # bytes a thread may spill: a few values outside the loop cost nothing that can be measured
+INTERPRETED = H100()  # what the interpreter stands for
+
+
+@dataclass(frozen=True)
+class Space:
+    """The tiles to try, and those that were rejected with the reason."""
+
+    tiles: tuple[Tile, ...]
+    rejected: tuple[tuple[Tile, str], ...]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a tile takes at least: bytes of shared memory a block, fp32 accumulator registers a thread."""
+
+    shared_bytes: int
+    registers: int
+
+
+def as_arch(target: Target) -> Arch:
+    """The GPU whose limits count."""
+    return target if isinstance(target, Arch) else INTERPRETED
+
+
+def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
+    """The least that a tile takes; the compiler adds to it."""
+    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    size = {"float32": 4}.get(problem.dtype, 2) * (2 if problem.splits else 1)
+    held = 1 if problem.dtype == "float32" else 2  # weights in registers beside the scores, two a register
+    pairs, stages = tile.q * tile.kv, max(tile.stages, 1)
+    match kernel:
+        case "forward":
+            shared = (tile.q * dim + stages * tile.kv * (dim + dim_v)) * size
+            sums = tile.q * dim_v + pairs + (pairs // held if held > 1 else 0)
+        case "backward":
+            shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + pairs) * size
+            sums = tile.kv * (dim + dim_v) + 2 * pairs
+        case "queries":
+            shared = (tile.q * (dim + dim_v) + stages * tile.kv * (dim + dim_v)) * size
+            sums = tile.q * dim + 2 * pairs
+    return Demand(shared, sums // tile.threads)
+
+
+def register_limit(arch: Arch, tile: Tile) -> int:
+    """Registers a thread may have; where copies have threads of their own (TMA), those keep 24 each."""
+    copying = 128 if arch.has_wgmma and tile.stages else 0
+    threads = tile.threads + copying
+    share = (arch.registers_per_sm - 24 * copying) // tile.threads if copying else arch.registers_per_sm // threads
+    return min(share // 8 * 8, arch.max_registers_per_thread)
+
+
+def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) -> str | None:
+    """Why a tile can't run, as far as arithmetic tells; None: it may."""
+    if (reason := _shape_reason(kernel, problem, arch, tile)) is not None:
+        return reason
+    needs = demand(kernel, problem, tile)
+    most = arch.shared_memory_per_block
+    if needs.shared_bytes > most:
+        return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {most}"
+    limit = register_limit(arch, tile)
+    if needs.registers + OTHER_REGISTERS > limit:
+        return f"needs some {needs.registers + OTHER_REGISTERS} registers a thread, and there are {limit}"
+    return None
+
+
+def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) -> str | None:
+    rows = tile.kv if kernel == "backward" else tile.q
+    warps = tile.threads // 32
+    wgmma = arch.has_wgmma and problem.dtype != "float32"
+    if kernel == "backward" and ROW_PAD % tile.q:
+        return f"{tile.q} queries don't divide {ROW_PAD}, to which rows are padded"
+    if wgmma and tile.threads % 128:
+        return "wgmma wants whole warpgroups of 128 threads"
+    if tile.shared_weights:
+        return None if rows * tile.q % (256 * warps) == 0 else f"{warps} warps can't share so few pairs"
+    step = 64 * (warps // 4) if wgmma else 16 * warps
+    if rows % step:
+        return f"{rows} rows don't cut into {step}, what {tile.threads} threads take at a time"
+    return None
+
+
+def space(kernel: KernelName, problem: Problem, target: Target, default: Tile) -> Space:
+    """The tiles to try, the default first whatever it is."""
+    arch = as_arch(target)
+    kept, rejected = [default], []
+    for tile in _tiles(kernel, problem, arch):
+        if tile == default:
+            continue
+        reason = reason_against(kernel, problem, arch, tile)
+        if reason is None:
+            kept.append(tile)
+        else:
+            rejected.append((tile, reason))
+    return Space(tuple(kept), tuple(rejected))
+
+
+def _tiles(kernel: KernelName, problem: Problem, arch: Arch) -> Iterator[Tile]:
+    stages = (0,) if problem.dtype == "float32" else STAGES
+    handing = (False, True) if kernel == "backward" and problem.dtype != "float32" else (False,)
+    for rows, moving, threads, count, shared in itertools.product(ROWS, MOVING, THREADS, stages, handing):
+        q, kv = (moving, rows) if kernel == "backward" else (rows, moving)
+        yield Tile(q, kv, threads, count, shared)
+
+
+def judge(resources: Resources, arch: Arch) -> str | None:
+    """Why a compiled kernel isn't worth running; None: it is."""
+    if resources.shared_bytes > arch.shared_memory_per_block:
+        return f"needs {resources.shared_bytes} bytes of shared memory, and there are {arch.shared_memory_per_block}"
+    spilled = resources.spill_stores + resources.spill_loads
+    return f"spills {spilled} bytes a thread" if spilled > MOST_SPILLED else None

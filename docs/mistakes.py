@@ -1,0 +1,271 @@
+"""Classic mistakes: for each the class of its error, code that makes it, and the mend. Prints or writes docs/errors.md.
+
+    python docs/mistakes.py            every mistake with the message that a user meets
+    python docs/mistakes.py --write    docs/errors.md
+"""
+
+import argparse
+import linecache
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from attention_engine import errors
+
+PAGE = Path(__file__).parent / "errors.md"
+START = """
+import math
+import torch
+from attention_engine import (
+    AttentionEngine, CustomIO, OnlineFunc, SymbolScalar, Var, arch, library, meta_tensor, where)
+qkv_meta = (meta_tensor(1, 2, 8, 16, dtype=torch.float32),) * 3
+q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+"""
+SOFTMAX = """
+class Softmax(OnlineFunc):
+    def __init__(self):
+        super().__init__({{"m": SymbolScalar("m", Var("-inf")), "r": SymbolScalar("r", Var("0.0"))}}, {{}})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        m, r = online_rowscales["m"], online_rowscales["r"]
+        m_new = m.max(scores.get_reduce("max"))
+        rescale = (m - m_new).exp()
+        weights = (scores - m_new).exp()
+        {}
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / online_rowscales["r"], {{}}
+
+engine = AttentionEngine(qkv_meta, online_func=Softmax())
+"""
+RIGHT_END = 'return weights, {"m": m_new, "r": r * rescale + weights.get_reduce("sum")}, rescale'
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake: what its code does wrong, and the same done right."""
+
+    error: type[errors.AttentionEngineError]
+    title: str
+    wrong: str
+    right: str
+
+
+def score(wrong: str, right: str) -> tuple[str, str]:
+    """A score_mod's two ways."""
+    head = "def score_mod(score, custom, b, h, q_idx, kv_idx):\n    "
+    tail = "\n\nengine = AttentionEngine(qkv_meta, score_mod=score_mod)"
+    return head + wrong + tail, head + right + tail
+
+
+def mask(wrong: str, right: str) -> tuple[str, str]:
+    """A mask_mod's two ways."""
+    head = "def mask_mod(b, h, q_idx, kv_idx):\n    "
+    tail = "\n\nengine = AttentionEngine(qkv_meta, mask_mod=mask_mod)"
+    return head + wrong + tail, head + right + tail
+
+
+def softmax(wrong: str) -> tuple[str, str]:
+    """Two ends of online_fwd."""
+    return SOFTMAX.format(wrong).strip(), SOFTMAX.format(RIGHT_END).strip()
+
+
+def option(wrong: str, right: str) -> tuple[str, str]:
+    """Two ways to call the constructor."""
+    return f"engine = AttentionEngine(qkv_meta, {wrong})", f"engine = AttentionEngine(qkv_meta, {right})"
+
+
+def call(wrong: str, right: str) -> tuple[str, str]:
+    """Two ways to call an engine."""
+    head = "engine = AttentionEngine(qkv_meta)\n"
+    return f"{head}engine({wrong})", f"{head}engine({right})"
+
+
+def custom(wrong: str, right: str) -> tuple[str, str]:
+    """Two ways to call an engine that reads slopes."""
+    head = 'slopes = CustomIO({"slopes": ("heads",)})\n'
+    head += "engine = AttentionEngine(qkv_meta, slopes, library.alibi(0.25))\n"
+    return f"{head}engine({wrong})", f"{head}engine({right})"
+
+
+E = errors
+MISTAKES = [
+    Mistake(E.BranchOnSymbol, "`if` on a symbolic value", *score(
+        "if q_idx > kv_idx + 4:\n        return score - 1\n    return score",
+        "return where(q_idx > kv_idx + 4, score - 1, score)")),
+    Mistake(E.BranchOnSymbol, "`and`, `or`, `not` between conditions", *mask(
+        "return q_idx >= kv_idx and q_idx - kv_idx < 4", "return (q_idx >= kv_idx) & (q_idx - kv_idx < 4)")),
+    Mistake(E.BranchOnSymbol, "Python's `max` and `min`", *score("return max(score, 0)", "return score.max(0)")),
+    Mistake(E.BranchOnSymbol, "a chained comparison", *mask(
+        "return 0 <= q_idx - kv_idx < 4", "return (0 <= q_idx - kv_idx) & (q_idx - kv_idx < 4)")),
+    Mistake(E.UnsupportedOperation, "`&` without brackets", *mask(
+        "return q_idx >= kv_idx & kv_idx > 2", "return (q_idx >= kv_idx) & (kv_idx > 2)")),
+    Mistake(E.UnsupportedOperation, "a function of the math module", *score(
+        "return math.tanh(score)", "return score.tanh()")),
+    Mistake(E.UnsupportedOperation, "a function that has no meaning for one pair", *score(
+        "return torch.cumsum(score, -1)", "return torch.tanh(score)")),
+    Mistake(E.UnsupportedOperation, "the softmax inside the score", *(
+        score("return torch.softmax(score, -1)", "")[0],
+        "engine = AttentionEngine(qkv_meta, online_func=library.OnlineSoftmax())")),
+    Mistake(E.SymbolAsIndex, "a list or tensor read at a symbolic index", *(
+        score("return score * [0.5, 0.25][h]", "")[0],
+        'def score_mod(score, custom, b, h, q_idx, kv_idx):\n    return score * custom["slopes"]\n\n'
+        'engine = AttentionEngine(qkv_meta, CustomIO({"slopes": ("heads",)}), score_mod)\n'
+        "engine(q, k, v, torch.tensor([0.5, 0.25]))")),
+    Mistake(E.TensorInMod, "a tensor inside a mod", *(
+        score("return score + torch.ones(8)", "")[0],
+        'def score_mod(score, custom, b, h, q_idx, kv_idx):\n    return score + custom["bias"]\n\n'
+        'engine = AttentionEngine(qkv_meta, CustomIO({"bias": ("seq_len_kv",)}), score_mod)\n'
+        "engine(q, k, v, torch.ones(8))")),
+    Mistake(E.WrongArity, "a mod with the wrong arguments", *(
+        "def score_mod(score, b, h, q_idx, kv_idx):\n    return score\n\n"
+        "engine = AttentionEngine(qkv_meta, score_mod=score_mod)", score("", "return score")[1])),
+    Mistake(E.WrongResult, "a mod that returns nothing", *score("score * 0.125", "return score * 0.125")),
+    Mistake(E.WrongResult, "a mod that returns a tensor", *score("return torch.ones(8)", "return 1.0")),
+    Mistake(E.MaskIsNoCondition, "a mask that returns a number", *mask(
+        "return where(q_idx >= kv_idx, 0.0, -1e9)", "return q_idx >= kv_idx")),
+    Mistake(E.NotAFunction, "a tensor as mask_mod", *(
+        "keep = torch.ones(8, 8).tril().bool()\nengine = AttentionEngine(qkv_meta, mask_mod=keep)",
+        'def mask_mod(b, h, q_idx, kv_idx, custom):\n    return custom["keep"][q_idx, kv_idx]\n\n'
+        'keep = CustomIO({"keep": ("seq_len", "seq_len_kv")})\n'
+        "engine = AttentionEngine(qkv_meta, keep, mask_mod=mask_mod)\n"
+        "engine(q, k, v, torch.ones(8, 8).tril().bool())")),
+    Mistake(E.FactoryNotCalled, "a factory in place of the mod that it makes", *option(
+        "mask_mod=library.sliding_window", "mask_mod=library.sliding_window(4)")),
+    Mistake(E.UnknownState, "a row state that isn't declared", *softmax(
+        'return weights, {"m": m_new, "r": online_rowscales["sum"] + 1}, rescale')),
+    Mistake(E.MissingState, "a row state that isn't returned", *softmax('return weights, {"m": m_new}, rescale')),
+    Mistake(E.WrongResult, "a forgotten rescale in the result", *softmax(
+        'return weights, {"m": m_new, "r": r * rescale + weights.get_reduce("sum")}')),
+    Mistake(E.NotReduced, "a row state that differs from key to key", *softmax(
+        'return weights, {"m": m_new, "r": r * rescale + weights}, rescale')),
+    Mistake(E.UnknownReduction, "a reduction that isn't there", *softmax(
+        'return weights, {"m": m_new, "r": r + weights.get_reduce("mean")}, rescale')),
+    Mistake(E.NotOnline, "a result that depends on how the row is cut", *softmax(
+        'return weights, {"m": m_new, "r": r + weights.get_reduce("sum")}, rescale')),
+    Mistake(E.StatesNotDeclared, "an OnlineFunc that doesn't call its base class", *(
+        "class Mine(OnlineFunc):\n    def __init__(self):\n        self.power = 2\n\n"
+        "engine = AttentionEngine(qkv_meta, online_func=Mine())",
+        "class Mine(OnlineFunc):\n    def __init__(self):\n        super().__init__()\n        self.power = 2\n\n"
+        "engine = AttentionEngine(qkv_meta, online_func=Mine())")),
+    Mistake(E.BadInitialValue, "a first value that is no number", 'm = SymbolScalar("m", Var("minus infinity"))',
+            'm = SymbolScalar("m", Var("-inf"))'),
+    Mistake(E.UnknownOption, "a class in place of an instance", *option(
+        "online_func=library.OnlineSoftmax", "online_func=library.OnlineSoftmax()")),
+    Mistake(E.UnknownOption, "an option's value that means nothing", *option('backend="triton"', 'backend="tilelang"')),
+    Mistake(E.OptionsClash, "two options that say the same", *option(
+        "mask_mod=library.causal, block_mask=library.sliding_window(4)",
+        "mask_mod=library.and_masks(library.causal, library.sliding_window(4))")),
+    Mistake(E.HeadsDoNotGroup, "query heads that can't share the key heads", *(
+        f"engine = AttentionEngine((meta_tensor(1, 24, 8, 16),) + (meta_tensor(1, {n}, 8, 16),) * 2)"
+        for n in (5, 6))),
+    Mistake(E.HeadDimsDiffer, "q and k of different head dims", *(
+        f"engine = AttentionEngine((meta_tensor(1, 2, 8, 16), meta_tensor(1, 2, 8, {n}), meta_tensor(1, 2, 8, 32)))"
+        for n in (32, 16))),
+    Mistake(E.BadMeta, "tensors in place of their description", "engine = AttentionEngine((q, k, v))",
+            "engine = AttentionEngine((meta_tensor(1, 2, 8, 16, dtype=torch.float32),) * 3)"),
+    Mistake(E.WrongHeads, "the other layout", *(
+        call("*(t.transpose(1, 2) for t in (q, k, v))", "")[0],
+        'engine = AttentionEngine(qkv_meta, layout="bhsd")\nengine(*(t.transpose(1, 2) for t in (q, k, v)))')),
+    Mistake(E.WrongRank, "a missing dimension", *call("q[0], k[0], v[0]", "q[:1], k[:1], v[:1]")),
+    Mistake(E.DtypesDiffer, "two dtypes in one call", *call("q, k.half(), v", "q, k, v")),
+    Mistake(E.NotFloating, "integer tensors", *call("q.int(), k.int(), v.int()", "q, k, v")),
+    Mistake(E.LengthsDiffer, "keys and values of different lengths", *call("q, k, v[:, :7]", "q, k[:, :7], v[:, :7]")),
+    Mistake(E.DevicesDiffer, "tensors on two devices", *call('q, k.to("meta"), v', "q, k, v")),
+    Mistake(E.WrongDtype, "another dtype than the kernels were built for", *(
+        'engine = AttentionEngine(qkv_meta, backend="interpret")\nengine(q.half(), k.half(), v.half())',
+        'engine = AttentionEngine(qkv_meta, backend="interpret")\nengine(q, k, v)')),
+    Mistake(E.UnknownAxis, "an axis that doesn't exist", 'slopes = CustomIO({"slopes": ("head",)})',
+            'slopes = CustomIO({"slopes": ("heads",)})'),
+    Mistake(E.UnknownCustomInput, "a custom input that isn't declared", *(
+        score('return score * custom["slopes"]', "")[0],
+        'def score_mod(score, custom, b, h, q_idx, kv_idx):\n    return score * custom["slopes"]\n\n'
+        'engine = AttentionEngine(qkv_meta, CustomIO({"slopes": ("heads",)}), score_mod)')),
+    Mistake(E.WrongIndex, "the wrong number of indices", *(
+        'def score_mod(score, custom, b, h, q_idx, kv_idx):\n'
+        f'    return score * custom["slopes"]{indices}\n\n'
+        'engine = AttentionEngine(qkv_meta, CustomIO({"slopes": ("heads",)}), score_mod)'
+        for indices in ("[b, h]", "[h]"))),
+    Mistake(E.CustomInputMissing, "a custom input that the call doesn't bring", *custom(
+        "q, k, v", "q, k, v, slopes=torch.ones(2)")),
+    Mistake(E.WrongCustomShape, "a custom input of the wrong shape", *custom(
+        "q, k, v, torch.ones(3)", "q, k, v, torch.ones(2)")),
+    Mistake(E.NotATensor, "a number in place of a tensor", *custom("q, k, v, 0.5", "q, k, v, torch.full((2,), 0.5)")),
+    Mistake(E.WrongBlockMask, "a mask over pairs in place of one over blocks", *option(
+        "block_mask=torch.ones(8, 8, dtype=torch.bool))(q, k, v",
+        "block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))(q, k, v")),
+    Mistake(E.NoDevice, "kernels asked for on a CPU", *(
+        f'engine = AttentionEngine(qkv_meta, backend="{name}")\nengine(q, k, v)'
+        for name in ("tilelang", "interpret"))),
+    Mistake(E.NoDevice, "CUDA source where there is no GPU to compile for", *(
+        'engine = AttentionEngine(qkv_meta)\nengine.source("forward", form="cuda")',
+        'engine = AttentionEngine(qkv_meta, device=arch.H100())\nengine.source("forward")')),
+    Mistake(E.RowNotDifferentiable, "a loss through a row whose gradient isn't derived", *(
+        "class Softmax(library.OnlineSoftmax):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        '        self.final_rowscales = {"top": SymbolScalar("top", Var("0.0"))}\n\n'
+        "    @staticmethod\n"
+        "    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):\n"
+        '        return o / online_rowscales["r"], {"top": online_rowscales["m"]}\n\n'
+        'engine = AttentionEngine(qkv_meta, online_func=Softmax(), backend="interpret")\n'
+        "o, rows = engine(q.requires_grad_(), k, v, return_rowscales=True)\n"
+        f'(o.sum() + rows["top"]{way}.sum()).backward()' for way in ("", ".detach()"))),
+]  # fmt: skip
+
+
+def message_of(mistake: Mistake) -> str:
+    """What the user meets: the last lines of the traceback."""
+    error = raised(mistake.wrong)
+    if error is None:
+        raise AssertionError(f"{mistake.title}: nothing is wrong with\n{mistake.wrong}")
+    return f"{type(error).__name__}: {error}"
+
+
+def raised(code: str) -> errors.AttentionEngineError | None:
+    """The error that this code ends in."""
+    names: dict[str, object] = {}
+    exec(START, names)
+    linecache.cache["my_attention.py"] = (len(code), None, code.splitlines(True), "my_attention.py")
+    try:
+        exec(compile(code, "my_attention.py", "exec"), names)
+    except errors.AttentionEngineError as error:
+        return error
+    return None
+
+
+def page() -> str:
+    """docs/errors.md."""
+    head = """\
+        # Errors
+
+        Every mistake has a class in `attention_engine.errors`, derived from `AttentionEngineError` and from Python's
+        own class where there is one (`TypeError`, `ValueError`, ...). A message says where, what was found, and what to
+        do. This page is written by `python docs/mistakes.py --write`, which makes each mistake; a test makes it again.
+
+        All examples begin with
+        """
+    parts = [textwrap.dedent(head), f"```python\n{START.strip()}\n```\n"]
+    for number, mistake in enumerate(MISTAKES, 1):
+        parts.append(
+            f"## {number}. {mistake.title[0].upper()}{mistake.title[1:]}\n\n"
+            f"```py\n{mistake.wrong}\n```\n\n```text\n{message_of(mistake)}\n```\n\n"
+            f"The mend:\n\n```py\n{mistake.right}\n```\n"
+        )
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/errors.md")
+    if parser.parse_args().write:
+        PAGE.write_text(page())
+        return
+    for number, mistake in enumerate(MISTAKES, 1):
+        print(f"{number}. {mistake.title}\n{textwrap.indent(message_of(mistake), '   ')}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Masks and custom inputs on a GPU: the pairs of tests/mask_cases.py at larger lengths, memory, graphs, bad indices.
+
+Most of the time is compiling: `-n 15` on many cores.
+"""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, document_ids, library, meta_tensor
+from tests.cases import Shape
+from tests.mask_cases import PAIRS, errors
+from tests.plain import worst_ratio
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("score", "mask"), PAIRS, ids=map(", ".join, PAIRS))
+def test_kernels_keep_the_rule(score, mask, record_property):
+    found = []
+    for batch, length in ((2, 1000), (1, 4096)):
+        shape = Shape(batch, length, length, 4, 2, 64, 64)
+        found += errors(score, mask, shape, torch.float16, "cuda", backend="tilelang")
+    record_property(*worst_ratio(found, f"{score}, {mask}"))
+
+
+def build(axes, mask, score=None, heads=4, dim=64, **options):
+    meta = meta_tensor(None, heads, None, dim, dtype=torch.float16)
+    score = score or library.scale(dim**-0.5)
+    return AttentionEngine((meta,) * 3, CustomIO(axes), score, mask, library.OnlineSoftmax(), **options)
+
+
+def qkv(batch, length, heads=4, dim=64):
+    return [torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.float16) for _ in range(3)]
+
+
+def test_a_document_mask_takes_no_memory_of_the_size_of_pairs():
+    length = 131072
+    engine = build({"documents": (1, "seq_len")}, lambda b, h, q, k, custom: custom["documents"][0, q] ==
+                   custom["documents"][0, k], heads=1)  # fmt: skip
+    ids = document_ids([length // 16] * 16, device="cuda")
+    tensors = qkv(1, 256, heads=1)
+    engine(*tensors, ids[:, :256])  # compiles
+    tensors = qkv(1, length, heads=1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        o = engine(*tensors, ids)
+    torch.cuda.synchronize()
+    beyond = torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size()
+    print(f"mask analysis and forward at {length}: {beyond / 2**20:.1f} MiB beyond inputs and output")
+    assert beyond < 100e6
+
+
+def test_a_captured_graph_follows_its_documents():
+    engine = build({"documents": ("batch", "seq_len")}, library.document())
+    tensors, ids = qkv(1, 1000), document_ids([300, 500, 200], device="cuda")
+    other = document_ids([10, 1, 900, 89], device="cuda")
+    with torch.no_grad():
+        engine(*tensors, ids)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = engine(*tensors, ids)
+        for fresh in (other, ids.clone()):
+            ids.copy_(fresh)
+            graph.replay()
+            assert torch.equal(o, engine(*tensors, fresh.clone()))
+    late = engine(*tensors, other)
+    ids.data.copy_(other)  # which no version number tells of
+    assert torch.equal(engine(*tensors, ids), late)
+
+
+@pytest.mark.parametrize("axes", [("heads", "seq_len_kv"), ("seq_len", "seq_len_kv")], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_keys_and_pairs_are_the_same_in_every_run(axes, deterministic):
+    engine = build(
+        {"x": axes}, library.causal, lambda s, c, b, h, q, k: s * 0.125 + c["x"], deterministic=deterministic
+    )
+    sizes = {"heads": 4, "seq_len": 1000, "seq_len_kv": 1000}
+    x = torch.randn([sizes[a] for a in axes], device="cuda", requires_grad=True)
+    tensors = qkv(2, 1000)
+    found = [torch.autograd.grad(engine(*tensors, x).sum(), x)[0] for _ in range(3)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and found[0].any()
+
+
+def relative(s, custom, b, h, q, k):
+    return s * 0.125 + custom["x"][h, (q - k).clamp(-50, 50) + 50]
+
+
+def test_deterministic_gradients_of_a_relative_bias():
+    engine = build({"x": ("heads", 101)}, library.causal, relative, deterministic=True)
+    x, tensors = torch.randn(4, 101, device="cuda", requires_grad=True), qkv(2, 1000)
+    found = [torch.autograd.grad(engine(*tensors, x).sum(), x)[0] for _ in range(3)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and found[0].any()
+
+
+def test_an_index_out_of_range_touches_no_foreign_memory():
+    """Run it under compute-sanitizer --tool memcheck too."""
+    def far(s, custom, b, h, q, k):
+        return s * 0.125 + custom["x"][q - k + 5] + custom["x"][1000 * q] + custom["x"][-3 - k]
+
+    engine = build({"x": (11,)}, library.causal, far)
+    x, tensors = torch.randn(11, device="cuda", requires_grad=True), qkv(1, 200)
+    o = engine(*tensors, x)
+    (found,) = torch.autograd.grad(o.sum(), x)
+    reference = build({"x": (11,)}, library.causal, far, backend="reference")
+    exact = reference(*(t.double() for t in tensors), x)
+    torch.testing.assert_close(o.double(), exact.double(), atol=2e-2, rtol=2e-2)
+    assert found.isfinite().all() and found[:5].any()

@@ -1,0 +1,115 @@
+"""Tile maps on the interpreter, beside all pairs asked one by one: what is listed, what is whole, what is left out."""
+
+import pytest
+import torch
+
+from attention_engine import library as lib
+from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.tracing import trace
+from attention_engine.ir.expr import Type
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+from attention_engine.passes.analyse_mask import Bound
+from attention_engine.reference.evaluate import Evaluator
+
+pytest.importorskip("tilelang")
+from attention_engine.kernels.tile_map import tile_map
+from attention_engine.kernels.tiles import plan_tiles
+from attention_engine.target.interpreter import Interpreter
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 4, 2, 150, 181
+TILE = Tile(32, 16, 128, 0)
+IDS = torch.stack([torch.arange(KEYS) // 40, (torch.arange(KEYS) * 7 % 23 > 11).long() * 3 + torch.arange(KEYS) // 90])
+INPUTS = {
+    "documents": (("batch", "seq_len_kv"), "int32", IDS.int()),
+    "lengths": (("batch",), "int64", torch.tensor([77, 0])),
+    "keep": (("batch", "seq_len_kv"), "uint8", (torch.arange(2 * KEYS).view(2, KEYS) // 20 % 2).to(torch.uint8)),
+    "reach": (("heads",), "int32", torch.tensor([3, 40, 200, -1]).int()),
+    "blocks": ((1, "heads", 5, 6), "int8", (torch.arange(120).view(1, 4, 5, 6) % 3 == 0).to(torch.int8)),
+    "gate": (("seq_len", "seq_len_kv"), "float32", torch.linspace(-1, 1, QUERIES * KEYS).view(QUERIES, KEYS)),
+}
+
+
+def per_head(b, h, q, k, custom):
+    return (q - k).abs() <= custom["reach"][h]
+
+
+MASKS = {
+    "prefix": lib.prefix_lm(50), "dilated": lib.dilated(5), "rarely": lambda b, h, q, k: (q * 3 + k) % 97 == 0,
+    "block diagonal": lib.block_diagonal(48), "block causal": lib.block_causal(30),
+    "neighbourhood": lib.neighbourhood(12, 2, 3), "global": lib.with_global(4, lib.sliding_window(9, 9)),
+    "not": lib.not_mask(lib.prefix_lm(70)), "documents": lib.document(), "padding": lib.padding(),
+    "causal documents": lib.and_masks(lib.causal, lib.document()), "keep": lambda b, h, q, k, custom: custom["keep"],
+    "per head": per_head, "causal per head": lib.and_masks(lib.causal, per_head),
+    "blocks": lambda b, h, q, k, custom: custom["blocks"][0, h, q // 32, k // 32] != 0,
+    "small blocks": lambda b, h, q, k, custom: custom["blocks"][0, h, q // 8 % 5, k // 8 % 6] != 0,
+    "gate": lambda b, h, q, k, custom: custom["gate"] > 0.5, "nothing": lambda b, h, q, k: (q + k) % 2 == 3,
+    "a choice": lambda b, h, q, k: lib_where(q < 40, k // 16 == 2, (k - q).abs() % 9 < 4),
+    "extremes": lambda b, h, q, k: (q // 20 * 20).maximum(30) >= (k // 10 * 10).minimum(100),
+}  # fmt: skip
+
+
+def lib_where(condition, a, b):
+    from attention_engine import where
+
+    return where(condition, a, b)
+
+
+def kept_pairs(mask):
+    sizes = {B: BATCH, H: HEADS, Q_IDX: QUERIES, KV_IDX: KEYS}
+    places = {
+        v: torch.arange(n).view([-1 if axis == place else 1 for axis in range(4)])
+        for place, (v, n) in enumerate(sizes.items())
+    }
+    tensors = {name: tensor for name, (_, _, tensor) in INPUTS.items()}
+    found = Evaluator(places, tensors, torch.float32, torch.device("cpu"))(mask)
+    return found.expand(BATCH, HEADS, QUERIES, KEYS)
+
+
+def expected_lists(kept, plan, over_keys):
+    """For each (batch, head, row): the entries, from every pair."""
+    lists = {}
+    for b in range(BATCH if plan.by_batch else 1):
+        for h in range((HEADS if over_keys else KV_HEADS) if plan.by_head else 1):
+            group = HEADS // KV_HEADS if plan.by_head and not over_keys else 1
+            for i in range(-(-QUERIES // TILE.q)):
+                for j in range(-(-KEYS // TILE.kv)):
+                    for g in range(group):
+                        pairs = kept[b, h * group + g, i * TILE.q : (i + 1) * TILE.q, j * TILE.kv : (j + 1) * TILE.kv]
+                        row, tile = (i, j) if over_keys else (j, i * group + g)
+                        if pairs.any():
+                            lists.setdefault((b, h, row), []).append(2 * tile + (not pairs.all()))
+    return lists
+
+
+@pytest.mark.parametrize("over_keys", [True, False], ids=["over keys", "over queries"])
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_hold_the_tiles_that_hold_a_kept_pair(name, over_keys):
+    types = {n: Type.BOOL if n == "keep" else Type.FLOAT if n == "gate" else Type.INT for n in INPUTS}
+    mask = trace(None, MASKS[name], None, CustomIO({n: axes for n, (axes, _, _) in INPUTS.items()}), types).mask
+    problem = Problem(HEADS, KV_HEADS, 32, 32, "float16", custom=tuple((n, d, a) for n, (a, d, _) in INPUTS.items()))
+    plan = plan_tiles(mask)
+    assert plan.mapped
+    rows, tiles = -(-QUERIES // TILE.q), -(-KEYS // TILE.kv)
+    if not over_keys:
+        rows, tiles = tiles, rows * plan.candidates(problem)
+    size = (BATCH if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles + 1)
+    lists = torch.full(size, -7, dtype=torch.int32)
+    read = [tensor for n, (_, _, tensor) in INPUTS.items() if n in plan.reads]
+    Interpreter(tile_map(problem, mask, TILE, over_keys))(BATCH, QUERIES, KEYS, *read, lists)
+    expected = expected_lists(kept_pairs(mask), plan, over_keys)
+    for b, h, row in torch.cartesian_prod(*map(torch.arange, size[:3])).tolist():
+        count, *entries = lists[b, h, row].tolist()
+        assert sorted(entries[:count]) == entries[:count] == expected.get((b, h, row), []), (b, h, row)
+        assert set(entries[count:]) <= {-7}
+
+
+def test_a_mask_that_bounds_describe_needs_no_map():
+    for mask_mod in (lib.causal, lib.sliding_window(5, 6), lib.causal_from(3)):
+        assert not plan_tiles(trace(None, mask_mod, None, CustomIO()).mask).mapped
+    assert not plan_tiles(None).mapped
+
+
+def test_bounds_of_an_and_stay():
+    plan = plan_tiles(trace(None, lib.and_masks(lib.causal, lib.block_diagonal(3)), None, CustomIO()).mask)
+    assert plan.mapped and plan.bounds.bounds == (Bound(q=1, kv=-1, offset=0),)

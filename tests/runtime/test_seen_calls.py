@@ -1,0 +1,155 @@
+"""Calls whose signature was seen skip the checks: nothing that a check would refuse or change may slip through."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention_engine.errors import BadInput
+from attention_engine.runtime import inputs, op
+from attention_engine.runtime.plans import LaunchPlan, template, with_strides
+from tests.runtime.engines import BACKENDS, HEADS, build, close, qkv, results, same
+from tests.runtime.test_errors import WRONG, K, Q, V
+
+WITH_BIAS = {"score_mod": lambda score, custom, b, h, q_idx, kv_idx: score * 0.25 + custom["bias"]}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_refused_before_a_good_call_is_refused_after_it(backend, kind):
+    engine = build(backend=backend)
+    for _ in range(2):
+        engine(Q, K, V)
+    mistake, given, message = WRONG[kind]
+    with pytest.raises(mistake) as caught:
+        engine(*given)
+    assert str(caught.value) == message
+
+
+OTHER_BIAS = [torch.zeros(HEADS + 1), torch.zeros(HEADS, device="meta"), torch.zeros(HEADS).cfloat()]
+
+
+@pytest.mark.parametrize("bias", OTHER_BIAS, ids=["shape", "device", "dtype"])
+def test_custom_inputs_of_another_kind_are_checked_again(bias):
+    engine = build({"bias": ("heads",)}, **WITH_BIAS)
+    for _ in range(2):
+        engine(Q, K, V, torch.zeros(HEADS))
+    with pytest.raises(BadInput, match="custom input 'bias'"):
+        engine(Q, K, V, bias)
+    with pytest.raises(BadInput, match="custom input 'bias' is missing"):
+        engine(Q, K, V)
+    with pytest.raises(BadInput, match="custom input 'bias' is list"):
+        engine(Q, K, V, [0.0] * HEADS)
+
+
+def test_a_seen_call_runs_no_check_and_gives_the_same(monkeypatch):
+    engine = build()
+    first = results(engine, *qkv())
+    for name in ("check_qkv", "check_custom", "check_ranks", "order_custom"):
+        monkeypatch.setattr(f"attention_engine.runtime.module.{name}", None)
+    same(results(engine, *qkv()), first)
+    same(results(engine, *[t.detach().clone().requires_grad_() for t in qkv()]), first)
+    with pytest.raises(TypeError):
+        engine(*qkv(12))  # another length has not been seen
+
+
+def test_autocast_is_followed_after_calls_without_it_and_the_reverse():
+    engine = build(backend="reference")
+    tensors = [t.detach() for t in qkv()]
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            assert engine(*tensors).dtype is dtype
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_one_signature_may_come_with_many_strides(strided):
+    """Checks don't look at strides; launches do."""
+    engine = build()
+    exact = results(engine, *qkv())
+    q, k, v = qkv()
+    if strided:
+        q, k, v = (torch.stack([t.detach()] * 2, -1)[..., 0].requires_grad_() for t in (q, k, v))
+        assert q.stride(3) == 2
+    same(results(engine, q, k, v), exact)
+    q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv())
+    same(results(engine, q, k, v), exact)
+
+
+def test_dispatch_modes_see_the_ops_of_seen_calls():
+    engine, found = build(), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found.append(function)
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = qkv()
+    exact = results(engine, q, k, v)
+    with Watch():
+        again = results(engine, q, k, v)
+    same(again, exact)
+    assert op.FORWARD in found and op.BACKWARD in found
+    found.clear()
+    results(engine, q, k, v)
+    assert found == []
+
+
+def test_a_profiler_sees_the_ops_of_seen_calls():
+    engine = build()
+    q, k, v = qkv()
+    engine(q, k, v)
+    with torch.profiler.profile() as profile:
+        engine(q, k, v)
+    assert "attention_engine::forward" in {event.name for event in profile.events()}
+
+
+def test_rows_are_returned_where_they_are_asked_for_only():
+    engine = build()
+    q, k, v = qkv()
+    o = engine(q, k, v)
+    again, rows = engine(q, k, v, return_rowscales=True)
+    assert torch.equal(o, again) and list(rows) == ["lse"]
+    (dq,) = torch.autograd.grad(rows["lse"].sum(), q, retain_graph=True)
+    assert dq.abs().sum() > 0
+    close(list(torch.autograd.grad(o.sum(), (q, k, v))), list(torch.autograd.grad(again.sum(), (q, k, v))), 1e-6)
+
+
+def test_too_many_signatures_are_forgotten_not_kept(monkeypatch):
+    monkeypatch.setattr("attention_engine.runtime.module.MOST_SEEN", 3)
+    monkeypatch.setattr("attention_engine.runtime.launch.MOST_PLANS", 3)
+    engine = build()
+    for length in range(1, 9):
+        q, k, v = (t.detach() for t in qkv(length))
+        assert torch.equal(engine(q, k, v), engine(q, k, v))
+    assert len(engine._seen) <= 3
+    (key,) = engine._keys.values()
+    assert len(op.ATTENTIONS[key].launcher._plans) <= 3
+
+
+def test_a_template_allocates_what_it_shows():
+    shown = template((2, 3, 5), torch.float32, torch.device("cpu"))
+    made = torch.empty_like(shown)
+    assert made.shape == (2, 3, 5) and made.is_contiguous() and made.dtype is torch.float32
+    assert shown.untyped_storage().nbytes() == 4
+
+
+def test_a_plan_copies_only_what_does_not_fit():
+    engine = build(dtype=torch.float16)
+    q, k, v = (t.detach() for t in qkv(dtype=torch.float16))
+    engine(q, k, v)
+    (key,) = engine._keys.values()
+    kernels = op.ATTENTIONS[key].launcher.kernels(q, k, v, [])
+    plan = LaunchPlan.make(kernels, q, k, v, 1)
+    assert [t for t in plan.inputs(q, k, v, []) if isinstance(t, torch.Tensor)] == [q, k, v]
+    storage = torch.zeros(q.numel() + 1, dtype=torch.float16)
+    shifted = storage[1:].view(q.shape)
+    shifted.copy_(q)
+    found = plan.inputs(shifted, k, v, [])
+    assert found[:3] == list(with_strides(q, plan.unit)[:3])
+    assert found[3] is not shifted and torch.equal(found[3], q) and found[3].data_ptr() % 16 == 0
+    assert found[7] is k
+
+
+def test_signatures_are_of_tensors_only():
+    assert inputs.signature(Q, K, V) == inputs.signature(Q.clone(), K.clone(), V.clone())
+    assert inputs.signature(Q, K, V) != inputs.signature(Q.double(), K, V)
+    assert inputs.signature(Q, None, V) is None

@@ -1,0 +1,199 @@
+"""Kernels on disk: keys that hold what changes a kernel and nothing else, whole folders, one compilation for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attention_engine import AttentionEngine, arch, meta_tensor
+from attention_engine.ir.problem import Tile
+from attention_engine.library import OnlineSoftmax, causal, dilated, scale
+from attention_engine.target import cache
+from attention_engine.target.cache import KernelKey, spell
+from attention_engine.target.compile import CompiledKernel, LoweredKernel, find_nvcc
+from tests.target.text_compiler import H100, KEY, Compiler
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTENTION_ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def engine(factor=0.125, length=256, dim=64, mask=causal, dtype="float16", device=H100, **options):
+    metas = (meta_tensor(1, 2, length, dim, dtype=dtype),) * 3
+    return AttentionEngine(metas, None, scale(factor), mask, OnlineSoftmax(), device=device, **options)
+
+
+def digest(kernel="forward", **options):
+    found = engine(**options)._source_kernel(kernel, "cuda")
+    return KernelKey(found.builder, found.given, found.target, tuple(found.configs.items())).digest
+
+
+def test_a_key_changes_with_all_that_changes_the_kernel_and_with_nothing_else():
+    base = digest()
+    assert digest() == base  # another engine, another program object
+    assert digest(length=9999) == base
+    assert digest(device=replace(H100, name="H100 PCIe", sm_count=114)) == base
+    changed = [digest("backward"), digest("backward", deterministic=True), digest(factor=0.25), digest(dim=128),
+               digest(mask=None), digest(dtype="bfloat16"), digest(device=arch.A100())]  # fmt: skip
+    assert len({base, *changed}) == 1 + len(changed)
+
+
+def test_a_key_changes_with_the_versions_and_the_sources(monkeypatch):
+    base = digest()
+    for name in ("tilelang_version", "sources_digest"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, name, lambda: "another")
+            assert digest() != base
+
+
+def test_a_key_is_the_same_in_another_process():
+    code = "from tests.target.text_compiler import KEY; print(KEY.digest)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == KEY.digest
+
+
+def test_what_has_no_spelling_stands_in_no_key():
+    assert spell((1, "a", None, Tile(1, 2, 3, 4))) == (
+        "(1, 'a', None, Tile(q=1, kv=2, threads=3, stages=4, shared_weights=False))"
+    )
+    with pytest.raises(TypeError, match="a kernel's key cannot hold <object"):
+        spell(object())
+
+
+# ---- finding and compiling, with a library that stands for a kernel's
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Libraries are not loaded; the paths that would be are listed."""
+    paths: list[Path] = []
+    monkeypatch.setattr(cache, "_module", lambda path: paths.append(path) or {"forward": lambda *_: None})
+    return paths
+
+
+def test_a_kernel_is_compiled_once_and_found_with_its_texts(tmp_path, loaded):
+    compiler = Compiler(tmp_path)
+    cache.find_or_compile(KEY, compiler)
+    again = cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 1 and len(loaded) == 1
+    assert (again.source("cuda"), again.source("tilelang")) == ("cuda text", "# kernel")
+    assert (again.lowered.host, again.lowered.flags, again.lowered.arch) == ("host text", ("--flag",), H100)
+    (entry,) = cache.entries()
+    assert entry.record["given"] == [spell(g) for g in KEY.given] and entry.record["target"] == "sm_90a"
+    assert cache.clear() == 1 and not list(cache.entries())
+    cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 2
+
+
+@pytest.mark.parametrize("name", [cache.LIBRARY, cache.KEY, cache.CUDA])
+def test_a_damaged_folder_is_made_again(tmp_path, loaded, name):
+    compiler = Compiler(tmp_path)
+    cache.find_or_compile(KEY, compiler)
+    path = cache.folder() / KEY.digest / name
+    if name == cache.CUDA:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:5])
+    cache.find_or_compile(KEY, compiler)
+    cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 2
+
+
+def test_a_compilation_that_fails_leaves_nothing(tmp_path, loaded):
+    def fail():
+        raise RuntimeError("nvcc failed")
+
+    with pytest.raises(RuntimeError, match="nvcc failed"):
+        cache.find_or_compile(KEY, fail)
+    assert not list(cache.entries())
+    assert [p.name for p in cache.folder().iterdir()] == [".locks"]
+
+
+def test_threads_that_want_one_kernel_compile_it_once(tmp_path, loaded):
+    compiler = Compiler(tmp_path, seconds=0.2)
+    threads = [threading.Thread(target=cache.find_or_compile, args=(KEY, compiler)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiler.count == 1
+
+
+def test_processes_that_want_one_kernel_compile_it_once(tmp_path):
+    code = "import sys; from pathlib import Path; from tests.target.text_compiler import compile_once; "
+    code += "print(compile_once(Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code]
+    running = [
+        subprocess.Popen([*command, str(tmp_path / str(n))], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for n in range(3)
+    ]
+    assert sorted(process.communicate(timeout=120)[0].strip() for process in running) == ["0", "0", "1"]
+
+
+def test_a_folder_that_cannot_be_written_means_no_cache(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("ATTENTION_ENGINE_CACHE_DIR", str(tmp_path / "file"))
+    compiler = Compiler(tmp_path)
+    assert cache.find_or_compile(KEY, compiler).source() == "cuda text"
+    assert cache.find_or_compile(KEY, compiler).source() == "cuda text"
+    assert compiler.count == 2
+
+
+# ---- a real kernel
+
+WARM = """
+import json, sys, time
+import torch
+start = time.perf_counter()
+from attention_engine import AttentionEngine, arch, meta_tensor
+from attention_engine.library import OnlineSoftmax, causal, scale
+metas = (meta_tensor(1, 2, 256, 64, dtype="float16"),) * 3
+engine = AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=arch.H100())
+kernel = engine._source_kernel("backward_postprocess", "cuda")
+run = kernel.run
+seconds = time.perf_counter() - start
+try:
+    run(torch.zeros(1, 1, 2, 64, dtype=torch.float16), torch.zeros(1, 2, 2, 64 * 64))
+except RuntimeError as error:
+    words = str(error)
+slow = sorted({"tilelang", "sympy", "torch._dynamo"} & set(sys.modules))
+print(json.dumps([seconds, slow, words, kernel.source("cuda")]))
+"""
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+def test_a_warm_process_is_ready_without_tilelang_or_nvcc(tmp_path):
+    pytest.importorskip("tilelang")
+    cold = engine()._source_kernel("backward_postprocess", "cuda").compiled
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path)}  # where there is no nvcc
+    done = subprocess.run([sys.executable, "-c", WARM], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    seconds, imported, words, cuda = json.loads(done.stdout)
+    assert imported == []
+    assert "device_type mismatch, expected cuda" in words
+    assert cuda == cold.source("cuda") and "__global__" in cuda
+    assert seconds < 2  # 0.2 where the machine is not busy
+
+
+def test_compile_for_fills_the_cache_with_what_a_call_needs(monkeypatch):
+    wanted: list[str] = []
+    monkeypatch.setattr(cache, "find_or_compile", lambda key, compile_now: wanted.append(key.digest) or FITS)
+    assert engine(device=None).compile_for(H100) == ["forward", "preprocess", "backward", "postprocess"]
+    assert wanted == [digest(kernel) for kernel in
+                      ("forward", "backward_preprocess", "backward", "backward_postprocess")]  # fmt: skip
+    assert engine(device=None, deterministic=True).compile_for(H100)[-1] == "queries"
+    assert engine(device=None, mask=dilated(2)).compile_for(H100) == [
+        "forward", "tile map of forward", "preprocess", "backward", "postprocess", "tile map of backward",
+    ]  # fmt: skip
+
+
+FITS = CompiledKernel(LoweredKernel(cache.Script(""), H100, "", ""), lambda *_: None)
