@@ -37,7 +37,12 @@ def backward_fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSu
     return all(proportion(expr, schedule.product_gradient) is not None for _, expr in summed_too)
 
 
-def is_light(schedule: BackwardSchedule, summed: CustomSums) -> bool:
+def scores_are_light(schedule: ForwardSchedule) -> bool:
+    """Do its pairs need few registers? Scores that are products, and a mask of plain bounds."""
+    return schedule.score is PRODUCT and analyse_mask(schedule.mask).exact
+
+
+def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums) -> bool:
     """Do its pairs need few registers? No products kept, nothing that depends on places, a mask of plain bounds."""
     gradient = topological(schedule.product_gradient)
     nodes = [*gradient, *topological(schedule.weights)]
