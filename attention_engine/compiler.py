@@ -92,14 +92,16 @@ class Kernel:
         return str(self.compiled.source("cuda"))
 
 
-def pass_configs(problem: Problem | LinearProblem) -> dict[str, bool]:
+def pass_configs(problem: Problem | LinearProblem, by_hand: bool = False) -> dict[str, bool]:
     """What TileLang is told: 16-bit problems may approximate (exp2, tanh ...), fp32 ones may not.
 
     tf32 products on wgmma want operands that fp32 tiles don't have in both orders; mma takes them all.
+    Kernels placed by hand have their own barriers.
     """
     if problem.dtype == "float32":
         return {"tl.disable_wgmma": True, "tl.disable_warp_specialized": True}
-    return {"tl.enable_fast_math": True}
+    fast = {"tl.enable_fast_math": True}
+    return {**fast, "tl.disable_thread_storage_sync": True} if by_hand else fast
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,14 @@ class Kernels:
             self.row_sums and self.row_sums.gradients
         )  # then dQ needs no atomics either
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
+        self.row_pad = tiles.backward.row_pad  # of the rows that all backward kernels read
         self._preprocess: dict[tuple[tuple[str, ...], bool], Kernel] = {}
         self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
         self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
     def _kernel(self, builder: str, *given: object) -> Kernel:
-        return Kernel(builder, (self.problem, *given), self.target, self.problem, pass_configs(self.problem))
+        configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper"))
+        return Kernel(builder, (self.problem, *given), self.target, self.problem, configs)
 
     @cached_property
     def tile_plan(self) -> TilePlan:
@@ -174,7 +178,9 @@ class Kernels:
     @cached_property
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
-        return self._kernel("forward.forward", self.maths.forward_schedule, self.tiles.forward)
+        tile = self.tiles.forward
+        builder = "forward_hopper.forward_hopper" if tile.specialised else "forward.forward"
+        return self._kernel(builder, self.maths.forward_schedule, tile)
 
     def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
         """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
@@ -184,7 +190,9 @@ class Kernels:
         key = finals, delta_given
         if key not in self._preprocess:
             tile = None if self.over_queries or delta_given else self.tiles.backward
-            self._preprocess[key] = self._kernel("rows.preprocess", self._backward, finals, tile, delta_given)
+            self._preprocess[key] = self._kernel(
+                "rows.preprocess", self._backward, finals, tile, self.row_pad, delta_given
+            )
         return self._preprocess[key]
 
     @cached_property
@@ -192,7 +200,8 @@ class Kernels:
         """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
         sums, with_dq = (mul(WEIGHT, WEIGHT_GRADIENT),), False
         return self._kernel(
-            "backward_queries.backward_queries", self._schedule, self._backward, sums, self.tiles.queries, with_dq
+            "backward_queries.backward_queries", self._schedule, self._backward, sums, self.tiles.queries,
+            self.row_pad, with_dq,
         )
 
     @property
@@ -214,15 +223,16 @@ class Kernels:
     @cached_property
     def backward(self) -> Kernel:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
+        tile = self.tiles.backward
+        builder = "backward_hopper.backward_hopper" if tile.specialised else "backward.backward"
         return self._kernel(
-            "backward.backward", self._schedule, self._backward, self.tiles.backward, self.vectors,
-            not self.over_queries, self.custom_sums,
+            builder, self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums,
         )  # fmt: skip
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
         """The gradient of a read that differs from pair to pair, as tiles of pairs."""
         if (read, dtype) not in self._pairs:
-            given = (self._schedule, self._backward, read, expr, self.tiles.pairs, dtype)
+            given = (self._schedule, self._backward, read, expr, self.tiles.pairs, self.row_pad, dtype)
             self._pairs[read, dtype] = self._kernel("backward_pairs.backward_pairs", *given)
         return self._pairs[read, dtype]
 
@@ -230,7 +240,8 @@ class Kernels:
     def backward_queries(self) -> Kernel:
         """dQ, and what rows add to gradients of custom inputs."""
         return self._kernel(
-            "backward_queries.backward_queries", self._schedule, self._backward, self._sums, self.tiles.queries
+            "backward_queries.backward_queries", self._schedule, self._backward, self._sums, self.tiles.queries,
+            self.row_pad,
         )
 
     @cached_property

@@ -196,6 +196,13 @@ class NotInterpretable(AttentionEngineError, NotImplementedError):
         super().__init__(f"The interpreter has no meaning for {what}. {advice}")
 
 
+class HazardInKernel(AttentionEngineError, RuntimeError):
+    """A kernel's asynchronous parts depend on each other in a way that the hardware does not promise."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"The kernel has a hazard: {what}. This is a defect of the kernel, not of its inputs.")
+
+
 class NoCudaCompiler(AttentionEngineError, RuntimeError):
     """A kernel for a GPU was asked for where there is no nvcc."""
 

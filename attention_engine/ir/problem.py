@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 STAGED_UNIT = 8  # what divides the strides of staged custom inputs, which are of 16 bits
-ROW_PAD = 128  # rows that the backward pass keeps for itself are padded to this, so that a tile never ends outside
+ROW_PAD = 128  # rows in a block of the kernels around the backward pass
 
 
 def padded(dim: int) -> int:
@@ -51,6 +52,7 @@ class Tile:
 
     shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers,
     so that warps can share rows where a tile has fewer rows than the warps of a block need.
+    specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
     """
 
     q: int
@@ -58,3 +60,9 @@ class Tile:
     threads: int
     stages: int
     shared_weights: bool = False
+    specialised: bool = False
+
+    @property
+    def row_pad(self) -> int:
+        """What the backward pass pads its rows to, so that neither a tile nor a block of rows ends outside."""
+        return math.lcm(ROW_PAD, self.q)

@@ -6,7 +6,7 @@ make dV and dK. dQ is summed into an fp32 workspace by atomics, unless another k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial as bind
 from typing import Any
 
@@ -36,8 +36,9 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, workspace
+from attention_engine.kernels.splice import both
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import QueryWalk, either, list_parameters
+from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_parameters
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule
@@ -81,6 +82,23 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
     return PRODUCT in topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
 
 
+def backward_parameters(
+    sizes: Sizes, problem: Problem, plan: TilePlan, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums
+) -> dict[str, Any]:
+    """The parameters of a kernel over keys, by name and in order."""
+    parameters = sizes.inputs(problem)
+    customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
+    parameters.update(list_parameters(plan, sizes, problem, tile, over_keys=False))
+    parameters.update(sizes.output_gradient(problem))
+    parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
+    parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
+    parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
+    if with_dq:
+        parameters["workspace"] = workspace(sizes, problem, tile)
+    parameters.update(sum_parameters(summed, sizes, problem, tile, customs))
+    return parameters
+
+
 def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING,
@@ -91,17 +109,8 @@ def backward(
     query - key + keys - 1 is a diagonal's, and d_custom, like the custom inputs.
     """
     sizes = Sizes()
-    parameters = sizes.inputs(problem)
-    customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
     plan = plan_tiles(schedule.mask)
-    parameters.update(list_parameters(plan, sizes, problem, tile, over_keys=False))
-    parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
-    parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
-    parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
-    if with_dq:
-        parameters["workspace"] = workspace(sizes, problem, tile)
-    parameters.update(sum_parameters(summed, sizes, problem, tile, customs))
+    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     own_tile = [factor_of(schedule, e) is None for _, e in (*summed.of_keys, *summed.diagonals)]
     in_products = with_dq and not problem.splits and not any(own_tile[len(summed.of_keys) :])  # dS is shared anyhow
@@ -199,7 +208,10 @@ def backward(
                     multiply(gradients_out, k, dq, transpose_A=True, rows=False)
                     for i, d in T.Parallel(tile.q, dim):
                         T.atomic_add(
-                            buffers["workspace"][batch, head, q_tile, place_in_workspace(i, d, dim, vectors)], dq[i, d]
+                            buffers["workspace"][
+                                batch, head, q_tile * (tile.q * dim) + place_in_workspace(i, d, tile, dim, vectors)
+                            ],
+                            dq[i, d],
                         )
             for number, (read, _) in enumerate(summed.of_keys):
                 if not shared_between_heads(read, problem):
@@ -238,19 +250,34 @@ class PairMaths:
 
         over_pairs(*self.shape, entry)
 
-    def _keep(self, i: Any, j: Any) -> Any:
+    def _inside(self, i: Any, j: Any) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
-        keep = T.And(self.kv0 + key < self.sizes.kv, self.q0 + query < self.sizes.q)
-        if self.schedule.mask is not None:
-            (kept,) = self._splice(i, j, {})(self.schedule.mask)
-            keep = T.And(keep, kept)
-        return keep
+        return both(self.kv0 + key < self.sizes.kv, self.q0 + query < self.sizes.q)
 
-    def mask(self, target: Any) -> None:
-        """target = 0 for masked pairs, and those past the ends."""
+    def _keep(self, i: Any, j: Any) -> Any:
+        inside = self._inside(i, j)
+        if self.schedule.mask is None:
+            return inside
+        (kept,) = self._splice(i, j, {})(self.schedule.mask)
+        return both(inside, kept)
 
+    def mask(self, *targets: Any) -> None:
+        """Each target = 0 for masked pairs, and those past the ends."""
+        self._clear(self._keep, targets)
+
+    def cut(self, *targets: Any) -> None:
+        """Each target = 0 for pairs past the ends."""
+        self._clear(self._inside, targets)
+
+    def drop(self, *targets: Any) -> None:
+        """Each target = 0 for pairs that the mask drops."""
+        self._clear(lambda i, j: self._splice(i, j, {})(self.schedule.mask)[0], targets)
+
+    def _clear(self, keep: Callable[[Any, Any], Any], targets: tuple[Any, ...]) -> None:
         def entry(i: Any, j: Any) -> None:
-            store(target, T.if_then_else(self._keep(i, j), target[i, j], T.float32(0)), i, j)
+            kept = keep(i, j)
+            for target in targets:
+                store(target, T.if_then_else(kept, target[i, j], T.float32(0)), i, j)
 
         over_pairs(*self.shape, entry)
 

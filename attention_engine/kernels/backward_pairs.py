@@ -34,8 +34,9 @@ from attention_engine.passes.tile_plan import plan_tiles
 
 
 def backward_pairs(
-    problem: Problem, schedule: BackwardSchedule, rows: Backward, read: Expr, expr: Expr, tile: Tile, dtype: str
-) -> Any:
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, read: Expr, expr: Expr, tile: Tile, row_pad: int,
+    dtype: str,
+) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., do, rows..., first query, d_pairs).
 
     d_pairs: (batch or 1, heads or 1, queries from the first on, keys), as many queries as it has, the sums of `expr`
@@ -44,7 +45,7 @@ def backward_pairs(
     sizes = Sizes()
     parameters = sizes.inputs(problem)
     parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
+    parameters.update({n: sizes.row(problem, row_pad) for n, _ in rows.rows})
     by_batch, by_head = Axis.BATCH in read.axes, Axis.HEAD in read.axes
     first_query, count = T.dynamic("first_query"), T.dynamic("queries")
     parameters["first_query"] = first_query

@@ -39,17 +39,17 @@ from attention_engine.passes.tile_plan import plan_tiles
 
 def backward_queries(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile,
-    with_dq: bool = True,
+    row_pad: int, with_dq: bool = True,
 ) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., [dq], sums...).
 
-    sums: fp32 (batch, heads, queries), the row sums of the expressions `summed` over kept pairs.
+    sums: fp32 (batch, heads, queries), the row sums of the expressions `summed` over kept pairs. row_pad: of the rows.
     """
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
     parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
     parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, pad=True) for n, _ in rows.rows})
+    parameters.update({n: sizes.row(problem, row_pad) for n, _ in rows.rows})
     if with_dq:
         parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
     parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Type
-from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem
+from attention_engine.ir.problem import STAGED_UNIT, Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 
@@ -29,9 +29,9 @@ def build(name: str, parameters: Mapping[str, Any], body: Callable[[Buffers], No
     return _patch_prim_func_attrs(builder.get(), builder)
 
 
-def padded_length(length: Any) -> Any:
+def padded_length(length: Any, pad: int) -> Any:
     """A run-time length rounded up for rows that are the backward pass's own."""
-    return T.ceildiv(length, ROW_PAD) * ROW_PAD
+    return T.ceildiv(length, pad) * pad
 
 
 class Sizes:
@@ -83,9 +83,9 @@ class Sizes:
         """The parameter do (with its strides)."""
         return self.strided("do", self.q, problem.heads, problem.dim_v, problem)
 
-    def row(self, problem: Problem, pad: bool = False) -> Any:
-        """A parameter with one fp32 number for each (batch, head, query)."""
-        return T.Tensor([self.batch, problem.heads, padded_length(self.q) if pad else self.q], FLOAT)
+    def row(self, problem: Problem, pad: int = 1) -> Any:
+        """A parameter with one fp32 number for each (batch, head, query), queries padded to a multiple of `pad`."""
+        return T.Tensor([self.batch, problem.heads, self.q if pad == 1 else padded_length(self.q, pad)], FLOAT)
 
 
 def window(buffer: Any, batch: Any, head: Any, start: Any, length: int, dim: int) -> Any:

@@ -33,8 +33,9 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
+from attention_engine.kernels.splice import both
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
+from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
 from attention_engine.passes.tile_plan import plan_tiles
 
@@ -57,7 +58,17 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
     return list(found)
 
 
-def _of_pairs(schedule: ForwardSchedule) -> list[Expr]:
+def forward_parameters(
+    sizes: Sizes, problem: Problem, plan: TilePlan, schedule: ForwardSchedule, tile: Tile
+) -> dict[str, Any]:
+    """The parameters of a forward kernel, by name and in order."""
+    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
+    parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
+    parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
+    return parameters
+
+
+def of_pairs(schedule: ForwardSchedule) -> list[Expr]:
     """The expressions that are computed for each pair."""
     found = [schedule.score]
     for step in schedule.steps:
@@ -75,9 +86,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
-    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
-    parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
-    parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
+    parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     temporaries = any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
 
@@ -101,8 +110,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             q0 = block * tile.q
             kv_head = head // problem.group
             place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
-            staged = StagedReads(_of_pairs(schedule), problem, tile)
-            maths = _Maths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
+            staged = StagedReads(of_pairs(schedule), problem, tile)
+            maths = TileMaths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
             for variable, value in schedule.initial:
@@ -136,7 +145,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     return build("forward", parameters, body)
 
 
-class _Maths:
+class TileMaths:
     """The schedule's steps on the kernel's buffers."""
 
     def __init__(
@@ -155,7 +164,7 @@ class _Maths:
         if self.schedule.mask is None:
             return inside
         (keep,) = self.place.splice(self.q0 + i, kv0 + j, {})(self.schedule.mask)
-        return T.And(inside, keep)
+        return both(inside, keep)
 
     def _map(self, target: Any, expr: Expr, kv0: Any, held: Expr) -> None:
         """target = expr for each pair, with the tile's entry as `held`."""

@@ -23,16 +23,24 @@ from attention_engine.kernels.common import (
 
 
 def workspace(sizes: Sizes, problem: Problem, tile: Tile) -> Any:
-    """The fp32 sums of dQ: (batch, heads, q tiles, q tile * padded dim), in the order of `place_in_workspace`."""
-    tiles = padded_length(sizes.q) // tile.q
-    return T.Tensor([sizes.batch, problem.heads, tiles, tile.q * padded(problem.dim)], FLOAT)
+    """The fp32 sums of dQ: (batch, heads, padded queries * padded dim), tile after tile, each in the order of
+    `place_in_workspace`."""
+    length = padded_length(sizes.q, tile.row_pad)
+    return T.Tensor([sizes.batch, problem.heads, length * padded(problem.dim)], FLOAT)
 
 
-def place_in_workspace(i: Any, d: Any, dim: int, vectors: bool) -> Any:
+def transposes_dq(tile: Tile, dim: int) -> bool:
+    """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, 80 queries don't fit."""
+    return tile.specialised and dim >= 128
+
+
+def place_in_workspace(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> Any:
     """Where dQ[i, d] of a tile stands, so that the atomics of a warp meet consecutive addresses.
 
     With vectors (sm_90 has 16-byte reductions), the four numbers of a thread stand together; else 32 lanes do.
     """
+    if transposes_dq(tile, dim):
+        i, d, dim = d, i, tile.q
     if vectors:
         return ((i // 16) * (dim // 8) + d // 8) * 128 + (i % 8) * 16 + ((d % 8) // 2) * 4 + ((i % 16) // 8) * 2 + d % 2
     return ((i // 8) * (dim // 8) + d // 8) * 64 + (d % 2) * 32 + (i % 8) * 4 + (d % 8) // 2
@@ -45,12 +53,12 @@ def reads_delta(backward: Backward) -> bool:
 
 
 def preprocess(
-    problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, delta_given: bool = False,
-    threads: int = 128,
+    problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, pad: int,
+    delta_given: bool = False, threads: int = 128,
 ) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace]) -> the last ones.
 
-    finals: the returned rows that a gradient arrives at. Rows are padded to ROW_PAD queries; those past the end get 0.
+    finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros.
     tile: of the backward kernel whose workspace is to be zeroed; None if there is none. delta_given: delta, fp32
     (batch, heads, queries), comes in the place of o and do.
     """
@@ -63,15 +71,16 @@ def preprocess(
         parameters.update(sizes.output_gradient(problem))
     parameters.update({f"saved_{n}": sizes.row(problem) for n, _ in backward.saved})
     parameters.update({f"d_{n}": sizes.row(problem) for n in finals})
-    parameters["delta"] = sizes.row(problem, pad=True)
-    parameters.update({n: sizes.row(problem, pad=True) for n, _ in backward.rows})
+    parameters["delta"] = sizes.row(problem, pad)
+    parameters.update({n: sizes.row(problem, pad) for n, _ in backward.rows})
     if tile is not None:
         parameters["workspace"] = workspace(sizes, problem, tile)
     dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.q, ROW_PAD), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
+        blocks = T.ceildiv(sizes.q, pad) * (pad // ROW_PAD)
+        with T.Kernel(blocks, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
             delta = T.alloc_fragment([ROW_PAD], FLOAT)
             row0 = block * ROW_PAD
             if delta_given:
@@ -91,8 +100,8 @@ def preprocess(
             place = Place(batch, head, {}, reader(buffers))
             _read_rows(problem, backward, finals, place, buffers, delta, row0, sizes)
             if tile is not None:
-                for t, x in T.Parallel(ROW_PAD // tile.q, tile.q * padded(problem.dim)):
-                    buffers["workspace"][batch, head, block * (ROW_PAD // tile.q) + t, x] = 0.0
+                for x in T.Parallel(ROW_PAD * padded(problem.dim)):
+                    buffers["workspace"][batch, head, block * (ROW_PAD * padded(problem.dim)) + x] = 0.0
 
     return build("backward_preprocess", parameters, body)
 
@@ -138,9 +147,10 @@ def postprocess(problem: Problem, tile: Tile, scale: float, vectors: bool, threa
         with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
             sums = T.alloc_shared([tile.q * dim], FLOAT)
             gradient = T.alloc_fragment([tile.q, dim], problem.dtype)
-            T.copy(buffers["workspace"][batch, head, block, 0 : tile.q * dim], sums)
+            first = block * (tile.q * dim)
+            T.copy(buffers["workspace"][batch, head, first : first + tile.q * dim], sums)
             for i, d in T.Parallel(tile.q, dim):
-                gradient[i, d] = T.cast(sums[place_in_workspace(i, d, dim, vectors)] * scale, problem.dtype)
+                gradient[i, d] = T.cast(sums[place_in_workspace(i, d, tile, dim, vectors)] * scale, problem.dtype)
             T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
 
     return build("backward_postprocess", parameters, body)

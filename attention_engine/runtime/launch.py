@@ -15,7 +15,7 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem, padded
+from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
 from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, template, with_strides
@@ -177,15 +177,14 @@ class Launcher:
         saved = [rows_by_name[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
         batch, queries, heads, dim = q.shape
-        length = -(-queries // ROW_PAD) * ROW_PAD
+        length = -(-queries // kernels.row_pad) * kernels.row_pad
         inputs = plan.inputs(q, k, v, custom)
         gradient = with_strides(d_output, plan.unit)
         made = template((batch, heads, length), torch.float32, q.device)
         delta, *row_values = [torch.empty_like(made) for _ in range(1 + len(backward.rows))]
         workspace = []
         if not kernels.over_queries:
-            tile = kernels.tiles.backward.q
-            size = (batch, heads, length // tile, tile * padded(dim))
+            size = (batch, heads, length * padded(dim))
             workspace = [torch.empty_like(template(size, torch.float32, q.device))]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
         kernels.preprocess(finals).run(

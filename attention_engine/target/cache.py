@@ -34,7 +34,8 @@ from attention_engine.target.compile import CompiledKernel, LoweredKernel, load_
 
 SCHEMA = 1
 LIBRARY, CUDA, HOST, SCRIPT, KEY = "kernel.so", "device.cu", "host.c", "tilelang.py", "key.json"
-MAKERS = ("ir", "passes", "kernels", "target/compile.py", "target/wait_groups.py")  # what turns a key into a kernel
+# What turns a key into a kernel.
+MAKERS = ("ir", "passes", "kernels", "target/compile.py", "target/wait_groups.py", "target/fences.py")
 
 
 def spell(value: object) -> str:

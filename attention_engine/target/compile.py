@@ -16,7 +16,7 @@ from typing import Any, Literal
 from attention_engine import settings
 from attention_engine.arch import Arch
 from attention_engine.errors import NoCudaCompiler
-from attention_engine.target import wait_groups
+from attention_engine.target import fences, wait_groups
 
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
@@ -103,7 +103,7 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     """
     tilelang = load_tilelang()
     configs = dict(pass_configs or {})
-    flags = wait_groups.FLAGS if needs_wait_fix(arch, configs) else []
+    flags = work_arounds(arch, configs)
     try:
         kernel = tilelang.compile(
             prim_func,
@@ -136,7 +136,7 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
     from tilelang import tvm
 
     configs = dict(pass_configs or {})
-    flags = wait_groups.FLAGS if needs_wait_fix(arch, configs) else []
+    flags = work_arounds(arch, configs)
     target = tvm.target.Target(tilelang_target(arch))
     with tvm.transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
@@ -148,6 +148,12 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
 def tilelang_target(arch: Arch) -> dict[str, str]:
     """The target as TileLang takes it; always the same words, since they are part of its cache key."""
     return {"kind": "cuda", "arch": arch.target}
+
+
+def work_arounds(arch: Arch, pass_configs: Mapping[str, Any]) -> list[str]:
+    """Flags for nvcc that say which of our changes to TileLang a kernel was made with."""
+    waits = wait_groups.FLAGS if needs_wait_fix(arch, pass_configs) else []
+    return [*waits, *(fences.FLAGS if arch.has_wgmma else [])]
 
 
 def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, Any]) -> bool:
@@ -168,6 +174,7 @@ def load_tilelang() -> Any:
     if not settings.verbose():
         tilelang.env.TILELANG_PRINT_ON_COMPILATION = "0"
     wait_groups.install()
+    fences.install()
     return tilelang
 
 

@@ -6,6 +6,7 @@ A nest of `T.Parallel` loops runs as a few torch operations: each loop variable 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,11 +14,12 @@ import torch
 
 from attention_engine.errors import NotInterpretable
 from attention_engine.target.program_arguments import Arguments
-from attention_engine.target.tile_buffers import MASK, Lanes
+from attention_engine.target.tile_buffers import MASK, ROLE, Lanes
 from attention_engine.target.tile_expressions import ExpressionCompiler
 from attention_engine.target.tile_ops import SILENT_OPS, TILE_OPS
 from attention_engine.target.tile_windows import Frame, Run, Window, scatter
 from attention_engine.target.tir_nodes import handle_of, kind_of, variables_of
+from attention_engine.target.warp_ops import WARP_OPS, enter_block, split
 
 PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane
 BODIES = {"For": "body", "While": "body", "AttrStmt": "body", "SBlock": "body", "SBlockRealize": "block"}
@@ -108,16 +110,17 @@ class _StatementCompiler(ExpressionCompiler):
 
     def _block(self, node: Any) -> Run:
         self.note_safe_values(node.annotations)
-        allocate = [self.allocation(buffer) for buffer in node.alloc_buffers]
+        enter = enter_block(self, node.annotations)
+        allocate = [*enter, *(self.allocation(buffer) for buffer in node.alloc_buffers)]
         body = self.statement(node.body)
 
         def run(frame: Frame) -> None:
             for step in allocate:
                 step(frame)
-            try:
+            with contextlib.suppress(_EndBlock):
                 body(frame)
-            except _EndBlock:
-                return
+            if enter:
+                frame[ROLE].end()
 
         return run
 
@@ -171,12 +174,13 @@ class _StatementCompiler(ExpressionCompiler):
         name = str(call.op.name)
         if name in SILENT_OPS:
             return _nothing
+        operations = WARP_OPS if name in WARP_OPS else TILE_OPS
         if name in JUMPS:
             return self._jump(name)
-        if name in TILE_OPS:
+        if name in operations:
             if self.axes:
                 raise NotInterpretable(f"the tile operation {name} within T.Parallel")
-            return self.sharing([call], lambda: TILE_OPS[name](self, call))
+            return self.sharing([call], lambda: operations[name](self, call))
         if name == "tl.atomic_add_elem_op":
             return self.sharing(call.args[:2], lambda: self._store(call.args[0].args[0], call.args[1], add=True))
         return self.sharing([call], lambda: self.expression(call).run)
@@ -243,6 +247,8 @@ class _StatementCompiler(ExpressionCompiler):
         return run
 
     def _condition(self, node: Any) -> Run:
+        if any(handle_of(variable) in self.threads for variable in variables_of(node.condition)):
+            return self._thread_cases(node)
         condition = self.shared_expression(node.condition)
         if condition.lanes:
             return self._masked_cases(condition.run, node)
@@ -251,6 +257,13 @@ class _StatementCompiler(ExpressionCompiler):
             return lambda frame: then(frame) if test(frame) else None
         otherwise = self.statement(node.else_case)
         return lambda frame: then(frame) if test(frame) else otherwise(frame)
+
+    def _thread_cases(self, node: Any) -> Run:
+        self.asks_thread = True
+        test = self.value(node.condition)
+        self.asks_thread = False
+        otherwise = None if node.else_case is None else self.statement(node.else_case)
+        return split(test, self.statement(node.then_case), otherwise)
 
     def _masked_cases(self, test: Run, node: Any) -> Run:
         outer_masked, self.masked = self.masked, True

@@ -15,6 +15,7 @@ from attention_engine.target.tile_windows import BufferInfo, Frame, Run, Span, W
 from attention_engine.target.tir_nodes import handle_of, kind_of
 
 MASK = 0  # the slot of the lanes that the enclosing conditions leave active; None: all
+ROLE = 1  # the slot of the threads that run together (warp_simulator.Role)
 
 
 class Code(NamedTuple):
@@ -64,7 +65,7 @@ class BufferCompiler:
     """Names to slots, and index expressions to windows."""
 
     def __init__(self) -> None:
-        self.slots = 1  # MASK
+        self.slots = 2  # MASK, ROLE
         self.axes: list[Lanes] = []  # the open loops of the parallel nest
         self.rank = 0  # the lane axes of the whole nest
         self.masked = False  # within a condition that differs between lanes
@@ -76,6 +77,7 @@ class BufferCompiler:
         self._buffers: dict[int, BufferInfo] = {}
         self._owners: dict[int, BufferInfo] = {}  # by the variable of a buffer's memory
         self._safe_values: dict[int, Run] = {}
+        self.barriers: dict[int, int] = {}  # the slots of barriers, by their memory
 
     def new_slot(self) -> int:
         """A fresh slot of the frame."""
@@ -206,6 +208,8 @@ class BufferCompiler:
 
     def allocation(self, buffer: Any) -> Run:
         """Code that fills a buffer with poison; the tensor itself is made once a run."""
+        if str(buffer.scope()) == "shared.barrier":
+            return lambda frame: None  # made with the block, where their counts stand
         info = self.declare(buffer)
         slot, bad = info.slot, poison(info.dtype)
         lengths = [self.value(length) for length in buffer.shape]

@@ -20,7 +20,7 @@ from attention_engine.target.scalar_ops import (
     reinterpret,
     wraps,
 )
-from attention_engine.target.tile_buffers import MASK, BufferCompiler, Code, constant
+from attention_engine.target.tile_buffers import MASK, ROLE, BufferCompiler, Code, constant
 from attention_engine.target.tile_windows import BufferInfo, Frame, Run, gather
 from attention_engine.target.tir_nodes import handle_of, kind_of, nodes_used_twice
 
@@ -31,6 +31,7 @@ class ExpressionCompiler(BufferCompiler):
     def __init__(self) -> None:
         super().__init__()
         self.threads: set[int] = set()  # variables that hold a thread's index
+        self.asks_thread = False  # within a condition on it
         self._twice: set[int] = set()
         self._compiled: dict[int, Code] = {}
         self._memory: list[int] = []  # the slots of the values that this statement keeps
@@ -112,6 +113,8 @@ class ExpressionCompiler(BufferCompiler):
 
     def _name(self, node: Any) -> Code:
         if handle_of(node) in self.threads:
+            if self.asks_thread:
+                return Code(lambda frame: frame[ROLE].threads, "int32")
             raise NotInterpretable(f"the thread index `{node.name}`: blocks run as a whole")
         return self.lookup(node)
 
@@ -122,8 +125,6 @@ class ExpressionCompiler(BufferCompiler):
         return kind_of(node) == "Var" and handle_of(node) in self.threads
 
     def _binary(self, name: str, left: Any, right: Any, dtype: str) -> Code:
-        if name == "EQ" and self.is_thread_index(left) and str(right) == "0":
-            return Code(constant(True), "bool", const=True)  # what one thread of a block does is done once
         a, b = self.expression(left), self.expression(right)
         lanes = a.lanes | b.lanes
         row = BINARY[name]
@@ -140,6 +141,8 @@ class ExpressionCompiler(BufferCompiler):
     def _logic(self, node: Any, *, both: bool) -> Code:
         a, b = self.expression(node.a), self.expression(node.b)
         first, second, lanes = a.run, b.run, a.lanes | b.lanes
+        if self.asks_thread:
+            lanes = frozenset({0})  # a truth for each thread
         if not lanes and both:
             return Code(lambda frame: bool(first(frame) and second(frame)), "bool")
         if not lanes:

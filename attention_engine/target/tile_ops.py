@@ -145,11 +145,9 @@ def _atomic(join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Calla
 TILE_OPS: dict[str, Callable[[Compiler, Any], Run]] = {
     "tl.tileop.copy": _copy,
     "tl.tileop.async_copy": _copy,
-    "tl.tileop.tma_copy": _copy,
     "tl.tileop.fill": _fill,
     "tl.tileop.transpose": _transpose,
     "tl.tileop.gemm": _gemm,
-    "tl.tileop.wgmma_gemm": _gemm,
     "tl.tileop.reduce": _reduce,
     "tl.tileop.cumsum": _scan(torch.cumsum),
     "tl.tileop.cummax": _scan(lambda tile, axis: torch.cummax(tile, axis).values),
@@ -161,7 +159,6 @@ TILE_OPS: dict[str, Callable[[Compiler, Any], Run]] = {
 # Synchronisation and hints: one block runs at a time and in order, so that they change nothing.
 SILENT_OPS = frozenset(
     {
-        "tl.wait_wgmma",
         "tl.warpgroup_arrive",
         "tl.warpgroup_commit_batch",
         "tl.warpgroup_wait",
@@ -170,13 +167,11 @@ SILENT_OPS = frozenset(
         "tl.no_set_max_nreg",
         "tl.annotate_producer_reg_dealloc",
         "tl.annotate_consumer_reg_alloc",
-        "tl.fence_proxy_async",
         "tl.tma_store_arrive",
         "tl.tma_store_wait",
         "tl.sync_warp",
         "tl.pdl_trigger",
         "tl.pdl_sync",
-        "tirx.tvm_storage_sync",
         "tirx.ptx_commit_group",
         "tirx.ptx_wait_group",
         "tirx.assume",

@@ -7,12 +7,15 @@ and how it was found ("measured": a GPU's name, or "no": by what fits without sp
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Maths, Target, Tiles
 from attention_engine.errors import TileDoesNotFit
-from attention_engine.ir.problem import Problem
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.passes.by_hand import backward_fits, forward_fits, pairs_are_light, scores_are_light
+from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.tuner.problems import KERNEL_NAMES, KernelName
 from attention_engine.tuner.store import Entry, parse
 
@@ -50,9 +53,36 @@ def default_entry(kernel: KernelName, problem: Problem, target: Target) -> Entry
     return min(fitting, key=lambda entry: entry.key["dim"] + entry.key["dim_v"])
 
 
-def default_tiles(problem: Problem, maths: Maths, target: Target) -> Tiles:
-    """Tiles that fit the target and are good for the problem."""
-    return Tiles(*(default_entry(kernel, problem, target).tile for kernel in KERNEL_NAMES))
+def default_tiles(problem: Problem, maths: Maths | None, target: Target) -> Tiles:
+    """Tiles that fit the target and are good for the problem; without maths, for kernels that run any."""
+    tiles = Tiles(*(default_entry(kernel, problem, target).tile for kernel in KERNEL_NAMES))
+    if maths is None or not isinstance(target, Arch) or not target.has_wgmma:
+        return tiles
+    return _placed_by_hand(problem, maths, tiles)
+
+
+def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
+    """The kernels with a group of warps that copies, where there are such; which tiles don't spill is tested."""
+    if forward_fits(problem, maths.forward_schedule):
+        light, heavy = FORWARD[problem.dim, problem.dim_v]
+        q, kv = light if scores_are_light(maths.forward_schedule) else heavy
+        tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True))
+    schedule = maths.backward_schedule
+    axes = {name: axes for name, _, axes in problem.custom}
+    summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
+    if schedule and backward_fits(problem, schedule, summed):
+        light, heavy = BACKWARD[problem.dim, problem.dim_v]
+        q = light if pairs_are_light(schedule, summed) else heavy
+        tiles = replace(tiles, backward=Tile(q, 128, 256, 2, specialised=True))
+    return tiles
+
+
+# By head dims, for maths of pairs that need few registers, and for others: queries and keys of a tile; 64 queries for
+# each warpgroup, of which three have 160 registers a thread, and two 240.
+FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
+           (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
+# Queries of a tile over keys.
+BACKWARD = {(64, 64): (128, 64), (128, 128): (80, 64), (128, 64): (80, 64), (64, 128): (64, 64)}
 
 
 def where_from(kernel: KernelName, problem: Problem, target: Target) -> str:

@@ -1,13 +1,13 @@
 """Kernels of softmax, compiled without a GPU: the instructions of each architecture, no spills, memory that fits."""
 
 import functools
+import re
 
 import pytest
 import torch
 
 from attention_engine import AttentionEngine, arch, meta_tensor
-from attention_engine.compiler import pass_configs
-from attention_engine.library import OnlineSoftmax, causal, scale
+from attention_engine.library import OnlineSoftmax, causal, scale, softcap
 
 pytest.importorskip("tilelang")
 from attention_engine.target import compile as target_compile
@@ -16,13 +16,11 @@ pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="need
 
 
 @functools.cache
-def lowered(gpu, kernel, dtype=torch.float16, dim=64):
+def lowered(gpu, kernel, dtype=torch.float16, dim=64, score=None):
     metas = [meta_tensor(1, heads, 256, dim, dtype=dtype) for heads in (4, 2, 2)]
-    engine = AttentionEngine(metas, None, scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu)
-    kernels = engine._kernels("cuda")
-    made = target_compile.lower_kernel(
-        engine._source_kernel(kernel, "cuda").prim_func, gpu, pass_configs=pass_configs(kernels.problem)
-    )
+    engine = AttentionEngine(metas, None, score or scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu)
+    source = engine._source_kernel(kernel, "cuda")
+    made = target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
     return made, made.resources()
 
 
@@ -40,6 +38,30 @@ def test_hopper_kernels_use_its_instructions(kernel):
     assert "wgmma" in cuda and "tma_load" in cuda
     assert used.notes == ()  # no wgmma is serialised
     assert ("AtomicAddx4" in cuda) is (kernel == "backward")
+
+
+HARD = {  # head dim, score: the widest tiles, and pair maths that need more registers
+    "forward-128": ("forward", torch.bfloat16, 128, None),
+    "backward-128": ("backward", torch.float16, 128, None),
+    "backward-128-softcap": ("backward", torch.bfloat16, 128, softcap(20.0, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hand_placed_kernels_run_products_while_they_compute(name):
+    kernel, dtype, dim, score = HARD[name]
+    cuda, used = fits(arch.H100(), kernel, dtype=dtype, dim=dim, score=score)
+    assert used.notes == ()  # C7510 to C7519: wgmma serialised
+    assert "warpgroup_reg_dealloc<24>" in cuda
+    assert "tl::wait_wgmma<1>()" in cuda
+
+
+def test_fences_name_the_registers_that_a_thread_has():
+    for kernel in ("forward", "backward"):
+        cuda, _ = lowered(arch.H100(), kernel)
+        held = {name: int(count) for name, count in re.findall(r"\bfloat (\w+)\[(\d+)\];", cuda)}
+        fenced = re.findall(r"warpgroup_fence_operand\(reinterpret_cast<float\*>\((\w+) \+ 0\), (\d+)\)", cuda)
+        assert len(fenced) > 4 and all(int(count) == held[name] for name, count in fenced)
 
 
 @pytest.mark.parametrize("kernel", ["backward_preprocess", "backward_postprocess"])

@@ -16,14 +16,20 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
 
 
-def engine():
-    metas = [meta_tensor(1, heads, 256, 64, dtype=torch.float16) for heads in (4, 2, 2)]
+def engine(dim=64):
+    metas = [meta_tensor(1, heads, 256, dim, dtype=torch.float16) for heads in (4, 2, 2)]
     return AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=arch.H100())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_softmax_causal(kernel, golden):
     assert engine().source(kernel, form="tilelang") == golden
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_softmax_causal_in_straight_lines(kernel, golden):
+    """At a head dim for which nothing is placed by hand."""
+    assert engine(dim=32).source(kernel, form="tilelang") == golden
 
 
 def test_two_processes_write_the_same_text():

@@ -1,0 +1,240 @@
+"""The backward pass over keys on Hopper: one warp copies ahead, two warpgroups compute, products run while they do.
+
+The algorithm and the arguments of backward.py, by hand: a block keeps its keys and values, and a producer warp streams
+queries, gradients of the output and rows through two stages of shared memory, with barriers in both directions. Each
+warpgroup has 64 keys. Products are issued without waiting, so that the exponentials of a step run while the tensor
+cores make its gradient of the weights, and dQ is added to the workspace while they make dK.
+Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), its section on the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial as bind
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.backward import (
+    NOTHING,
+    PairMaths,
+    backward_parameters,
+    factor_of,
+    keeps_products,
+    shared_between_heads,
+    sum_diagonals,
+    sum_keys,
+)
+from attention_engine.kernels.common import (
+    FLOAT,
+    Place,
+    Sizes,
+    block_values,
+    build,
+    named,
+    reader,
+    where_partial,
+    window,
+)
+from attention_engine.kernels.rows import place_in_workspace, transposes_dq
+from attention_engine.kernels.tiles import QueryWalk
+from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
+from attention_engine.passes.by_hand import backward_fits
+from attention_engine.passes.read_places import CustomSums
+from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a buffer, read as a buffer of its own."""
+
+    buffer: Any
+    stage: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.buffer[(self.stage, *index) if isinstance(index, tuple) else (self.stage, index)]
+
+
+def backward_hopper(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
+    summed: CustomSums = NOTHING,
+) -> Any:  # fmt: skip
+    """The PrimFunc of backward.py, with the same parameters."""
+    assert backward_fits(problem, schedule, summed), "default tiles ask first"
+    sizes = Sizes()
+    plan = plan_tiles(schedule.mask)
+    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)
+    dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
+    transposed = transposes_dq(tile, dim)
+    shares = with_dq or len(summed.diagonals) > 0  # gradients of products with all threads
+    dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else T.GemmWarpPolicy.FullCol
+    dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
+    producer_registers, consumer_registers = registers(tile.threads)
+    names = [n for n, _ in rows.rows]
+    wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
+    early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
+    late = [n for n in names if n not in early]
+
+    @T.macro
+    def copy_step(buffers: Any, shared: Any, at: Any, stage: Any, empty: Any, full: Any, rows_too: list[str]) -> None:
+        name, head_dim, batch, head, q0, turn = at
+        T.barrier_wait(empty[stage], turn ^ 1)
+        T.tma_copy(
+            window(buffers[name], batch, head, q0, tile.q, head_dim), shared[name][stage, :, :], barrier=full[stage]
+        )
+        for row in rows_too:
+            T.tma_copy(buffers[row][batch, head, q0 : q0 + tile.q], shared[row][stage, :], barrier=full[stage])
+        T.barrier_arrive(full[stage])
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch, threads=GROUP + tile.threads) as (
+            block,
+            kv_head,
+            batch,
+        ):
+            k = named("k_tile", T.alloc_shared([tile.kv, dim], dtype))
+            v = named("v_tile", T.alloc_shared([tile.kv, dim_v], dtype))
+            shared = {
+                "q": named("q_tile", T.alloc_shared([stages, tile.q, dim], dtype)),
+                "do": named("do_tile", T.alloc_shared([stages, tile.q, dim_v], dtype)),
+            }
+            for n in names:
+                shared[n] = named(f"{n}_tile", T.alloc_shared([stages, tile.q], FLOAT))
+            gradients_out = named("gradients_out", T.alloc_shared([2, tile.kv, tile.q], dtype)) if shares else None
+            products = T.alloc_fragment([tile.kv, tile.q], FLOAT)
+            weights = T.alloc_fragment([tile.kv, tile.q], FLOAT) if keeps_products(schedule) else products
+            gradients = T.alloc_fragment([tile.kv, tile.q], FLOAT)
+            weights_in = T.alloc_fragment([tile.kv, tile.q], dtype)
+            gradients_in = T.alloc_fragment([tile.kv, tile.q], dtype)
+            dk = T.alloc_fragment([tile.kv, dim], FLOAT)
+            dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
+            dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
+            key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
+            k_full = T.alloc_barrier(arrive_count=WARP)
+            v_full = T.alloc_barrier(arrive_count=WARP)
+            q_full = T.alloc_barrier(arrive_count=[WARP] * stages)
+            q_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
+            do_full = T.alloc_barrier(arrive_count=[WARP] * stages)
+            do_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
+            kv0 = block * tile.kv
+            walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
+            steps = walk.count
+            thread = T.get_thread_binding()
+            if thread < GROUP:
+                T.dec_max_nreg(producer_registers)
+                if thread < WARP:
+                    if steps > 0:
+                        T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
+                        T.barrier_arrive(k_full)
+                    for step in T.serial(steps):
+                        head = walk.head(step)
+                        q0 = walk.tile(step) * tile.q
+                        stage = step % stages
+                        turn = (step // stages) % 2
+                        copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
+                        if step == 0:
+                            T.tma_copy(window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v), v, barrier=v_full)
+                            T.barrier_arrive(v_full)
+                        copy_step(buffers, shared, ("do", dim_v, batch, head, q0, turn), stage, do_empty, do_full, late)
+            else:
+                T.inc_max_nreg(consumer_registers)
+                T.fill(dk, 0)
+                T.fill(dv, 0)
+                for total in key_sums:
+                    T.fill(total, 0)
+                T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
+                T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
+                if steps > 0:
+                    T.barrier_wait(k_full, 0)
+                    T.barrier_wait(v_full, 0)
+                for step in T.serial(steps):
+                    head = walk.head(step)
+                    q_tile = walk.tile(step)
+                    q0 = q_tile * tile.q
+                    stage = step % stages
+                    turn = (step // stages) % 2
+                    read = reader(buffers)
+                    place = Place(batch, head, block_values(schedule.block, batch, head, read), read)
+                    staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
+                    maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
+                    outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+                    T.barrier_wait(q_full[stage], turn)
+                    T.wgmma_gemm(
+                        k, shared["q"][stage, :, :], products, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
+                    )
+                    T.barrier_wait(do_full[stage], turn)
+                    T.wgmma_gemm(
+                        v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
+                    )
+                    T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
+                    maths.weigh(products, weights)
+                    T.wait_wgmma(0)
+                    maths.differentiate(products, weights, gradients)
+                    if schedule.mask is not None:
+                        where_partial(walk.is_partial(step, q_tile), bind(maths.drop, weights, gradients))
+                    where_partial(outside, bind(maths.cut, weights, gradients))
+                    T.copy(weights, weights_in)
+                    for number, (key_read, expr) in enumerate(summed.of_keys):
+                        factor = factor_of(schedule, expr)
+                        sum_keys(
+                            key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
+                        )
+                    T.copy(gradients, gradients_in)
+                    if shares:
+                        T.copy(gradients_in, gradients_out[step % 2, :, :])
+                        T.fence_proxy_async()
+                        T.sync_threads(COMPUTE, tile.threads)
+                    T.wgmma_gemm(weights_in, shared["do"][stage, :, :], dv, policy=ROWS_WHOLE)
+                    if with_dq:
+                        if transposed:
+                            T.wgmma_gemm(
+                                k, gradients_out[step % 2, :, :], dq, transpose_A=True, policy=ROWS_WHOLE,
+                                clear_accum=True,
+                            )  # fmt: skip
+                        else:
+                            T.wgmma_gemm(
+                                gradients_out[step % 2, :, :], k, dq, transpose_A=True, policy=dq_policy,
+                                clear_accum=True,
+                            )  # fmt: skip
+                    T.wgmma_gemm(gradients_in, shared["q"][stage, :, :], dk, policy=ROWS_WHOLE)
+                    for number, (_, expr) in enumerate(summed.diagonals):
+                        source, factor = Stage(gradients_out, step % 2), factor_of(schedule, expr)
+                        sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
+                    T.wait_wgmma(1)  # all but dK
+                    if thread % WARP == 0:
+                        T.barrier_arrive(do_empty[stage])
+                    if with_dq:
+                        for i, j in T.Parallel(dq_shape[0], dq_shape[1]):
+                            query, d = (j, i) if transposed else (i, j)
+                            T.atomic_add(
+                                buffers["workspace"][
+                                    batch, head,
+                                    q_tile * (tile.q * dim) + place_in_workspace(query, d, tile, dim, vectors),
+                                ],
+                                dq[i, j],
+                            )  # fmt: skip
+                    T.wait_wgmma(0)
+                    if thread % WARP == 0:
+                        T.barrier_arrive(q_empty[stage])
+                for number, (key_read, _) in enumerate(summed.of_keys):
+                    if not shared_between_heads(key_read, problem):
+                        T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])
+                if schedule.scale != 1:
+                    for j, d in T.Parallel(tile.kv, dim):
+                        dk[j, d] *= schedule.scale
+                T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more
+                T.copy(dv, v)
+                T.copy(dk, k)
+                T.fence_proxy_async()
+                T.sync_threads(COMPUTE, tile.threads)
+                T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, dim_v))
+                T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, dim))
+                if thread % GROUP == 0:
+                    T.tma_store_wait(0, read=False)
+
+    return build("backward", parameters, body)

@@ -1,0 +1,194 @@
+"""What the interpreter does for barriers, asynchronous copies and products, and conditions on the thread's index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from attention_engine.errors import NotInterpretable
+from attention_engine.target.scalar_ops import poison
+from attention_engine.target.tile_buffers import ROLE
+from attention_engine.target.tile_ops import TILE_OPS
+from attention_engine.target.tile_windows import Frame, Run, Window
+from attention_engine.target.tir_nodes import handle_of
+from attention_engine.target.warp_simulator import Barrier, Role, Turns
+
+Cases = tuple[Run, Run]
+
+
+class Compiler(Protocol):
+    """The part of the interpreter's compiler that these operations need."""
+
+    barriers: dict[int, int]  # the slots of barriers, by their memory
+
+    def region(self, node: Any, *, keep_ones: bool = False) -> Window:
+        """The window that a region argument names."""
+
+    def value(self, node: Any) -> Run:
+        """The code of an expression."""
+
+    def new_slot(self) -> int:
+        """A fresh slot of the frame."""
+
+
+def enter_block(compiler: Compiler, annotations: Any) -> list[Run]:
+    """Code for the start of a block: its threads as one role, and its barriers."""
+    steps: list[Run] = []
+    for name, value in annotations.items():
+        if str(name) == "tl.launch_threads":
+            steps.append(_all_threads(int(value[0])))
+        elif str(name) == "barrier_init":
+            for memory, counts in value.items():
+                slot = compiler.barriers[handle_of(memory)] = compiler.new_slot()
+                steps.append(_fresh_barriers(slot, str(memory.name), [int(c) for c in counts]))
+    return steps
+
+
+def _all_threads(count: int) -> Run:
+    threads = torch.arange(count)
+
+    def run(frame: Frame) -> None:
+        frame[ROLE] = Role(threads)
+
+    return run
+
+
+def _fresh_barriers(slot: int, name: str, counts: list[int]) -> Run:
+    def run(frame: Frame) -> None:
+        frame[slot] = [Barrier(f"{name}[{i}]", count) for i, count in enumerate(counts)]
+
+    return run
+
+
+def split(test: Run, then: Run, otherwise: Run | None) -> Run:
+    """A condition on the thread's index: two roles where both cases have threads, else a part of this one."""
+
+    def run(frame: Frame) -> None:
+        role: Role = frame[ROLE]
+        chosen = torch.as_tensor(test(frame)).expand(role.threads.shape)
+        if otherwise is not None and chosen.any() and not chosen.all():
+            _fork(frame, role, chosen, (then, otherwise))
+            return
+        case = then if chosen.any() else otherwise
+        if case is not None:
+            everybody, role.threads = role.threads, role.threads[chosen] if case is then else role.threads
+            case(frame)
+            role.threads = everybody
+
+    return run
+
+
+def _fork(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
+    if role.turns is not None:
+        raise NotInterpretable("a role that splits again")
+
+    def start(case: Run, threads: torch.Tensor) -> Callable[[], None]:
+        own = list(frame)  # variables differ between roles, buffers don't
+        own[ROLE] = Role(threads)
+        roles.append(own[ROLE])
+
+        def run() -> None:
+            case(own)
+            own[ROLE].end()
+
+        return run
+
+    roles: list[Role] = []
+    turns = Turns([start(cases[0], role.threads[chosen]), start(cases[1], role.threads[~chosen])])
+    for part in roles:
+        part.turns = turns
+    turns.run()
+
+
+def _barrier(compiler: Compiler, node: Any) -> Run:
+    slot = compiler.barriers[handle_of(node.buffer.data)]
+    (index,) = (compiler.value(i) for i in node.indices)
+    return lambda frame: frame[slot][index(frame)]
+
+
+def _arrive(compiler: Compiler, call: Any) -> Run:
+    barrier = _barrier(compiler, call.args[0])
+    return lambda frame: barrier(frame).arrive(len(frame[ROLE].threads))
+
+
+def _wait(compiler: Compiler, call: Any) -> Run:
+    barrier, parity = _barrier(compiler, call.args[0]), compiler.value(call.args[1])
+    return lambda frame: frame[ROLE].wait(barrier(frame), parity(frame))
+
+
+def _copy(compiler: Compiler, call: Any) -> Run:
+    """A copy by all threads; what it stores in shared memory, or hands on from there, is theirs to order."""
+    copy = TILE_OPS["tl.tileop.copy"](compiler, call)
+    source, target = (compiler.region(argument) for argument in call.args[:2])
+    from_shared = source.buffer.scope.startswith("shared") and target.buffer.scope == "global"
+    if target.buffer.scope.startswith("shared") and source.buffer.scope != "global":
+
+        def store(frame: Frame) -> None:
+            frame[ROLE].store(target.read(frame))
+            copy(frame)
+
+        return store
+
+    def hand_on(frame: Frame) -> None:
+        frame[ROLE].check_handed_over(source.read(frame), "a copy reads")
+        copy(frame)
+
+    return hand_on if from_shared else copy
+
+
+def _tma_copy(compiler: Compiler, call: Any) -> Run:
+    """A load that lands when its barrier says so; one without a barrier (a store) is a copy."""
+    found = [value for name, value in call.annotations.items() if str(name) == "barrier"]
+    if not found:
+        return _copy(compiler, call)
+    barrier, target = _barrier(compiler, found[0]), compiler.region(call.args[1])
+    source, bad = compiler.region(call.args[0]), poison(target.buffer.dtype)
+
+    def run(frame: Frame) -> None:
+        tile, view = source.read(frame).clone(), target.read(frame)
+        view.fill_(bad)
+        barrier(frame).copies.append(lambda: view.copy_(tile))
+
+    return run
+
+
+def _product(compiler: Compiler, call: Any) -> Run:
+    left, right, total = (compiler.region(argument) for argument in call.args[:3])
+    transposed = bool(int(call.args[3])), bool(int(call.args[4]))
+    clear = compiler.value(call.args[9])
+    shared = [window for window in (left, right) if window.buffer.scope.startswith("shared")]
+
+    def run(frame: Frame) -> None:
+        tiles = [window.read(frame) for window in shared]
+        role: Role = frame[ROLE]
+        role.issue(total.read(frame), left.read(frame), right.read(frame), transposed, bool(clear(frame)), tiles)
+
+    return run
+
+
+def _wait_products(compiler: Compiler, call: Any) -> Run:
+    left = int(call.args[0])
+    return lambda frame: frame[ROLE].wait_products(left)
+
+
+def _fence(compiler: Compiler, call: Any) -> Run:
+    return lambda frame: frame[ROLE].unfenced.clear()
+
+
+def _meet(compiler: Compiler, call: Any) -> Run:
+    threads = int(call.args[2]) if len(call.args) > 2 else None
+    return lambda frame: frame[ROLE].meet(threads)
+
+
+WARP_OPS: dict[str, Callable[[Any, Any], Run]] = {
+    "tl.tileop.copy": _copy,
+    "tl.tileop.tma_copy": _tma_copy,
+    "tl.tileop.wgmma_gemm": _product,
+    "tl.wait_wgmma": _wait_products,
+    "tl.mbarrier_wait_parity": _wait,
+    "tirx.ptx_arrive_barrier": _arrive,
+    "tl.fence_proxy_async": _fence,
+    "tirx.tvm_storage_sync": _meet,
+}

@@ -1,0 +1,225 @@
+"""Warp-specialised kernels on a CPU: barriers, asynchronous copies and products, each as late as the hardware may be.
+
+Where a condition splits a block's threads in two, its cases run as roles, in turns: a role runs until it waits on a
+barrier that is not there yet. A copy lands when a barrier that it arrives at is waited for, a product is there when it
+is waited for; until then their targets are NaN. Raises HazardInKernel for a deadlock, an operand that changes while a
+product reads it, a product nobody waits for, and shared memory handed over without a fence or a meeting of threads.
+
+Not modelled: the layout of tiles, and races between the threads of one role other than by shared memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from attention_engine.errors import HazardInKernel
+from attention_engine.target.scalar_ops import as_matrix_operand
+
+Extent = tuple[int, int]  # first byte, and one past the last, of memory on chip
+
+
+def extent_of(view: torch.Tensor) -> Extent:
+    """The bytes that a view spans."""
+    steps = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    return view.data_ptr(), view.data_ptr() + (steps + 1) * view.element_size()
+
+
+def _meets(one: Extent, others: Sequence[Extent]) -> bool:
+    return any(one[0] < other[1] and other[0] < one[1] for other in others)
+
+
+class Turns:
+    """Roles of one block, as Python threads of which one runs at a time."""
+
+    def __init__(self, roles: Sequence[Callable[[], None]]) -> None:
+        self._roles = roles
+        self._free = threading.Condition()
+        self._running = 0
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._done: set[int] = set()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """All roles to their ends; raises the first error of any."""
+        threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(len(self._roles))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, role: int) -> None:
+        try:
+            with self._free:
+                self._free.wait_for(lambda: self._running == role or self._error is not None)
+            if self._error is None:
+                with torch.no_grad():
+                    self._roles[role]()
+        except _Stopped:
+            return
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            self._error = error
+        finally:
+            with self._free:
+                self._done.add(role)
+                self._pass_on()
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Let others run until `ready`."""
+        if ready():
+            return
+        with self._free:
+            role = self._running
+            self._waiting[role] = (ready, what)
+            self._pass_on()
+            self._free.wait_for(lambda: self._running == role or self._error is not None)
+            if self._error is not None:
+                raise _Stopped
+
+    def _pass_on(self) -> None:
+        order = [(self._running + 1 + i) % len(self._roles) for i in range(len(self._roles))]
+        for role in order:
+            if role in self._done:
+                continue
+            ready, _ = self._waiting.get(role, (lambda: True, ""))
+            if ready():
+                self._waiting.pop(role, None)
+                self._running = role
+                break
+        else:
+            if len(self._done) < len(self._roles) and self._error is None:
+                stuck = "; ".join(what for role, (_, what) in sorted(self._waiting.items()) if role not in self._done)
+                self._error = HazardInKernel(f"a deadlock: {stuck}")
+        self._free.notify_all()
+
+
+class _Stopped(Exception):
+    """Ends a role after another one failed."""
+
+
+@dataclass
+class Barrier:
+    """One mbarrier: `phase` counts the phases that are over."""
+
+    name: str
+    count: int
+    phase: int = 0
+    arrived: int = 0
+    copies: list[Callable[[], None]] = field(default_factory=list)
+
+    def arrive(self, threads: int) -> None:
+        """So many threads arrive in this phase."""
+        self._turn()
+        self.arrived += threads
+        if self.arrived > self.count:
+            raise HazardInKernel(f"{self.arrived} threads arrive at {self.name}, which counts {self.count}")
+
+    def passed(self, parity: int) -> bool:
+        """Is the phase of this parity over? Only now do its copies land."""
+        if self.phase & 1 == parity:
+            self._turn()
+        return self.phase & 1 != parity
+
+    def _turn(self) -> None:
+        if self.arrived == self.count:
+            for land in self.copies:
+                land()
+            self.copies.clear()
+            self.phase, self.arrived = self.phase + 1, 0
+
+
+class Product:
+    """A wgmma group on its way: its target holds NaN, and its operands must stay as they are."""
+
+    def __init__(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, transposed: tuple[bool, bool],
+                 before: Product | torch.Tensor | None) -> None:  # fmt: skip
+        self.total, self.operands, self.transposed, self.before = total, (left, right), transposed, before
+        self.seen = tuple(as_matrix_operand(x).clone() for x in self.operands)
+        self.result: torch.Tensor | None = None
+        total.fill_(torch.nan)
+
+    def complete(self) -> None:
+        """Write the result."""
+        for now, then in zip(self.operands, self.seen, strict=True):
+            if not torch.equal(as_matrix_operand(now).nan_to_num(7e30), then.nan_to_num(7e30)):
+                raise HazardInKernel("an operand changed while a product was reading it")
+        a, b = (x.T if transposed else x for x, transposed in zip(self.seen, self.transposed, strict=True))
+        product = torch.mm(a, b)
+        before = self.before.result if isinstance(self.before, Product) else self.before
+        self.result = product if before is None else product + before
+        self.total.copy_(self.result)
+
+
+@dataclass
+class Role:
+    """The threads that run one piece of code together, and what they have under way."""
+
+    threads: torch.Tensor
+    turns: Turns | None = None
+    products: list[Product] = field(default_factory=list)
+    unfenced: list[Extent] = field(default_factory=list)  # stored by threads, unseen by copies and products
+    unmet: list[Extent] = field(default_factory=list)  # stored since the threads last met
+    read: list[Extent] = field(default_factory=list)  # by products, since they last met
+
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        """Until a barrier's phase is over."""
+        what = f"threads {int(self.threads[0])}... wait for phase {parity} of {barrier.name}"
+        if self.turns is not None:
+            self.turns.wait(lambda: barrier.passed(parity), what)
+        elif not barrier.passed(parity):
+            raise HazardInKernel(f"a deadlock: {what}")
+
+    def issue(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, transposed: tuple[bool, bool],
+              clear: bool, shared: Sequence[torch.Tensor]) -> None:  # fmt: skip
+        """Start a product."""
+        for tile in shared:
+            self.check_handed_over(tile, "a product reads")
+            self.read.append(extent_of(tile))
+        same = [p for p in self.products if extent_of(p.total) == extent_of(total)]
+        before = None if clear else same[-1] if same else total.clone()
+        self.products.append(Product(total, left, right, transposed, before))
+
+    def wait_products(self, left: int) -> None:
+        """Until no more than so many products are under way."""
+        while len(self.products) > left:
+            product = self.products.pop(0)
+            product.complete()
+            if any(extent_of(p.total) == extent_of(product.total) for p in self.products):
+                product.total.fill_(torch.nan)
+
+    def store(self, tile: torch.Tensor) -> None:
+        """The threads stored a tile in shared memory; TileLang orders that itself where threads don't split."""
+        if self.turns is None:
+            return
+        place = extent_of(tile)
+        if _meets(place, self.read):
+            raise HazardInKernel("shared memory is written before the threads met after a product that reads it")
+        self.unfenced.append(place)
+        self.unmet.append(place)
+
+    def check_handed_over(self, tile: torch.Tensor, what: str) -> None:
+        """Stored tiles are seen by copies and products after a fence and a meeting of threads."""
+        place = extent_of(tile)
+        if _meets(place, self.unfenced):
+            raise HazardInKernel(f"{what} shared memory that threads stored, without a fence")
+        if _meets(place, self.unmet):
+            raise HazardInKernel(f"{what} shared memory that threads stored, before they met")
+
+    def meet(self, threads: int | None) -> None:
+        """The threads of the role meet (bar.sync)."""
+        if threads is None and self.turns is None:
+            return
+        if threads != len(self.threads):
+            raise HazardInKernel(f"{len(self.threads)} threads meet at a barrier of {threads or 'the whole block'}")
+        self.unmet.clear()
+        self.read = [extent_of(tile) for p in self.products for tile in p.operands]
+
+    def end(self) -> None:
+        """Nothing may be left under way."""
+        if self.products:
+            raise HazardInKernel(f"{len(self.products)} products that nobody waits for")

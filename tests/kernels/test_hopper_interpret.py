@@ -1,0 +1,176 @@
+"""The hand-placed kernels for Hopper beside their straight-line twins, in the warp simulator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO
+from attention_engine.ir.problem import Tile
+from attention_engine.library import OnlineSoftmax, scale, sliding_window
+from attention_engine.runtime import launch, op
+from tests import plain
+from tests.cases import CASES, Shape, engine_for, errors
+
+
+def by_hand(queries, keys=128, threads=256):
+    return Tile(queries, keys, threads, 2, specialised=True)
+
+
+# Head dims, the tile of the forward kernel (None: the twin runs), queries of a tile over keys.
+KERNELS = {
+    "forward-64": ((64, 64), by_hand(192, threads=384), None),
+    "forward-128": ((128, 128), by_hand(128), None),
+    "forward-192-128": ((192, 128), by_hand(128), None),
+    "forward-128-256": ((128, 256), by_hand(128, 96), None),
+    "backward-64-light": ((64, 64), None, by_hand(128)),
+    "backward-64-heavy": ((64, 64), None, by_hand(64)),
+    "backward-128-light": ((128, 128), None, by_hand(80)),
+    "backward-128-heavy": ((128, 128), None, by_hand(64)),
+    "backward-128-64": ((128, 64), None, by_hand(80)),
+    "backward-64-128": ((64, 128), None, by_hand(64)),
+}
+PROGRAMS = ("softmax", "softcap", "relu", "retention")  # rows, gradients of products, no rows, gradients of indices
+LENGTHS = ((200, 131), (77, 260))  # of more than one tile, none whole
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Chooses tiles for the interpreter, and says which kernels ran."""
+    op.ATTENTIONS.clear()
+    chosen = {}
+
+    def choose(problem, maths, target):
+        return replace(default(problem, maths, target), **chosen)
+
+    default = launch.default_tiles
+    monkeypatch.setattr(launch, "default_tiles", choose)
+    yield chosen
+    op.ATTENTIONS.clear()
+
+
+def ran(part):
+    """Was the hand-placed kernel of this direction run?"""
+    made = [getattr(k, part) for a in op.ATTENTIONS.values() for k in a.launcher._kernels.values()]
+    scripts = [kernel.prim_func.script() for kernel in made if "compiled" in vars(kernel)]
+    return [script.count("set_max_nreg") for script in scripts] == [2] * len(scripts) != []
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_keeps_the_rule(name, kernels):
+    dims, forward, backward = KERNELS[name]
+    kernels.update({k: t for k, t in (("forward", forward), ("backward", backward)) if t})
+    number = list(KERNELS).index(name)
+    for turn, lengths in enumerate(LENGTHS):
+        case = CASES[PROGRAMS[(number + turn) % len(PROGRAMS)]]
+        shape = Shape(1, *lengths, *((2, 1) if turn % 2 else (1, 1)), *dims)
+        dtype = (torch.float16, torch.bfloat16)[turn % 2]
+        assert errors(case, shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
+    assert ran(name.split("-")[0])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_twins_agree_to_a_rounding(causal, kernels):
+    shape = Shape(1, 150, 200, 2, 1, 128, 128)
+    inputs = shape.tensors(torch.float16, "cpu", 0)
+    leaves = [inputs[n].requires_grad_() for n in "qkv"]
+    found = []
+    for tiles in ({}, {"forward": by_hand(128), "backward": by_hand(80)}):
+        kernels.clear()
+        kernels.update(tiles)
+        op.ATTENTIONS.clear()
+        o = engine_for(CASES["softmax"], shape, torch.float16, causal, backend="interpret")(*leaves)
+        found.append([o, *torch.autograd.grad(o, leaves, inputs["do"])])
+        assert ran("forward") is ran("backward") is bool(tiles)
+    for mine, twin in zip(*found):
+        torch.testing.assert_close(mine, twin, rtol=2e-3, atol=2e-3)
+
+
+def by_head(b, h, q_idx, kv_idx):
+    """A mask that no bounds describe, and that differs between heads."""
+    return q_idx + 30 * h >= 2 * kv_idx - q_idx % 7
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths"), [(sliding_window(70, 5), (300, 290)), (by_head, (200, 131)), (by_head, (1, 1))]
+)
+def test_masks_by_bounds_and_by_lists(mask, lengths, kernels):
+    kernels.update(forward=by_hand(128), backward=by_hand(80))
+    shape = Shape(1, *lengths, 2, 1, 128, 128)
+    engine = AttentionEngine(
+        shape.meta(torch.float16), None, scale(0.1), mask, OnlineSoftmax(), backend="interpret"
+    )  # fmt: skip
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+
+    def results(run, dtype):
+        leaves = [tensors[n].to(dtype).requires_grad_() for n in "qkv"]
+        o = run(*leaves)
+        return dict(zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, leaves, tensors["do"].to(o.dtype)))))
+
+    given = {"score": plain.scaled(0.1), "mask": lambda *indices: mask(*indices)}
+    found = plain.compare(
+        results(engine, torch.float16),
+        results(lambda q, k, v: plain.attention(q, k, v, "softmax", **given), torch.float64),
+        results(lambda q, k, v: plain.eager(q, k, v, "softmax", **given), torch.float16), torch.float16, 2e-3,
+    )  # fmt: skip
+    assert found and ran("forward") and ran("backward")
+
+
+def test_a_key_and_a_query_alone(kernels):
+    kernels.update(forward=by_hand(192, threads=384), backward=by_hand(128))
+    for lengths in ((1, 129), (130, 1)):
+        shape = Shape(2, *lengths, 1, 1, 64, 64)
+        assert errors(CASES["softmax"], shape, torch.float16, causal=True, backend="interpret", floor=2e-3)
+    assert ran("forward") and ran("backward")
+
+
+def test_custom_inputs_with_and_without_gradients(kernels):
+    kernels.update(forward=by_hand(128), backward=by_hand(80))
+    case, shape = CASES["alibi"], Shape(1, 150, 140, 2, 2, 128, 128)
+    engine = engine_for(case, shape, torch.float16, True, backend="interpret")
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    slopes = case.custom(2, 140)["slopes"]
+    leaves = [tensors[n].requires_grad_() for n in "qkv"]
+    frozen = torch.autograd.grad(engine(*leaves, slopes), leaves, tensors["do"])
+    asked = torch.autograd.grad(engine(*leaves, slopes.requires_grad_()), [*leaves, slopes], tensors["do"])
+    for one, other in zip(frozen, asked, strict=False):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+    assert ran("backward")
+
+
+SUMMED = {
+    "of keys": ({"bias": ("batch", "heads", "seq_len_kv")}, lambda custom, h, q_idx, kv_idx: custom["bias"]),
+    "of diagonals": ({"bias": ("heads", 300)}, lambda custom, h, q_idx, kv_idx: custom["bias"][h, q_idx - kv_idx + 99]),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
+@pytest.mark.parametrize("name", SUMMED)
+def test_sums_for_custom_inputs_agree_with_the_twin(name, deterministic, kernels):
+    axes, bias = SUMMED[name]
+    shape = Shape(1, 150, 140, 2, 1, 64, 64)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    sizes = {"batch": 1, "heads": 2, "seq_len_kv": 140, 300: 300}
+    leaves = [*(tensors[n].requires_grad_() for n in "qkv"), torch.randn([sizes[a] for a in axes["bias"]])]
+    leaves[3].requires_grad_()
+    found = []
+    for tiles in ({}, {"backward": by_hand(64)}):
+        op.ATTENTIONS.clear()
+        kernels.update(tiles)
+        engine = AttentionEngine(
+            shape.meta(torch.float16), CustomIO(axes),
+            lambda score, custom, b, h, q_idx, kv_idx: score * 0.1 + bias(custom, h, q_idx, kv_idx),
+            online_func=OnlineSoftmax(), backend="interpret", deterministic=deterministic,
+        )  # fmt: skip
+        found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"]))
+        assert ran("backward") is bool(tiles)
+    for mine, twin in zip(*found):
+        torch.testing.assert_close(mine, twin, rtol=4e-3, atol=4e-3)
+
+
+def test_deterministic_engines_use_it_for_keys_alone(kernels):
+    kernels.update(backward=by_hand(80))
+    shape = Shape(1, 130, 140, 2, 2, 128, 128)
+    assert errors(CASES["softmax"], shape, torch.float16, True, backend="interpret", deterministic=True)
+    (made,) = [k for a in op.ATTENTIONS.values() for k in a.launcher._kernels.values()]
+    assert ran("backward") and "atomic" not in made.backward.prim_func.script()

@@ -1,0 +1,180 @@
+"""Warp-specialised kernels on a CPU: a right one gives the result, and each way to get one wrong is found."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+from attention_engine.errors import HazardInKernel, NotInterpretable
+from attention_engine.target.interpreter import Interpreter
+
+STEPS, STAGES = 5, 2
+
+
+@T.macro
+def give_back(thread, empty, step):
+    if thread % 32 == 0:
+        T.barrier_arrive(empty[step % STAGES])
+
+
+def stream(defect: str = ""):
+    """out = the sum over steps of X[step] @ W: one warp copies ahead, a warpgroup multiplies and stores by TMA."""
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((STEPS, 64, 32), "float16"), W: T.Tensor((32, 64), "float16"), O: T.Tensor((64, 64), "float16")
+    ):
+        with T.Kernel(1, threads=256):
+            x = T.alloc_shared([STAGES, 64, 32], "float16")
+            w = T.alloc_shared([32, 64], "float16")
+            out = T.alloc_shared([64, 64], "float16")
+            total = T.alloc_fragment([64, 64], "float32")
+            w_full = T.alloc_barrier(arrive_count=32)
+            full = T.alloc_barrier(arrive_count=[16 if defect == "a count too small" else 32] * STAGES)
+            empty = T.alloc_barrier(arrive_count=[5 if defect == "a count too large" else 4] * STAGES)
+            thread = T.get_thread_binding()
+            if thread < 128:
+                if thread < 32:
+                    T.tma_copy(W, w, barrier=w_full)
+                    T.barrier_arrive(w_full)
+                    for step in T.serial(STEPS):
+                        if defect != "copies do not wait":
+                            T.barrier_wait(empty[step % STAGES], (step // STAGES) % 2 ^ 1)
+                        T.tma_copy(X[step, :, :], x[step % STAGES, :, :], barrier=full[step % STAGES])
+                        T.barrier_arrive(full[step % STAGES])
+            else:
+                T.fill(total, 0)
+                T.barrier_wait(w_full, 0)
+                for step in T.serial(STEPS):
+                    if defect != "products do not wait":
+                        T.barrier_wait(full[step % STAGES], (step // STAGES) % 2)
+                    T.wgmma_gemm(x[step % STAGES, :, :], w, total)
+                    if defect == "a tile is given back too early":
+                        give_back(thread, empty, step)
+                    if defect != "nobody waits for products":
+                        T.wait_wgmma(1 if defect == "a tile is given back too early" else 0)
+                    if defect not in ("a tile is never given back", "a tile is given back too early"):
+                        give_back(thread, empty, step)
+                if defect != "a sum is read on its way":
+                    T.wait_wgmma(0 if defect != "nobody waits for products" else STEPS)
+                T.copy(total, out)
+                if defect != "no fence":
+                    T.fence_proxy_async()
+                if defect != "threads do not meet":
+                    T.sync_threads(1, 256 if defect == "threads wait for others" else 128)
+                T.copy(out, O)
+
+    return main
+
+
+def run(defect: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    x, w, out = torch.randn(STEPS, 64, 32).half(), torch.randn(32, 64).half(), torch.zeros(64, 64).half()
+    Interpreter(stream(defect))(x, w, out)
+    return out, (x.float().sum(0) @ w.float()).half()
+
+
+def test_a_right_kernel_gives_the_result():
+    out, expected = run()
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=2e-2)
+
+
+HAZARDS = {
+    "a count too small": r"32 threads arrive at full\[0\], which counts 16",
+    "a count too large": r"a deadlock: threads 0\.\.\. wait for phase 0 of empty\[0\]; threads 128\.\.\. wait for",
+    "a tile is never given back": r"a deadlock: threads 0\.\.\. wait for phase 0 of empty\[0\]",
+    "a tile is given back too early": "an operand changed while a product was reading it",
+    "copies do not wait": r"a deadlock: threads 128\.\.\. wait for phase 1 of full\[0\]",  # which is two phases on
+    "products do not wait": r"a deadlock: threads 0\.\.\. wait for phase 1 of empty\[0\]",
+    "nobody waits for products": "products that nobody waits for|an operand changed",
+    "no fence": "a copy reads shared memory that threads stored, without a fence",
+    "threads do not meet": "a copy reads shared memory that threads stored, before they met",
+    "threads wait for others": "128 threads meet at a barrier of 256",
+}
+
+
+@pytest.mark.parametrize("defect", HAZARDS)
+def test_a_defect_is_named(defect):
+    with pytest.raises(HazardInKernel, match=HAZARDS[defect]):
+        run(defect)
+
+
+def test_a_tile_on_its_way_is_nan():
+    @T.prim_func
+    def early(A: T.Tensor((64, 32), "float16"), O: T.Tensor((2, 64, 32), "float16")):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared([64, 32], "float16")
+            full = T.alloc_barrier(arrive_count=128)
+            T.tma_copy(A, a, barrier=full)
+            T.barrier_arrive(full)
+            T.copy(a, O[0, :, :])
+            T.barrier_wait(full, 0)
+            T.copy(a, O[1, :, :])
+
+    a, out = torch.randn(64, 32).half(), torch.zeros(2, 64, 32).half()
+    Interpreter(early)(a, out)
+    assert out[0].isnan().all()
+    assert torch.equal(out[1], a)
+
+
+def test_a_sum_on_its_way_is_nan():
+    @T.prim_func
+    def early(A: T.Tensor((64, 32), "float16"), O: T.Tensor((2, 64, 64), "float32")):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared([64, 32], "float16")
+            total = T.alloc_fragment([64, 64], "float32")
+            T.copy(A, a)
+            T.fill(total, 1)
+            T.wgmma_gemm(a, a, total, transpose_B=True)
+            T.wgmma_gemm(a, a, total, transpose_B=True)
+            T.wait_wgmma(1)
+            T.copy(total, O[0, :, :])
+            T.wait_wgmma(0)
+            T.copy(total, O[1, :, :])
+
+    a, out = torch.randn(64, 32).half(), torch.zeros(2, 64, 64)
+    Interpreter(early)(a, out)
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out[1], 2 * (a.float() @ a.float().T) + 1)
+
+
+def test_a_tile_is_not_stored_into_while_products_may_read_it():
+    @T.prim_func
+    def overwritten(A: T.Tensor((64, 64), "float16"), O: T.Tensor((64, 64), "float32")):
+        with T.Kernel(1, threads=256):
+            a = T.alloc_shared([64, 64], "float16")
+            part = T.alloc_fragment([64, 64], "float16")
+            total = T.alloc_fragment([64, 64], "float32")
+            full = T.alloc_barrier(arrive_count=32)
+            thread = T.get_thread_binding()
+            if thread < 128:
+                if thread < 32:
+                    T.tma_copy(A, a, barrier=full)
+                    T.barrier_arrive(full)
+            else:
+                T.barrier_wait(full, 0)
+                T.fill(part, 0)
+                T.wgmma_gemm(a, a, total, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(0)
+                T.copy(part, a)
+                T.copy(total, O)
+
+    with pytest.raises(HazardInKernel, match="before the threads met after a product that reads it"):
+        Interpreter(overwritten)(torch.randn(64, 64).half(), torch.zeros(64, 64))
+
+
+def test_an_error_in_a_role_ends_the_others():
+    @T.prim_func
+    def splits_again(X: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=256):
+            x = T.alloc_shared([64], "float32")
+            ready = T.alloc_barrier(arrive_count=32)
+            thread = T.get_thread_binding()
+            if thread < 128:
+                T.barrier_wait(ready, 0)
+            else:
+                if thread < 192:
+                    T.fill(x, 0)
+                else:
+                    T.fill(x, 1)
+
+    with pytest.raises(NotInterpretable, match="a role that splits again"):
+        Interpreter(splits_again)(torch.zeros(64))
