@@ -69,8 +69,7 @@ def test_every_kernel_keeps_the_rule(name, kernels):
     assert ran(name.split("-")[0])
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_twins_agree_to_a_rounding(causal, kernels):
+def test_twins_agree_to_a_rounding(kernels):
     shape = Shape(1, 150, 200, 2, 1, 128, 128)
     inputs = shape.tensors(torch.float16, "cpu", 0)
     leaves = [inputs[n].requires_grad_() for n in "qkv"]
@@ -79,7 +78,7 @@ def test_twins_agree_to_a_rounding(causal, kernels):
         kernels.clear()
         kernels.update(tiles)
         op.ATTENTIONS.clear()
-        o = engine_for(CASES["softmax"], shape, torch.float16, causal, backend="interpret")(*leaves)
+        o = engine_for(CASES["softmax"], shape, torch.float16, True, backend="interpret")(*leaves)
         found.append([o, *torch.autograd.grad(o, leaves, inputs["do"])])
         assert ran("forward") is ran("backward") is bool(tiles)
     for mine, twin in zip(*found):
