@@ -8,10 +8,11 @@ from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
-from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
 
 FORWARD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)})
 BACKWARD_DIMS = frozenset({64, 128})
+LIGHT = frozenset({Op.CONST, Op.VAR, Op.DETACH, Op.ADD, Op.MUL, Op.EXP2, Op.MAXIMUM, Op.MINIMUM})
 
 
 def forward_fits(problem: Problem, schedule: ForwardSchedule) -> bool:
@@ -38,8 +39,10 @@ def backward_fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSu
 
 
 def scores_are_light(schedule: ForwardSchedule) -> bool:
-    """Do its pairs need few registers? Scores that are products, and a mask of plain bounds."""
-    return schedule.score is PRODUCT and analyse_mask(schedule.mask).exact
+    """Do its pairs need few registers? Scores that are products, weights of few operations, a mask of plain bounds."""
+    values = [step.value for step in schedule.steps if isinstance(step, TileStep)]
+    simple = all(node.op in LIGHT for node in topological(*values))
+    return simple and schedule.score is PRODUCT and analyse_mask(schedule.mask).exact
 
 
 def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums) -> bool:
