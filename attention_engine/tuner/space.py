@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from attention_engine.arch import H100, Arch
 from attention_engine.compiler import Target
-from attention_engine.ir.problem import ROW_PAD, Problem, Tile, padded
+from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.target.compile import Resources
 from attention_engine.tuner.problems import KernelName
 
@@ -82,7 +82,7 @@ def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile)
     if needs.shared_bytes > most:
         return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {most}"
     limit = register_limit(arch, tile)
-    if needs.registers + OTHER_REGISTERS > limit:
+    if not tile.specialised and needs.registers + OTHER_REGISTERS > limit:  # by hand they are shared tighter than this
         return f"needs some {needs.registers + OTHER_REGISTERS} registers a thread, and there are {limit}"
     return None
 
@@ -91,8 +91,6 @@ def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) 
     rows = tile.kv if kernel == "backward" else tile.q
     warps = tile.threads // 32
     wgmma = arch.has_wgmma and problem.dtype != "float32"
-    if kernel == "backward" and ROW_PAD % tile.q:
-        return f"{tile.q} queries don't divide {ROW_PAD}, to which rows are padded"
     if wgmma and tile.threads % 128:
         return "wgmma wants whole warpgroups of 128 threads"
     if tile.shared_weights:
@@ -107,7 +105,8 @@ def space(kernel: KernelName, problem: Problem, target: Target, default: Tile) -
     """The tiles to try, the default first whatever it is."""
     arch = as_arch(target)
     kept, rejected = [default], []
-    for tile in _tiles(kernel, problem, arch):
+    by_hand = _placed_by_hand(kernel) if default.specialised else ()  # a default is, where there is such a kernel
+    for tile in (*by_hand, *_tiles(kernel, problem, arch)):
         if tile == default:
             continue
         reason = reason_against(kernel, problem, arch, tile)
@@ -124,6 +123,19 @@ def _tiles(kernel: KernelName, problem: Problem, arch: Arch) -> Iterator[Tile]:
     for rows, moving, threads, count, shared in itertools.product(ROWS, MOVING, THREADS, stages, handing):
         q, kv = (moving, rows) if kernel == "backward" else (rows, moving)
         yield Tile(q, kv, threads, count, shared)
+
+
+def _placed_by_hand(kernel: KernelName) -> Iterator[Tile]:
+    """Tiles of the kernels in kernels/*_hopper.py: 64 queries for each warpgroup forward, 64 keys backward."""
+    match kernel:
+        case "forward":
+            for groups, kv in itertools.product((2, 3), MOVING):
+                yield Tile(64 * groups, kv, 128 * groups, 2, specialised=True)
+        case "backward":
+            for q in MOVING:
+                yield Tile(q, 128, 256, 2, specialised=True)
+        case "queries":
+            return
 
 
 def judge(resources: Resources, arch: Arch) -> str | None:

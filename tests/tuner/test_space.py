@@ -27,7 +27,10 @@ WIDE = Problem(16, 16, 256, 256, "float16")
      "needs at least 163840 bytes of shared memory, and there are 101376"),
     ("forward", PROBLEM, A100, Tile(64, 64, 256, 2), "64 rows don't cut into 128, what 256 threads take at a time"),
     ("backward", PROBLEM, H100, Tile(64, 128, 256, 2), None),
-    ("backward", PROBLEM, H100, Tile(80, 128, 256, 2), "80 queries don't divide 128, to which rows are padded"),
+    ("backward", PROBLEM, H100, Tile(80, 128, 256, 2), "needs some 248 registers a thread, and there are 240"),
+    ("backward", PROBLEM, H100, Tile(80, 128, 256, 2, specialised=True), None),
+    ("backward", PROBLEM, H100, Tile(256, 128, 256, 2, specialised=True),
+     "needs at least 393216 bytes of shared memory, and there are 232448"),
     ("backward", PROBLEM, H100, Tile(64, 64, 256, 2), "64 rows don't cut into 128, what 256 threads take at a time"),
     ("backward", PROBLEM, H100, Tile(64, 64, 256, 2, True), None),
     ("backward", PROBLEM, H100, Tile(16, 16, 256, 2, True), "8 warps can't share so few pairs"),
@@ -55,6 +58,16 @@ def test_a_space_holds_the_default_first_and_nothing_that_cannot_run(kernel, gpu
     assert not {t for t, _ in found.rejected} & set(found.tiles)
     if gpu != "interpret":
         assert all(demand(kernel, PROBLEM, t).shared_bytes <= gpu.shared_memory_per_block for t in found.tiles[1:])
+
+
+@pytest.mark.parametrize(("kernel", "default"), [
+    ("forward", Tile(128, 128, 256, 2, specialised=True)), ("backward", Tile(80, 128, 256, 2, specialised=True)),
+])  # fmt: skip
+def test_kernels_placed_by_hand_are_tried_where_the_default_is_one(kernel, default):
+    by_hand = [tile for tile in space(kernel, PROBLEM, H100, default).tiles if tile.specialised]
+    assert by_hand[0] == default and len(by_hand) > 5
+    straight = Tile(64, 128, 256, 2)
+    assert not any(tile.specialised for tile in space(kernel, PROBLEM, H100, straight).tiles)
 
 
 def test_compiled_kernels_are_judged_by_what_they_really_take():
