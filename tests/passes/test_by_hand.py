@@ -1,0 +1,53 @@
+"""Which programs get a kernel placed by hand on Hopper, and with which tile."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
+from attention_engine.compiler import analyse
+from attention_engine.library import OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal, dilated, scale, softcap
+from attention_engine.tuner.defaults import default_tiles
+
+pytest.importorskip("tilelang")
+
+
+def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=torch.float16, gpu=arch.H100):
+    metas = [meta_tensor(1, 2, 256, dim, dtype=dtype) for dim in (dims[0], *dims)]
+    found = AttentionEngine(metas, None, score or scale(0.1), mask, online(), device=gpu())._kernels("cuda").tiles
+    return [(tile.q, tile.kv) if tile.specialised else None for tile in (found.forward, found.backward)]
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        ({}, [(128, 128), (80, 128)]),
+        ({"mask": dilated(3)}, [(128, 128), (64, 128)]),
+        ({"score": softcap(20.0, 0.1)}, [(128, 128), (64, 128)]),
+        ({"dims": (64, 64)}, [(192, 128), (128, 128)]),
+        ({"dims": (64, 64), "online": OnlineSigmoid}, [(128, 128), (128, 128)]),
+        ({"dims": (64, 64), "score": softcap(20.0, 0.1)}, [(128, 128), (64, 128)]),
+        ({"dims": (192, 128)}, [(128, 128), None]),
+        ({"dims": (128, 256), "dtype": torch.bfloat16}, [(128, 96), None]),
+        ({"dims": (128, 64)}, [None, (80, 128)]),
+        ({"dims": (96, 96)}, [None, None]),
+        ({"online": OnlineRetention}, [(128, 128), (80, 128)]),
+        ({"dtype": torch.float32}, [None, None]),
+        ({"gpu": arch.A100}, [None, None]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) or "softmax" if isinstance(value, dict) else "",
+)
+def test_tiles_follow_the_registers_that_the_maths_needs(problem, expected):
+    assert tiles(**problem) == expected
+
+
+def test_atomics_of_a_pair_are_left_to_the_straight_line_kernel():
+    def score(s, custom, b, h, q_idx, kv_idx):
+        return s * 0.1 + custom["table"][(q_idx * kv_idx) % 7]
+
+    metas = [meta_tensor(1, 2, 256, 128, dtype=torch.float16)] * 3
+    engine = AttentionEngine(metas, CustomIO({"table": (7,)}), score, causal, OnlineSoftmax(), device=arch.H100())
+    kernels = engine._kernels("cuda")
+    asked = analyse(kernels.maths.program)
+    found = [default_tiles(kernels.problem, maths, arch.H100()) for maths in (asked, asked.wanting(()))]
+    assert [tiles.forward.specialised for tiles in found] == [True, True]
+    assert [tiles.backward.specialised for tiles in found] == [False, True]
