@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 CAUSAL = {"full": False, "causal": True}
 HEADS = {"heads_equal": (4, 4), "group_of_4": (8, 2)}
-DIMS = {"dim_64": (64, 64), "dim_40_96": (40, 96)}
+DIMS = {"dim_64": (64, 64), "dim_128": (128, 128), "dim_40_96": (40, 96)}
 LENGTHS = {1000: 2, 2048: 1}  # length: batch
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
