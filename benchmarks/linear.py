@@ -1,22 +1,19 @@
 """Linear attention against fla and mamba-ssm, where they are installed, forward and backward, in one run on one GPU.
 
-    python benchmarks/linear.py [--cases mamba2,retention] [--out results.csv]
+    python -m benchmarks.linear [--cases mamba2,retention] [--out results.csv]
 
-Times are medians with the L2 cache flushed before each run, by CUDA events around the whole call. A second table gives
-each of our kernels by the profiler: time, and achieved bytes/s and FLOP/s over the GPU's ceilings; whichever is nearer
-to its ceiling bounds the kernel. Bytes count each tensor once, FLOPs what the algorithm needs with its chunk.
+Times are by the rules of README.md beside this file. A second table gives each of our kernels by the profiler: time,
+and achieved bytes/s and FLOP/s over the GPU's ceilings; whichever is nearer to its ceiling bounds the kernel. Bytes
+count each tensor once, FLOPs what the algorithm needs with its chunk.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import platform
 import re
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -25,6 +22,7 @@ from torch import Tensor
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.tuner.linear import default_linear_tiles
+from benchmarks.timing import environment, milliseconds
 
 TOLERANCE = 2e-2  # mean difference from the recurrence over mean size: a few roundings of bf16
 Attention = Callable[..., Tensor]
@@ -133,23 +131,6 @@ def check(problem: Problem, attention: Attention) -> None:
         raise SystemExit(f"{problem.kind}: {off:.1e} of its size away from the recurrence; nothing was timed")
 
 
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """The median time, each run after the L2 cache was written over."""
-    flush = torch.empty(64 * 2**20, device="cuda")
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
 def calls(attention: Attention, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     o = attention(**inputs)
     gradient = torch.randn_like(o)
@@ -214,16 +195,6 @@ def profile(problem: Problem, both: dict[str, Callable[[], object]]) -> list[str
 
 # ---- the table
 
-def environment() -> dict[str, str]:
-    found = {"device": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "tilelang", "mamba-ssm", "flash-linear-attention"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
-
-
 def measure(name: str, problem: Problem, repeats: int, where: dict[str, str]) -> list[dict]:
     contenders: dict[str, Attention] = {"attention_engine": problem.engine()}
     check(problem, contenders["attention_engine"])
@@ -257,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    rows, where = [], environment()
+    rows, where = [], environment("triton", "tilelang", "mamba-ssm", "flash-linear-attention")
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     for name in args.cases.split(","):
         rows += measure(name, CASES[name], args.repeats, where)

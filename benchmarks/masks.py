@@ -1,6 +1,6 @@
 """Masks, score functions and custom inputs beside plain softmax: TFLOP/s on the pairs that are kept, on one GPU.
 
-    python benchmarks/masks.py [case ...]
+    python -m benchmarks.masks [case ...]
 
 Each case is checked against a small float64 run before it is timed. Without a name, all cases run one after another.
 """
@@ -8,7 +8,6 @@ Each case is checked against a small float64 run before it is timed. Without a n
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attention_engine import AttentionEngine, CustomIO, document_ids, library, meta_tensor
+from benchmarks.timing import milliseconds
 
 BATCH, HEADS, LENGTH, DIM = 2, 16, 8192, 128
 SCALE = DIM**-0.5
@@ -111,12 +111,6 @@ def check(name: str, case: Case, length: int = 1000) -> None:
         off = ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
         if not off <= 1e-2:
             raise SystemExit(f"{name}: result {number} differs from the reference by {off:.1e} of its size")
-
-
-def milliseconds(call: Callable[[], object], seconds: float = 0.3) -> float:
-    from triton.testing import do_bench
-
-    return statistics.median(do_bench(call, warmup=50, rep=seconds * 1000 / 3, return_mode="median") for _ in range(3))
 
 
 def measure(name: str) -> None:

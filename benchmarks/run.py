@@ -8,11 +8,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from torch import Tensor
 from attention_engine.tuner.cases import Case, find
 from benchmarks.cases import Inputs, make_inputs, mean_errors, moved_bytes
 from benchmarks.peers import PEERS, Attention, Peer, Unavailable
-from benchmarks.timing import Call, Ceilings, Clock, Timing, measure_ceilings, peak_bytes
+from benchmarks.timing import Call, Ceilings, Timing, clock, environment, measure_ceilings, peak_bytes
 
 OURS = ("attention_engine", "deterministic")
 ALLOWED = {True: 1.1, False: 2.0}  # mean error over that of the formula in the same dtype: for us, for peers
@@ -86,7 +83,7 @@ def worst_ratio(case: Case, inputs: Inputs, found: list[Tensor]) -> tuple[float,
 
 
 def measure(
-    case: Case, peers: Sequence[str], dtype: torch.dtype, clock: Clock, ceilings: Ceilings, rounds: int
+    case: Case, peers: Sequence[str], dtype: torch.dtype, ceilings: Ceilings, rounds: int
 ) -> list[Row]:
     """All peers on one case."""
     inputs = make_inputs(case, dtype, "cuda")
@@ -107,7 +104,7 @@ def measure(
             continue
         ratios[name] = ratio
         calls.update({(name, d): call for d, call in running.calls().items()})
-    timings = clock.times({f"{n} {d}": call for (n, d), call in calls.items()}, rounds)
+    timings = clock().times({f"{n} {d}": call for (n, d), call in calls.items()}, rounds)
     for (name, direction), call in calls.items():
         timing, peak = timings[f"{name} {direction}"], peak_bytes(call)
         rows.append(rate(label, case, name, direction, timing, peak, ceilings, ratios[name], dtype))
@@ -123,30 +120,6 @@ def rate(label: tuple[str, str], case: Case, peer: str, direction: str, timing: 
     status = "broken: faster than this device's plain product or copy" if broken else "ok"
     return Row(*label, peer, direction, status, **asdict(timing), tflops=tflops, gbs=gbs, peak_mib=peak / 2**20,
                of_matmul=tflops / ceilings.matmul_tflops, of_copy=gbs / ceilings.copy_gbs, ratio=ratio)  # fmt: skip
-
-
-def environment(ceilings: Ceilings) -> dict[str, Any]:
-    """The device, what it can do, and every version."""
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__,
-        "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version()), **asdict(ceilings),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": _output("git", "rev-parse", "HEAD"),
-    }  # fmt: skip
-    for package in ("triton", "tilelang", "flash-attn-4"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.split("\n")[0].strip()
 
 
 def write(path: Path, rows: list[Row], where: dict[str, Any]) -> None:
@@ -189,12 +162,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = find(*args.case)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    clock, dtype = Clock(), getattr(torch, args.dtype)
-    ceilings = measure_ceilings(clock, dtype)
-    where, rows = environment(ceilings), []
+    dtype = getattr(torch, args.dtype)
+    ceilings = measure_ceilings(clock(), dtype)
+    where, rows = {**environment("triton", "tilelang", "flash-attn-4"), **asdict(ceilings)}, []
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     for case in cases:
-        found = measure(case, args.peer or list(PEERS), dtype, clock, ceilings, args.rounds)
+        found = measure(case, args.peer or list(PEERS), dtype, ceilings, args.rounds)
         print(table(found), flush=True)
         rows += found
         if args.out:

@@ -1,11 +1,16 @@
-"""How long a call takes: on the device, with a cold L2 cache and the host ahead; and on the host."""
+"""How long a call takes: on the device, with a cold L2 cache and the host ahead; and on the host. And where it ran."""
 
 from __future__ import annotations
 
+import functools
+import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -62,6 +67,41 @@ def summarise(samples: list[tuple[float, float]]) -> Timing:
     last = len(device) - 1
     low, high = device[round(0.1 * last)], device[round(0.9 * last)]
     return Timing(statistics.median(device), low, high, statistics.median(h for _, h in samples))
+
+
+@functools.cache
+def clock() -> Clock:
+    """The clock of this process."""
+    return Clock()
+
+
+def milliseconds(call: Call, rounds: int = 15) -> float:
+    """The device's median time of one call."""
+    return clock().times({"": call}, rounds)[""].device_us * 1e-3
+
+
+def environment(*packages: str) -> dict[str, str]:
+    """The device, its driver and every version, of these packages too where they are installed; the commit."""
+    found = {
+        "device": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__,
+        "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version()),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": _output("git", "rev-parse", "HEAD"),
+    }  # fmt: skip
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.split("\n")[0].strip()
 
 
 @dataclass(frozen=True)

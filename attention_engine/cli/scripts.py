@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attention_engine import AttentionEngine
 
 MAKER = "make_engine"
-BENCHMARKS = ("benchmarks.run", "benchmarks.softmax")
+BENCHMARKS = "benchmarks.run"
 SHOW_EXAMPLE = "show attn_script/mha.py:make_engine --stage cuda --arch H100"
 CHECK_EXAMPLE = "check attn_script/gqa.py --heads 8 --kv-heads 2"
 
@@ -119,13 +119,12 @@ def check(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """Runs the benchmarks where the repository's folder is at hand."""
     sys.path.insert(0, str(Path.cwd()))
-    for name in BENCHMARKS:
-        try:
-            found = importlib.util.find_spec(name)
-        except ModuleNotFoundError:
-            found = None
-        if found is not None:
-            importlib.import_module(name).main(args.rest)
-            return 0
-    print("The benchmarks are not installed with the package. Run this in the repository's folder.", file=sys.stderr)
-    return 1
+    try:
+        found = importlib.util.find_spec(BENCHMARKS)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        print("The benchmarks come with the repository, not the package: run this in its folder.", file=sys.stderr)
+        return 1
+    importlib.import_module(BENCHMARKS).main(args.rest)
+    return 0

@@ -18,7 +18,7 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_way_out():
     with pytest.raises(TileDoesNotFit) as caught:
         engine.source("backward_postprocess", form="cuda")
     assert str(caught.value) == (
-        "head dims 64 and 64 in float16 need 16384 bytes of shared memory a block with the smallest tile there is, "
+        "head dims 64 and 64 in float16 need 32768 bytes of shared memory a block with the smallest tile there is, "
         "and a small GPU has 16000.\n"
         '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
     )

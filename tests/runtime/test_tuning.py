@@ -245,7 +245,7 @@ def test_launch_asks_for_tiles_of_each_direction_once_a_bucket():
     made(*inputs())
     launcher = launch_of(*made._keys.values())
     honest = launcher.choose
-    launcher.choose = lambda *given: seen.append(given[2:3] + given[5:6]) or honest(*given)
+    launcher.choose = lambda *given: seen.append(given[3:4] + given[6:7]) or honest(*given)
     for length in (12, 13, 14, 15, 16, 17, 31, 32):
         made(*inputs(length))
     assert seen == [((2, 17, 17), False)]  # 12 to 16 share the bucket of 11
