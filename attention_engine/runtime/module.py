@@ -31,6 +31,7 @@ from attention_engine.ir.program import Program
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op, transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.check import CheckReport, compare
+from attention_engine.runtime.cost import Cost, cost_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import (
     BLOCKS,
@@ -350,6 +351,17 @@ class AttentionEngine(torch.nn.Module):
         report = compare(self, q, k, v, tensors, block_mask)
         print(report)  # noqa: T201 - a table to read is what this method is for
         return report
+
+    def cost(
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor
+    ) -> Cost:
+        """FLOPs of the pairs that a call with these tensors keeps, and bytes that must move, forward and backward."""
+        check_ranks(self.layout, q, k, v)
+        tensors = [q, k, v, *order_custom(self.custom_io, custom, named)]
+        program, names, extra = self._dense_program(tensors, block_mask)
+        if self.layout == "bhsd":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return cost_of(program, q, k, v, dict(zip(names, [*tensors[3:], *extra], strict=True)))
 
     def __repr__(self) -> str:
         parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]
