@@ -109,14 +109,14 @@ def _time(make_engine, args, heads: int, kv_heads: int, dim: int, pairs: float, 
     flops = 4 * args.batch * heads * pairs * dim
     o = engine(*leaves)
     with torch.no_grad():
-        forward = _milliseconds(lambda: engine(*leaves))
-    backward = _milliseconds(lambda: torch.autograd.grad(o, wanted, do, retain_graph=True))
+        forward = milliseconds(lambda: engine(*leaves))
+    backward = milliseconds(lambda: torch.autograd.grad(o, wanted, do, retain_graph=True))
     print(f"length {args.length} on {torch.cuda.get_device_name()}:")
     print(f"  forward  {forward:.3f} ms, {flops / forward * 1e-9:.0f} TFLOP/s")
     print(f"  backward {backward:.3f} ms, {2.5 * flops / backward * 1e-9:.0f} TFLOP/s")
 
 
-def _milliseconds(function: Callable[[], Any], repeats: int = 30) -> float:
+def milliseconds(function: Callable[[], Any], repeats: int = 30) -> float:
     """The median, after a warm-up, by CUDA events."""
     for _ in range(10):
         function()

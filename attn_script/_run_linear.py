@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _run import _milliseconds as milliseconds
+from _run import milliseconds
 from torch import Tensor
 
 from attention_engine import LinearAttentionEngine, meta_tensor
