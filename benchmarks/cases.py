@@ -111,26 +111,39 @@ def _heads(case: Case) -> Iterator[tuple[int, int, int]]:
             yield batch, head, head // group
 
 
-def mean_errors(case: Case, inputs: Inputs, found: list[Tensor]) -> dict[str, tuple[float, float]]:
-    """For o, dq, dk and dv: the mean error of `found` against float64, and that of the formula in the inputs' dtype.
+NAMES = ("o", "dq", "dk", "dv")
 
-    One head at a time, so that lengths of 16384 fit; key heads shared by several sum their gradients.
-    """
+
+@dataclass(frozen=True)
+class References:
+    """o, dq, dk and dv by the formula: in float64, and in the inputs' own dtype."""
+
+    exact: list[Tensor]
+    eager: list[Tensor]
+
+    def ratios(self, found: list[Tensor]) -> dict[str, float]:
+        """For each result: the mean error of `found` over that of the formula in the same dtype."""
+        return {
+            name: ((ours - true).abs().mean() / (theirs - true).abs().mean().clamp(min=1e-30)).item()
+            for name, ours, true, theirs in zip(NAMES, found, self.exact, self.eager, strict=True)
+        }
+
+
+def make_references(case: Case, inputs: Inputs) -> References:
+    """One head at a time, so that lengths of 16384 fit; key heads shared by several sum their gradients."""
+    return References(_by_heads(case, inputs, torch.float64), _by_heads(case, inputs, inputs.q.dtype))
+
+
+def _by_heads(case: Case, inputs: Inputs, kind: torch.dtype) -> list[Tensor]:
     keep = keep_pairs(case, inputs.q.device)
-    sums: dict[torch.dtype, list[Tensor]] = {}
-    for kind in (torch.float64, inputs.q.dtype):
-        results = [torch.zeros(x.shape, dtype=kind, device=x.device) for x in found]
-        custom = {n: x.to(kind) for n, x in inputs.custom.items()}
-        for batch, head, kv_head in _heads(case):
-            leaves = [x[batch, :, at].to(kind).requires_grad_()
-                      for x, at in ((inputs.q, head), (inputs.k, kv_head), (inputs.v, kv_head))]  # fmt: skip
-            o = attend_head(case, *leaves, custom, head, keep)
-            gradients = torch.autograd.grad(o, leaves, inputs.do[batch, :, head].to(kind))
-            for result, part, at in zip(results, (o.detach(), *gradients), (head, head, kv_head, kv_head), strict=True):
-                result[batch, :, at] += part
-        sums[kind] = results
-    exact, eager = sums[torch.float64], sums[inputs.q.dtype]
-    return {
-        name: ((ours - true).abs().mean().item(), (theirs - true).abs().mean().item())
-        for name, ours, true, theirs in zip(("o", "dq", "dk", "dv"), found, exact, eager, strict=True)
-    }
+    sizes = (inputs.do, inputs.q, inputs.k, inputs.v)
+    results = [torch.zeros(x.shape, dtype=kind, device=x.device) for x in sizes]
+    custom = {n: x.to(kind) for n, x in inputs.custom.items()}
+    for batch, head, kv_head in _heads(case):
+        leaves = [x[batch, :, at].to(kind).requires_grad_()
+                  for x, at in ((inputs.q, head), (inputs.k, kv_head), (inputs.v, kv_head))]  # fmt: skip
+        o = attend_head(case, *leaves, custom, head, keep)
+        gradients = torch.autograd.grad(o, leaves, inputs.do[batch, :, head].to(kind))
+        for result, part, at in zip(results, (o.detach(), *gradients), (head, head, kv_head, kv_head), strict=True):
+            result[batch, :, at] += part
+    return results

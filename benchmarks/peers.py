@@ -42,6 +42,14 @@ def only(case: Case, programs: tuple[str, ...], masks: tuple[str, ...]) -> None:
         raise Unavailable(f"can't express {case.program} {case.mask}")
 
 
+def compile_to_repeat(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.compile, with a backward pass that may run more than once."""
+    import torch._functorch.config as functorch_config
+
+    functorch_config.donated_buffer = False
+    return torch.compile(function)
+
+
 def attention_engine(case: Case, dtype: torch.dtype) -> Attention:
     from attention_engine import AttentionEngine
 
@@ -79,18 +87,16 @@ def sdpa(backend: str) -> Callable[[Case, torch.dtype], Attention]:
 
 
 def flex_attention(case: Case, dtype: torch.dtype) -> Attention:
-    import torch._functorch.config as functorch_config
     from torch.nn.attention import flex_attention as flex
 
     only(case, ("softmax", "softcap", "alibi"), ("full", "causal", "window"))
-    functorch_config.donated_buffer = False  # else the backward pass runs once only
     masks = {"causal": lambda b, h, i, j: i >= j, "window": lambda b, h, i, j: (i >= j) & (i - j < WINDOW)}
     length, scale = case.length, case.shape.dim**-0.5
     block_mask = None
     if case.mask != "full":
         block_mask = flex.create_block_mask(masks[case.mask], None, None, length, length, "cuda")
     grouped = case.shape.heads != case.shape.kv_heads
-    compiled = torch.compile(flex.flex_attention)
+    compiled = compile_to_repeat(flex.flex_attention)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, custom: dict[str, Tensor]) -> Tensor:
         score_mod = None
@@ -134,7 +140,7 @@ def torch_compile(case: Case, dtype: torch.dtype) -> Attention:
         k, v = (x.repeat_interleave(s.heads // s.kv_heads, 1) for x in (k, v))
         return attend_head(case, q, k, v, custom, head, keep)
 
-    return torch.compile(formula)
+    return compile_to_repeat(formula)
 
 
 PEERS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_engine.errors import AttentionEngineError
 from attention_engine.tuner.cases import Case, find
-from benchmarks.cases import Inputs, make_inputs, mean_errors, moved_bytes
+from benchmarks.cases import Inputs, References, make_inputs, make_references, moved_bytes
 from benchmarks.peers import PEERS, Attention, Peer, Unavailable
 from benchmarks.timing import Call, Ceilings, Timing, clock, environment, measure_ceilings, peak_bytes
 
 OURS = ("attention_engine", "deterministic")
 ALLOWED = {True: 1.1, False: 2.0}  # mean error over that of the formula in the same dtype: for us, for peers
 DIRECTIONS = ("forward", "backward")
+# A peer's own refusal, ours, or out of memory: said in the row, and the others go on.
+REFUSALS = (Unavailable, AttentionEngineError, RuntimeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -75,25 +79,26 @@ class Running:
         }
 
 
-def worst_ratio(case: Case, inputs: Inputs, found: list[Tensor]) -> tuple[float, str]:
+def worst_ratio(references: References, found: list[Tensor]) -> tuple[float, str]:
     """The worst error over eager's, and whose it is; nan counts as worst."""
-    ratios = {name: ours / max(eager, 1e-30) for name, (ours, eager) in mean_errors(case, inputs, found).items()}
-    name = max(ratios, key=lambda n: float("inf") if ratios[n] != ratios[n] else ratios[n])
+    ratios = references.ratios(found)
+    name = max(ratios, key=lambda n: math.inf if math.isnan(ratios[n]) else ratios[n])
     return ratios[name], name
 
 
 def measure(
-    case: Case, peers: Sequence[str], dtype: torch.dtype, ceilings: Ceilings, rounds: int
+    case: Case, peers: Sequence[str], dtype: torch.dtype, ceilings: Ceilings, rounds: int, device: str = "cuda"
 ) -> list[Row]:
     """All peers on one case."""
-    inputs = make_inputs(case, dtype, "cuda")
+    inputs = make_inputs(case, dtype, device)
+    references = make_references(case, inputs)
     rows, calls, ratios = [], {}, {}
     label = (case.name, str(dtype).removeprefix("torch."))
     for name in peers:
         try:
             running = Running(case, PEERS[name], inputs, dtype)
-            ratio, worst = worst_ratio(case, inputs, running.results())
-        except (Unavailable, RuntimeError, NotImplementedError) as error:  # a peer's own refusal, or out of memory
+            ratio, worst = worst_ratio(references, running.results())
+        except REFUSALS as error:
             reason = str(error).strip().split("\n")[0][:160]
             kind = "unavailable" if isinstance(error, Unavailable) else f"failed: {type(error).__name__}"
             rows += [Row(*label, name, d, f"{kind}: {reason}") for d in DIRECTIONS]

@@ -11,8 +11,8 @@ from attention_engine import AttentionEngine
 from attention_engine.tuner import cases as named
 from attention_engine.tuner.cases import Case, Shape
 from benchmarks import plot, run
-from benchmarks.cases import make_inputs, mean_errors, moved_bytes
-from benchmarks.peers import PEERS, Unavailable
+from benchmarks.cases import make_inputs, make_references, moved_bytes
+from benchmarks.peers import PEERS, Peer, Unavailable
 from benchmarks.timing import Ceilings, Timing, summarise
 
 CEILINGS = Ceilings(matmul_tflops=700.0, copy_gbs=3000.0)
@@ -33,10 +33,45 @@ def test_a_case_and_its_formula_agree(tiny, program, mask):
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     o = AttentionEngine(case.metas("bfloat16"), **case.options(), backend="interpret")(*leaves, **inputs.custom)
     found = [o.detach(), *torch.autograd.grad(o, leaves, inputs.do)]
-    ratio, worst = run.worst_ratio(case, inputs, found)
+    references = make_references(case, inputs)
+    ratio, worst = run.worst_ratio(references, found)
     assert ratio <= 1.1, worst
-    errors = mean_errors(case, inputs, [found[0], found[1], found[3][..., :0].new_zeros(found[2].shape), found[3]])
-    assert errors["dk"][0] > 20 * errors["dk"][1], "a gradient of zeros must show"
+    without = [*found[:2], torch.zeros_like(found[2]), found[3]]
+    assert references.ratios(without)["dk"] > 20, "a gradient of zeros must show"
+    assert run.worst_ratio(references, [found[0] * torch.nan, *found[1:]])[1] == "o"
+
+
+def test_a_run_says_of_each_peer_what_became_of_it(tiny, monkeypatch):
+    case, seen = Case(tiny, "softmax", "causal", 40), []
+
+    class Watch:
+        def times(self, calls, rounds):
+            seen.extend(calls)
+            return {name: Timing(100.0, 90.0, 110.0, 5.0) for name, call in calls.items() if call() is not None}
+
+    def shifted(case, dtype):
+        plain = PEERS["attention_engine"].make(case, dtype)
+        return lambda *given: plain(*given) * 1.1
+
+    def absent(case, dtype):
+        raise Unavailable("import nothing: no such module")
+
+    def failing(case, dtype):
+        raise RuntimeError("out of memory\nand more")
+
+    made = {"shifted": shifted, "absent": absent, "failing": failing}
+    monkeypatch.setattr(run, "PEERS", {**PEERS, **{n: Peer(make, "bshd") for n, make in made.items()}})
+    monkeypatch.setattr(run, "clock", Watch)
+    monkeypatch.setattr(run, "peak_bytes", lambda call: 1 << 20)
+    found = run.measure(case, ["attention_engine", *made], torch.bfloat16, CEILINGS, 3, device="cpu")
+    status = {(row.peer, row.direction): row.status for row in found}
+    assert seen == ["attention_engine forward", "attention_engine backward"]
+    assert status["attention_engine", "forward"] == status["attention_engine", "backward"] == "ok"
+    assert status["shifted", "forward"].startswith("wrong: ") and "x eager's error" in status["shifted", "backward"]
+    assert status["absent", "backward"] == "unavailable: import nothing: no such module"
+    assert status["failing", "forward"] == "failed: RuntimeError: out of memory"
+    (ours,) = [row for row in found if (row.peer, row.direction) == ("attention_engine", "forward")]
+    assert ours.tflops == pytest.approx(case.flops("forward") / 100 * 1e-6) and ours.peak_mib == 1.0
 
 
 @pytest.mark.parametrize("direction, flops, moved", [
