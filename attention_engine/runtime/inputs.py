@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch
 from attention_engine.errors import (
+    AttentionEngineError,
     CustomInputMissing,
     DevicesDiffer,
     DtypesDiffer,
@@ -19,12 +20,14 @@ from attention_engine.errors import (
     NotATensor,
     NotFloating,
     UnknownOption,
+    UnsupportedOperation,
     WrongBlockMask,
     WrongCustomDtype,
     WrongCustomShape,
     WrongDtype,
     WrongHeads,
     WrongRank,
+    WrongResult,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta
@@ -86,11 +89,23 @@ def backend_for(backend: str, device: torch.device) -> str:
     return backend
 
 
-def bool_choices(names: Sequence[str]) -> Iterator[dict[str, Type]]:
-    """Guesses of which custom inputs are bool, the fewest first."""
+def guess_types(names: Sequence[str], trace: Callable[[dict[str, Type]], object]) -> dict[str, Type]:
+    """Which custom inputs are bool: as few as let the maths be traced. A call's tensors say what they are.
+
+    Raises what tracing finds wrong where none is bool, if no guess will do.
+    """
+    first: AttentionEngineError | None = None
     choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
     for bools in itertools.islice(choices, 64):
-        yield dict.fromkeys(bools, Type.BOOL)
+        types = dict.fromkeys(bools, Type.BOOL)
+        try:
+            trace(types)
+        except (UnsupportedOperation, WrongResult) as error:  # a number where a condition belongs, or the reverse
+            first = first or error
+        else:
+            return types
+    assert first is not None
+    raise first
 
 
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch
-from attention_engine.errors import AttentionEngineError, BadInput, NotYetSupported, UnsupportedOperation, WrongResult
+from attention_engine.errors import BadInput, NotYetSupported
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
@@ -21,13 +21,13 @@ from attention_engine.runtime import linear_op as op
 from attention_engine.runtime.inputs import (
     ORDERS,
     backend_for,
-    bool_choices,
     check_custom,
     check_options,
     check_ranks,
     check_tuning,
     check_type,
     follow_autocast,
+    guess_types,
     order_custom,
     type_of,
 )
@@ -70,20 +70,7 @@ class LinearAttentionEngine(torch.nn.Module):
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
         self._keys: dict[object, str] = {}
-        self._types = self._guess_types()
-
-    def _guess_types(self) -> dict[str, Type]:
-        """Which custom inputs are bool: as few as let the mods be traced. A call's tensors say what they are."""
-        first: AttentionEngineError | None = None
-        for types in bool_choices(list(self.custom_io.specs)):
-            try:
-                self._trace(types, True)
-            except (UnsupportedOperation, WrongResult) as error:  # a number where a condition belongs, or the reverse
-                first = first or error
-            else:
-                return types
-        assert first is not None
-        raise first
+        self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, True))
 
     def _trace(self, types: Mapping[str, Type], decay_given: bool) -> LinearProgram:
         return trace_mods(self.mods, self.custom_io, types, decay_given)

@@ -14,12 +14,9 @@ from torch.compiler import is_compiling
 from attention_engine.arch import Arch
 from attention_engine.compiler import Kernel, Kernels, Maths, Target, Tiles, analyse
 from attention_engine.errors import (
-    AttentionEngineError,
     NoDevice,
     OptionsClash,
     UnknownOption,
-    UnsupportedOperation,
-    WrongResult,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_metas
@@ -36,7 +33,6 @@ from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import (
     BLOCKS,
     backend_for,
-    bool_choices,
     check_blocks,
     check_custom,
     check_options,
@@ -45,6 +41,7 @@ from attention_engine.runtime.inputs import (
     check_tuning,
     check_type,
     follow_autocast,
+    guess_types,
     is_cast,
     order_custom,
     signature,
@@ -110,7 +107,7 @@ class AttentionEngine(torch.nn.Module):
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._keys: dict[object, str] = {}
         self._seen: dict[object, str] = {}  # signatures of calls that passed every check, and their keys
-        self._types = self._guess_types()
+        self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, None))
         self._program = self._trace(self._types, None)
         check_online(self._program)
 
@@ -122,19 +119,6 @@ class AttentionEngine(torch.nn.Module):
         super().__setstate__(state)
         self._keys, self._seen = {}, {}
         self._program = self._trace(self._types, None)
-
-    def _guess_types(self) -> dict[str, Type]:
-        """Which custom inputs are bool: as few as let the maths be traced. A call's tensors say what they are."""
-        first: AttentionEngineError | None = None
-        for types in bool_choices(list(self.custom_io.specs)):
-            try:
-                self._trace(types, None)
-            except (UnsupportedOperation, WrongResult) as error:  # a number where a condition belongs, or the reverse
-                first = first or error
-            else:
-                return types
-        assert first is not None
-        raise first
 
     def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
         return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(blocks), types)
