@@ -32,6 +32,7 @@ class Shape:
 SHAPES = {
     "mha-128": Shape(16, 16, 128, 128, 2),
     "mha-64": Shape(16, 16, 64, 64, 2),
+    "mha-128-b1": Shape(32, 32, 128, 128),
     "llama-8b": Shape(32, 8, 128, 128),  # Llama 3.1
     "deepseek": Shape(16, 16, 192, 128),  # DeepSeek V2 Lite, keys expanded
     "diff-transformer": Shape(24, 24, 128, 256),  # 3B: two attentions on values of twice the width
