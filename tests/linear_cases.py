@@ -35,6 +35,7 @@ class Case:
     mods: dict[str, Callable] = field(default_factory=dict)
     axes: dict[str, tuple] = field(default_factory=dict)
     decays: bool = True
+    channels: bool = False  # a decay for each channel of q and k
 
 
 PER_TOKEN = ("batch", "heads", "seq_len")
@@ -55,6 +56,13 @@ CASES = {
         Case(
             "scaled_keys", {"k": lambda x, c: x * c["dt"], "q": lambda x, c: x * c["s"]},
             {"dt": PER_TOKEN, "s": ("heads",)},
+        ),
+        Case("gla", channels=True),
+        Case(
+            "gla_mods",
+            {"q": lambda x, c: x * c["s"] + 0.1, "k": lambda x, c: x.sigmoid() * c["dt"], "v": lambda x, c: x + c["c"],
+             "decay": lambda x, c: -(1 + (-x).exp()).log() * c["A"]},
+            {"s": ("heads",), "dt": PER_TOKEN, "c": PER_TOKEN, "A": ("heads",)}, channels=True,
         ),
     )
 }
@@ -82,7 +90,7 @@ class Shape:
         found = {n: torch.randn(s, generator=make).to(dtype) for n, s in sizes.items()}
         found["q"] = (found["q"] * self.dim**-0.5).to(dtype)
         if case.decays:
-            found["decay"] = -torch.rand(b, t, h, generator=make)
+            found["decay"] = -torch.rand(b, t, h, *([self.dim] if case.channels else []), generator=make)
         found["initial_state"] = torch.randn(b, h, self.dim, self.dim_v, generator=make)
         custom = {"s": (h,), "A": (h,), "dt": (b, h, t), "c": (b, h, t)}
         for name in case.axes:
@@ -103,12 +111,14 @@ def plain_results(case: Case, form: Callable, inputs: Inputs, double: bool) -> I
     def run(q, k, v, initial_state, decay=None, **custom):
         spread = {n: at_heads(x) for n, x in custom.items()}
         heads = v.shape[2]
-        named = {"q": q, "k": k, "v": v, "decay": (q.new_zeros(v.shape[:3]) if decay is None else decay)[..., None]}
+        decay = q.new_zeros(v.shape[:3]) if decay is None else decay
+        named = {"q": q, "k": k, "v": v, "decay": decay if case.channels else decay[..., None]}
         made = {}
         for name, x in named.items():
             each = x.repeat_interleave(heads // x.shape[2], dim=2)
             made[name] = case.mods.get(name, unchanged)(each, spread).to(x.dtype)
-        return form(made["q"], made["k"], made["v"], made["decay"][..., 0], initial_state)
+        logs = made["decay"] if case.channels else made["decay"][..., 0]
+        return form(made["q"], made["k"], made["v"], logs, initial_state)
 
     return results(run, {n: x.double() for n, x in inputs.items()} if double else inputs)
 

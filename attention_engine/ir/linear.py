@@ -18,8 +18,8 @@ DECAY_LIMIT = -80.0  # a log decay below this is taken as this: exp(-80) is noth
 class LinearProgram:
     """One linear attention: what becomes of an entry X of q, k, v and decay (the log of what a state keeps a token).
 
-    h_t = exp(decay_t) h_{t-1} + k_t^T v_t and o_t = q_t h_t, for each head; sources: facts of every linear attention
-    with one decay a head (Sun et al. 2023, Yang et al. 2024, Dao and Gu 2024).
+    h_t = exp(decay_t) h_{t-1} + k_t^T v_t and o_t = q_t h_t, for each head, with one decay for a token of a head (Sun et
+    al. 2023, Dao and Gu 2024) or one for each channel, a row of h (gated linear attention, Yang et al. 2024).
     """
 
     q: Expr
@@ -73,7 +73,8 @@ class LinearProblem:
     """One linear problem, without batch and length, which are run-time values.
 
     heads: of v, decay, the state and o; q_heads and k_heads divide it (head h reads query head h // (heads / q_heads)).
-    dtype: of q, k, v and o; decay_dtype: of decay; tf32, stride_unit and custom as in ir/problem.py.
+    dtype: of q, k, v and o; decay_dtype: of decay; per_channel: does each channel of q and k have its own decay? tf32,
+    stride_unit and custom as in ir/problem.py.
     """
 
     heads: int
@@ -86,6 +87,7 @@ class LinearProblem:
     tf32: bool = False
     stride_unit: int = 8
     custom: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
+    per_channel: bool = False
 
     @property
     def splits(self) -> bool:

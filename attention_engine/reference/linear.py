@@ -1,6 +1,7 @@
 """A linear attention on torch tensors: the recurrence itself, token by token; autograd differentiates it, twice.
 
-Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads), a state (batch, heads, dim, dim_v).
+Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads), or with a last dim one for each channel
+of q and k; a state is (batch, heads, dim, dim_v).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def token_indices(batch: int, heads: int, length: int, device: torch.device) -> 
 def apply_mods(
     program: LinearProgram, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Custom, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v as (batch, heads, length, dim) and decay (batch, heads, length), after their mods, one for each head."""
+    """q, k, v as (batch, heads, length, dim) and decay (batch, heads, length, dim or 1) after mods, one for each head."""
     batch, length, heads, _ = v.shape
     indices = token_indices(batch, heads, length, v.device)
 
@@ -39,7 +40,8 @@ def apply_mods(
 
     if decay is None:
         decay = torch.zeros(batch, length, heads, device=v.device, dtype=dtype)
-    return modify("q", q), modify("k", k), modify("v", v), modify("decay", decay[..., None])[..., 0]
+    decay = decay if decay.ndim == 4 else decay[..., None]
+    return modify("q", q), modify("k", k), modify("v", v), modify("decay", decay)
 
 
 def recur(
@@ -60,7 +62,7 @@ def recur(
     state, outputs = initial_state.to(dtype), []
     keep = logs.exp()
     for t in range(length):
-        state = keep[:, :, t, None, None] * state + keys[:, :, t, :, None] * values[:, :, t, None, :]
+        state = keep[:, :, t, :, None] * state + keys[:, :, t, :, None] * values[:, :, t, None, :]
         outputs.append((queries[:, :, t, None, :] @ state)[:, :, 0])
     output = torch.stack(outputs, 1) if outputs else v.new_zeros(batch, 0, heads, v.shape[3], dtype=dtype)
     return output.to(v.dtype if dtype is not torch.float64 else dtype), state

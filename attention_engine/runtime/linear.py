@@ -31,9 +31,13 @@ from attention_engine.runtime.inputs import (
     order_custom,
     type_of,
 )
+from attention_engine.runtime.linear_channels import ChannelLauncher
 from attention_engine.runtime.linear_launch import LinearLauncher
 
-ROWS = {"bshd": "(batch, length, heads)", "bhsd": "(batch, heads, length)"}
+ROWS = {
+    "bshd": "(batch, length, heads) or (batch, length, heads, dim)",
+    "bhsd": "(batch, heads, length) or (batch, heads, length, dim)",
+}
 
 
 class LinearAttentionEngine(torch.nn.Module):
@@ -41,7 +45,8 @@ class LinearAttentionEngine(torch.nn.Module):
 
     qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v; the heads are v's, and those of q and of k divide them (head
     h reads query head h // (heads / query heads)). q_mod, k_mod, v_mod, decay_mod: (x, custom) -> x, elementwise, on
-    the entries of q, k, v and decay (the log of what a token keeps of the state); None leaves them. custom_io: its
+    the entries of q, k, v and decay (the log of what a token keeps of the state, or of a channel of it: its rows);
+    None leaves them. custom_io: its
     "seq_len" and "seq_len_kv" are the same here, "heads" are v's. layout, device, backend: as AttentionEngine's. Every
     gradient is the same in every run, so `deterministic` asks for what there is anyway.
 
@@ -76,19 +81,20 @@ class LinearAttentionEngine(torch.nn.Module):
         return trace_mods(self.mods, self.custom_io, types, decay_given)
 
     @torch.compiler.assume_constant_result  # torch.compile asks for the key and looks no further
-    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], decay_given: bool) -> str:
-        """The key of the attention that runs these calls; registered when first needed."""
-        variant = (backend, types, decay_given)
+    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], decay_rank: int) -> str:
+        """The key of the attention that runs these calls; registered when first needed. decay_rank: 0 without one."""
+        variant = (backend, types, decay_rank)
         if variant not in self._keys:
-            program = self._trace(dict(types), decay_given)
+            program = self._trace(dict(types), decay_rank > 0)
             specs = list(self.custom_io.specs.values())
             device = self.device.name if self.device else ""
-            options = f"{backend} {device} {decay_given} {[(s.name, s.axes) for s in specs]}"
+            options = f"{backend} {device} {decay_rank} {[(s.name, s.axes) for s in specs]}"
             key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
             if key not in op.LINEAR_ATTENTIONS:
                 launcher = None
                 if backend != "reference":
-                    launcher = LinearLauncher(program, specs, backend == "interpret", self.device)
+                    launch = ChannelLauncher if decay_rank == 4 else LinearLauncher
+                    launcher = launch(program, specs, backend == "interpret", self.device)
                 op.LINEAR_ATTENTIONS[key] = op.LinearAttention(program, specs, launcher)
             self._keys[variant] = key
         return self._keys[variant]
@@ -99,7 +105,8 @@ class LinearAttentionEngine(torch.nn.Module):
         """o, like v; with output_final_state (o, the state after the last token: (B, H, D, DV), fp32).
 
         q, k, v: (batch, length, heads, dim) and decay (batch, length, heads), or (batch, heads, length, dim) and
-        (batch, heads, length) with layout="bhsd"; no decay is a decay of 0 before decay_mod. initial_state:
+        (batch, heads, length) with layout="bhsd". A decay with q's last dim as its own is one for each channel: for
+        each row of the state. No decay is a decay of 0 before decay_mod. initial_state:
         (B, H, D, DV), the state before the first token. custom: in CustomIO's order, or by name. Raises BadInput for
         tensors that don't fit.
         """
@@ -121,7 +128,7 @@ class LinearAttentionEngine(torch.nn.Module):
         if single:
             axis = ORDERS[self.layout].split(", ").index("length")
             q, k, v = (t.unsqueeze(axis) if isinstance(t, Tensor) else t for t in (q, k, v))
-            decay = decay.unsqueeze(axis) if isinstance(decay, Tensor) and decay.ndim == 2 else decay
+            decay = decay.unsqueeze(axis) if isinstance(decay, Tensor) and decay.ndim in (2, 3) else decay
         q, k, v, decay = self._tokens_first(q, k, v, decay)
         if q.shape[1] != 1:
             raise BadInput(f"step takes one token, and q has a length of {q.shape[1]}. Call the engine for more.")
@@ -142,12 +149,7 @@ class LinearAttentionEngine(torch.nn.Module):
         check_ranks(self.layout, q, k, v)
         if decay is not None and not isinstance(decay, Tensor):
             raise BadInput(f"decay is {type(decay).__name__}. Give a tensor {ROWS[self.layout]}, or None.")
-        if decay is not None and decay.ndim == 4:
-            raise NotYetSupported(
-                f"decay has shape {tuple(decay.shape)}: this version has one decay for each token and head, "
-                f"{ROWS[self.layout]}.\n  A decay for each channel is to come."
-            )
-        if decay is not None and decay.ndim != 3:
+        if decay is not None and decay.ndim not in (3, 4):
             raise BadInput(f"decay has {decay.ndim} dimensions, {tuple(decay.shape)}. Give {ROWS[self.layout]}.")
         q, k, v = follow_autocast(q, k, v)
         if self.layout == "bshd":
@@ -161,8 +163,9 @@ class LinearAttentionEngine(torch.nn.Module):
         """Holds a call against the description; the key of the attention that runs it."""
         backend = backend_for(self.backend, q.device)
         self._check_qkv(backend != "reference", q, k, v)
+        rank = 0 if decay is None else getattr(decay, "ndim", 3)
         for name, tensor, shape in (
-            ("decay", decay, tuple(v.shape[:3])),
+            ("decay", decay, (*v.shape[:3], *((q.shape[3],) if rank == 4 else ()))),
             ("the state", state, (v.shape[0], v.shape[2], q.shape[3], v.shape[3])),
         ):
             if tensor is None:
@@ -176,7 +179,7 @@ class LinearAttentionEngine(torch.nn.Module):
                 raise BadInput(f"{name} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
         check_custom(self.custom_io.specs.values(), custom, v, v)
         types = tuple((s, type_of(t)) for s, t in zip(self.custom_io.specs, custom, strict=True))
-        return self._key(backend, types, decay is not None)
+        return self._key(backend, types, rank)
 
     def _check_qkv(self, kernels: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
         for name, tensor, meta in zip("qkv", (q, k, v), self.qkv_meta, strict=True):

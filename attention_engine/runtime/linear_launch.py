@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -91,6 +92,7 @@ class LinearLauncher:
     interpret: bool
     device: Arch | None
     tiles: LinearTiles | None = None
+    per_channel: ClassVar[bool] = False
     _kernels: dict[object, LinearKernels] = field(default_factory=dict)
 
     def target(self, tensor: Tensor) -> Target:
@@ -107,11 +109,15 @@ class LinearLauncher:
                 (s.name, CUSTOM_NAMES[c.dtype], tuple(s.axes) or (1,)) for s, c in zip(self.specs, custom, strict=True)
             )
             tf32 = q.dtype is torch.float32 and allows_tf32()
-            problem = LinearProblem(*dims, NAMES[q.dtype], decay_dtype, tf32, stride_unit(*dims[3:]), shapes)
-            target = self.target(q)
-            tiles = self.tiles or default_linear_tiles(problem, target)
-            self._kernels[key] = LinearKernels(self.program, problem, tiles, target)
+            problem = LinearProblem(
+                *dims, NAMES[q.dtype], decay_dtype, tf32, stride_unit(*dims[3:]), shapes, self.per_channel
+            )
+            self._kernels[key] = self.kernels_of(problem, self.target(q))
         return self._kernels[key]
+
+    def kernels_of(self, problem: LinearProblem, target: Target) -> LinearKernels:
+        """The kernels for a problem."""
+        return LinearKernels(self.program, problem, self.tiles or default_linear_tiles(problem, target), target)
 
     def decay_of(self, decay: Tensor | None, v: Tensor) -> Tensor | None:
         """The decay tensor that kernels get; where the mod alone makes decays, zeros that tell them the length."""

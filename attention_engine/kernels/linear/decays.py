@@ -16,11 +16,12 @@ LOG2_E = 1.4426950408889634
 
 
 def decay_parameter(sizes: LinearSizes, problem: LinearProblem) -> dict[str, Any]:
-    """The parameter decay (batch, length, heads), after its strides; none where the mod reads no decay."""
+    """The parameter decay (batch, length, heads[, dim]), after its strides; none where the mod reads no decay."""
     if not problem.decay_dtype:
         return {}
-    strides = {f"decay_stride_{n}": T.dynamic(f"decay_stride_{n}") for n in ("batch", "length", "head")}
-    shape = [sizes.batch, sizes.length, problem.heads]
+    axes = ("batch", "length", "head", *(["channel"] if problem.per_channel else []))
+    strides = {f"decay_stride_{n}": T.dynamic(f"decay_stride_{n}") for n in axes}
+    shape = [sizes.batch, sizes.length, problem.heads, *([problem.dim] if problem.per_channel else [])]
     return {**strides, "decay": T.StridedTensor(shape, [*strides.values()], problem.decay_dtype)}
 
 

@@ -20,6 +20,7 @@ def step(problem: LinearProblem, program: LinearProgram, tile: LinearTile, start
     sources = {n: Source(n, problem, program) for n in ("q", "k", "v")}
     width = tile.outer
     dim = max(1 << (problem.dim - 1).bit_length(), 16)  # a power of two shares threads evenly
+    decays = dim if problem.per_channel else 1
     parameters = {**sizes.inputs("q", "k", "v"), **decay_parameter(sizes, problem), **sizes.custom()}
     if starts:
         parameters["first"] = sizes.state()
@@ -43,11 +44,12 @@ def step(problem: LinearProblem, program: LinearProgram, tile: LinearTile, start
 
     def fade(buffers: Any, batch: Any, head: Any, keep: Any) -> None:
         def entry(i: Any) -> None:
-            x = T.cast(buffers["decay"][batch, 0, head], FLOAT) if "decay" in buffers else T.float32(0)
+            at = (batch, 0, head, *([T.min(i, problem.dim - 1)] if problem.per_channel else []))
+            x = T.cast(buffers["decay"][at], FLOAT) if "decay" in buffers else T.float32(0)
             (value,) = splice(buffers, batch, head, x)(program.decay)
             store(keep, T.exp(value), i)
 
-        over_rows(1, entry)
+        over_rows(decays, entry)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -60,7 +62,7 @@ def step(problem: LinearProblem, program: LinearProgram, tile: LinearTile, start
             products = T.alloc_fragment([dim, width], FLOAT)
             output = T.alloc_fragment([width], FLOAT)
             q, k, v = (T.alloc_shared([n], FLOAT) for n in (dim, dim, width))
-            keep = T.alloc_shared([1], FLOAT)
+            keep = T.alloc_shared([decays], FLOAT)
             v0 = part * width
             read(buffers, batch, head, "q", 0, dim, q)
             read(buffers, batch, head, "k", 0, dim, k)
@@ -71,7 +73,7 @@ def step(problem: LinearProblem, program: LinearProgram, tile: LinearTile, start
             else:
                 T.fill(state, 0)
             for i, d in T.Parallel(dim, width):
-                state[i, d] = state[i, d] * keep[0] + k[i] * v[d]
+                state[i, d] = state[i, d] * keep[i if problem.per_channel else 0] + k[i] * v[d]
             for i, d in T.Parallel(dim, width):
                 products[i, d] = state[i, d] * q[i]
             T.reduce_sum(products, output, dim=0)

@@ -1,0 +1,1 @@
+"""Kernels of linear attention with a decay for each channel."""

@@ -1,0 +1,110 @@
+"""What a chunk makes of a state and the weights of its pairs: the output, and the gradient of v.
+
+    result = (x * what decay leaves) M + weights z
+
+    result  x   M                                          z    weights
+    o       q   the state before the chunk                 v    of each query's keys
+    dv      k   the gradient of the state after the chunk  do   of each key's queries
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
+from attention_engine.ir.problem import padded
+from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop
+from attention_engine.kernels.linear.channels.common import (
+    ChannelSizes,
+    ModifiedTile,
+    OwnGradient,
+    RawTile,
+    RowSums,
+    WeighedTile,
+    sums_window,
+)
+from attention_engine.kernels.linear.common import Block, Source, add_product, tiled
+
+
+@dataclass(frozen=True)
+class Role:
+    """One row of the table above; own: the tensor whose gradient the result is (None: the output)."""
+
+    name: str
+    left: str
+    others: str
+    own: str | None
+    over_keys: bool
+
+
+ROLES = {r.name: r for r in (Role("output", "q", "v", None, False), Role("dv", "k", "do", "v", True))}
+
+
+def width_tiles(problem: LinearProblem, tile: LinearTile) -> int:
+    """How many tiles the result's columns are cut into."""
+    return tiled(problem.dim_v, min(tile.outer, padded(problem.dim_v)))
+
+
+def channel_rows(
+    problem: LinearProblem, program: LinearProgram, role_name: str, tile: LinearTile, reads: tuple[Expr, ...]
+) -> Any:
+    """The PrimFunc: (x, z, [own], custom..., sums, states, scores, result, row sums...).
+
+    result: like v, contiguous. reads: the reads of custom inputs in the own tensor's mod whose gradient is wanted; row
+    sums (tiles, batch, heads, tokens), fp32, one for each.
+    """
+    role, sizes = ROLES[role_name], ChannelSizes(problem, tile.chunk)
+    chunk, inner = tile.chunk, min(tile.inner, padded(problem.dim))
+    width, tiles = min(tile.outer, padded(problem.dim_v)), width_tiles(problem, tile)
+    left_source, other_source = (Source(n, problem, program) for n in (role.left, role.others))
+    finish = OwnGradient(program, role.own, reads) if role.own else None
+    names = [role.left, role.others, *([role.own] if role.own else [])]
+    parameters = {**sizes.inputs(*names), **sizes.custom(), "sums": sizes.sums(), "states": sizes.states()}
+    parameters["scores"] = sizes.scores()
+    parameters["result"] = sizes.values(problem.dtype, problem.dim_v)
+    if finish is not None:
+        parameters.update({n: T.Tensor([tiles, *sizes.rows().shape], FLOAT) for n in finish.reads})
+
+    def weigh(left: RawTile, weighed: WeighedTile, sums: Any) -> None:
+        last = chunk - 1
+        weighed.fill(left.value, lambda i, d: sums[last, d] - sums[i, d] if role.over_keys else sums[i, d])
+
+    def finish_own(block: Block, result: Any, part: Any) -> None:
+        if finish is None or not finish.needed:
+            return
+        own = RawTile(Source(finish.name, problem, program), chunk, width)
+        own.load(block, part * width)
+        finish.finish(own, result, RowSums(chunk, width) if finish.reads else None, part)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(tiles * sizes.chunks, problem.heads, sizes.batch, threads=tile.threads) as (place, head, batch):
+            index, part = place // tiles, place % tiles
+            block = Block(buffers, sizes, batch, head, index * chunk)
+            left = RawTile(left_source, chunk, inner)
+            weighed = WeighedTile("left", problem, chunk, inner)
+            other = ModifiedTile(other_source, chunk, width)
+            sums = T.alloc_shared([chunk, inner], FLOAT)
+            state = Operand("state", problem, (inner, width))
+            weights = Operand("weights", problem, (chunk, chunk))
+            result = Accumulator("result", problem, (chunk, width))
+            T.clear(result.sum)
+            for step in loop(tiled(problem.dim, inner), 0):
+                d0, v0 = step * inner, part * width
+                left.load(block, d0)
+                T.copy(sums_window(block, d0, inner), sums)
+                weigh(left, weighed, sums)
+                load(state, buffers["states"][batch, head, index, d0 : d0 + inner, v0 : v0 + width])
+                add_product(weighed.operand, state, result)
+            load(weights, buffers["scores"][batch, head, index * chunk : (index + 1) * chunk, 0:chunk])
+            other.load(block, part * width)
+            add_product(weights, other.operand, result, transpose_A=role.over_keys)
+            finish_own(block, result.sum, part)
+            stop, end = (index + 1) * chunk, (part + 1) * width
+            T.copy(result.sum, buffers["result"][batch, index * chunk : stop, head, part * width : end])
+
+    return build(f"channel_{role.name}", parameters, body)

@@ -1,0 +1,124 @@
+"""States between chunks where each channel has its decay, and in reverse their gradients.
+
+A block holds a tile of one head's state in registers. Forward: S_d = exp2(G_d) S_d + sum_j exp2(G_d - g_jd) k_jd v_j,
+and what is kept for chunk c is the state before it. Backward: dS_d = exp2(G_d) dS_d + sum_i exp2(g_id) q_id do_i, and
+what is kept for chunk c is the gradient of the state after it. g: sums of decays in the chunk, G at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
+from attention_engine.ir.problem import padded
+from attention_engine.kernels.common import FLOAT, Accumulator, build, loop
+from attention_engine.kernels.linear.channels.common import (
+    ChannelSizes,
+    ModifiedTile,
+    RawTile,
+    WeighedTile,
+    sums_window,
+)
+from attention_engine.kernels.linear.common import Block, Source, add_product, tiled
+
+
+def value_tiles(problem: LinearProblem, tile: LinearTile) -> int:
+    """In how many parts the overlaps of states come: the tiles along v."""
+    return tiled(problem.dim_v, min(tile.outer, padded(problem.dim_v)))
+
+
+def states(
+    problem: LinearProblem, program: LinearProgram, tile: LinearTile, reverse: bool, starts: bool, overlaps: bool,
+    initial: bool,
+) -> Any:  # fmt: skip
+    """The PrimFunc: (left, right, custom..., sums, [first], [other], [initial], kept, last, [overlap]).
+
+    left, right: k, v forward; q, do in reverse. first: the initial state (in reverse: the gradient of the last), where
+    `starts`. last: the last state (in reverse: the gradient of the initial one), fp32. Where `overlaps`: other, the
+    states that the forward walk kept, and overlap (batch, heads, chunks, parts, dim): exp2(G_d) <S_d, dS_d> of each
+    chunk and tile of v, which is what every token of the chunk's decays gets from states. initial: the state that the
+    forward walk began with, unrounded, where `initial`: all that the first chunk's overlap is made of.
+    """
+    sizes = ChannelSizes(problem, tile.chunk)
+    chunk, names = tile.chunk, ("q", "do") if reverse else ("k", "v")
+    left_source, right_source = (Source(n, problem, program) for n in names)
+    dim, dim_v = min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
+    parts = value_tiles(problem, tile)
+    parameters = {**sizes.inputs(*names), **sizes.custom(), "sums": sizes.sums()}
+    if starts:
+        parameters["first"] = sizes.state()
+    if overlaps:
+        parameters["other"] = sizes.states()
+    if initial:
+        parameters["initial"] = sizes.state()
+    parameters["kept"] = sizes.states()
+    parameters["last"] = sizes.state()
+    if overlaps:
+        parameters["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, parts, problem.dim], FLOAT)
+
+    def weigh(left: RawTile, weighed: WeighedTile, sums: Any) -> None:
+        """Each token's share of the state, as decay leaves it."""
+        last = chunk - 1
+        weighed.fill(left.value, lambda i, d: sums[i, d] if reverse else sums[last, d] - sums[i, d])
+
+    def state_before(buffers: Any, batch: Any, head: Any, index: Any, i: Any, j: Any, kept: Any) -> Any:
+        kept = T.cast(kept, FLOAT)
+        if not initial:
+            return kept
+        inside = T.And(index == 0, T.And(i < problem.dim, j < problem.dim_v))
+        at = (batch, head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
+        return T.if_then_else(inside, buffers["initial"][at], kept)
+
+    @T.macro
+    def note_overlap(buffers: Any, held: Any, kept: Any, batch: Any, head: Any, index: Any, place: Any) -> None:
+        other = T.alloc_shared([dim, dim_v], problem.dtype)
+        products = T.alloc_fragment([dim, dim_v], FLOAT)
+        of_rows = T.alloc_fragment([dim], FLOAT)
+        d0, v0 = (place // parts) * dim, (place % parts) * dim_v
+        T.copy(buffers["other"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v], other)
+        for i, j in T.Parallel(dim, dim_v):
+            products[i, j] = held[i, j] * state_before(buffers, batch, head, index, d0 + i, v0 + j, other[i, j])
+        T.reduce_sum(products, of_rows, dim=1)
+        for i in T.Parallel(dim):
+            of_rows[i] *= kept[i]
+        T.copy(of_rows, buffers["overlap"][batch, head, index, place % parts, d0 : d0 + dim])
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(tiled(problem.dim, dim) * parts, problem.heads, sizes.batch, threads=tile.threads) as (
+            place,
+            head,
+            batch,
+        ):
+            left = RawTile(left_source, chunk, dim)
+            weighed = WeighedTile("left", problem, chunk, dim)
+            right = ModifiedTile(right_source, chunk, dim_v)
+            sums = T.alloc_shared([chunk, dim], FLOAT)
+            kept = T.alloc_shared([dim], FLOAT)
+            state = Accumulator("state", problem, (dim, dim_v))
+            held = state.sum
+            d0, v0 = (place // parts) * dim, (place % parts) * dim_v
+            if starts:
+                T.copy(buffers["first"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v], held)
+            else:
+                T.fill(held, 0)
+            for step in loop(sizes.chunks, 0):
+                index = sizes.chunks - 1 - step if reverse else step
+                block = Block(buffers, sizes, batch, head, index * chunk)
+                T.copy(held, buffers["kept"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v])
+                left.load(block, d0)
+                right.load(block, v0)
+                T.copy(sums_window(block, d0, dim), sums)
+                for i in T.Parallel(dim):
+                    kept[i] = T.exp2(sums[chunk - 1, i])
+                if overlaps:
+                    note_overlap(buffers, held, kept, batch, head, index, place)
+                weigh(left, weighed, sums)
+                for i, j in T.Parallel(dim, dim_v):
+                    held[i, j] *= kept[i]
+                add_product(weighed.operand, right.operand, state, transpose_A=True, rows=False)
+            T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
+
+    return build("channel_states_backward" if reverse else "channel_states", parameters, body)
