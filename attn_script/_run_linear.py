@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from _run import milliseconds
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from attention_engine import LinearAttentionEngine, meta_tensor
 
@@ -49,7 +50,8 @@ def run(
     """Check the engine against `plain`, time both (and a peer) where there is a GPU; return {name: (error, eager's)}.
 
     make_engine(qkv_meta, **options) gives the engine; extra(sizes) what a call gets beside q, k and v, by name;
-    plain(q, k, v, **extra) gives q, k, v (batch, length, heads, dim) and the log decay (batch, length, heads), modded.
+    plain(q, k, v, **extra) gives q, k, v (batch, length, heads, dim) and the log decay (batch, length, heads) or with a
+    last dim one for each channel, modded.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -83,11 +85,30 @@ def _tensors(
 def parallel(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
     """The output from all pairs at once: products in the dtype of q, decays at least in fp32."""
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    if log_decay.ndim == 4:
+        return parallel_channels(q, k, v, log_decay)
     sums = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32)).cumsum(1).transpose(1, 2)
     earlier = torch.ones(v.shape[1], v.shape[1], dtype=torch.bool, device=v.device).tril()
     decay = torch.where(earlier, sums[..., :, None] - sums[..., None, :], -torch.inf).exp()
     weights = torch.einsum("bihd,bjhd->bhij", q, k).to(decay.dtype) * decay
     return torch.einsum("bhij,bjhd->bihd", weights.to(v.dtype), v)
+
+
+def parallel_channels(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    """The same with a decay for each channel, eight queries at a time: each pair has a decay for each channel."""
+    sums = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32)).cumsum(1)
+
+    def rows(start: int, stop: int) -> Tensor:
+        earlier = torch.ones(stop, stop, dtype=torch.bool, device=v.device).tril()[start:]
+        since = sums[:, start:stop, None] - sums[:, None, :stop]
+        decay = torch.where(earlier[..., None, None], since, -torch.inf).exp()
+        faded = (q[:, start:stop, None].to(decay.dtype) * decay).to(q.dtype)
+        weights = torch.einsum("bijhd,bjhd->bhij", faded, k[:, :stop])
+        return torch.einsum("bhij,bjhd->bihd", weights.to(v.dtype), v[:, :stop])
+
+    length = v.shape[1]
+    tiles = [(start, min(start + 8, length)) for start in range(0, length, 8)]
+    return torch.cat([checkpoint(rows, *tile, use_reentrant=False) for tile in tiles], 1)
 
 
 def _check(

@@ -1,7 +1,8 @@
 """Linear attention in plain torch, written from the formulas: what the package's is measured against.
 
 Nothing of the package is imported here. q, k, v are (batch, length, heads, dim) after their mods and the log decay a is
-(batch, length, heads), or (batch, length, heads, dim) with one for each channel; value head h reads query head h // (H / Hq), key head h // (H / Hk). Gradients by autograd.
+(batch, length, heads), or (batch, length, heads, dim) with one for each channel; value head h reads query head
+h // (H / Hq), key head h // (H / Hk). Gradients by autograd.
 """
 
 from __future__ import annotations

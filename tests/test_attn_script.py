@@ -52,7 +52,7 @@ def test_script_is_short(path):
     assert len(path.read_text().splitlines()) < 80
 
 
-LINEAR_SCRIPTS = ["retention_linear", "simple_gla", "mamba2", "mamba2_ngroup1"]
+LINEAR_SCRIPTS = ["retention_linear", "simple_gla", "gla", "mamba2", "mamba2_ngroup1"]
 
 
 @pytest.mark.parametrize("name", LINEAR_SCRIPTS)

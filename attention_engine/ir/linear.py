@@ -18,8 +18,8 @@ DECAY_LIMIT = -80.0  # a log decay below this is taken as this: exp(-80) is noth
 class LinearProgram:
     """One linear attention: what becomes of an entry X of q, k, v and decay (the log of what a state keeps a token).
 
-    h_t = exp(decay_t) h_{t-1} + k_t^T v_t and o_t = q_t h_t, for each head, with one decay for a token of a head (Sun et
-    al. 2023, Dao and Gu 2024) or one for each channel, a row of h (gated linear attention, Yang et al. 2024).
+    h_t = exp(decay_t) h_{t-1} + k_t^T v_t and o_t = q_t h_t, for each head, with one decay for a token (Sun et al.
+    2023, Dao and Gu 2024) or one for each of its channels, the rows of h (gated linear attention, Yang et al. 2024).
     """
 
     q: Expr

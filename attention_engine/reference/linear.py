@@ -29,7 +29,7 @@ def token_indices(batch: int, heads: int, length: int, device: torch.device) -> 
 def apply_mods(
     program: LinearProgram, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Custom, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v as (batch, heads, length, dim) and decay (batch, heads, length, dim or 1) after mods, one for each head."""
+    """q, k, v as (batch, heads, length, dim), decay (batch, heads, length, dim or 1), after mods, one for each head."""
     batch, length, heads, _ = v.shape
     indices = token_indices(batch, heads, length, v.device)
 

@@ -93,7 +93,7 @@ class _ChannelPass(Pass):
         padded = self.chunks * chunk
         self.decay_sums = self._new(self.batch, self.heads, padded, self.problem.dim)
         self.kernels.sum_channel_decays().compiled(*strided_decay(self.decay), *self.custom, self.decay_sums)
-        self.scores = self._new(self.batch, self.heads, padded, chunk, dtype=self.given["v"].dtype)
+        self.scores = self._new(self.batch, self.heads, padded, chunk)
         self.kernels.scores().compiled(*self._names("q", "k"), *self.custom, self.decay_sums, self.scores)
 
     def forward(self, ends: bool) -> tuple[Tensor, Tensor]:

@@ -39,29 +39,32 @@ def test_kernels_keep_the_rule(dtype, dims, name, record_property):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "gla_mods"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_are_alike_bit_for_bit(dtype):
+def test_runs_are_alike_bit_for_bit(dtype, name):
     """No sum is taken in an order that varies; a wait that is missing would show here too."""
     shape = Shape(2, 1000, 1, 2, 8, 128, 64)
-    engine = engine_for(CASES["mamba2"], shape, DTYPES[dtype], backend="tilelang")
-    inputs = shape.inputs(CASES["mamba2"], DTYPES[dtype], "cuda")
+    engine = engine_for(CASES[name], shape, DTYPES[dtype], backend="tilelang")
+    inputs = shape.inputs(CASES[name], DTYPES[dtype], "cuda")
     first = engine_results(engine, inputs)
     for _ in range(5):
         again = engine_results(engine, inputs)
         assert all(torch.equal(first[n], again[n]) for n in first)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "gla"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_steps_are_the_chunked_form(dtype):
+def test_steps_are_the_chunked_form(dtype, name):
     shape = Shape(2, 40, 1, 2, 4, 128, 64)
-    case = CASES["mamba2"]
+    case = CASES[name]
     engine = engine_for(case, shape, DTYPES[dtype], backend="tilelang")
     inputs = shape.inputs(case, DTYPES[dtype], "cuda")
-    whole = engine(*(inputs[n] for n in ("q", "k", "v", "decay", "dt", "A")))
+    whole = engine(*(inputs[n] for n in ("q", "k", "v", "decay", *case.axes)))
     state, outputs = None, []
     for t in range(shape.length):
         one = [inputs[n][:, t] for n in ("q", "k", "v", "decay")]
-        o, state = engine.step(*one, inputs["dt"][:, :, t : t + 1], inputs["A"], state=state)
+        custom = [inputs[n][:, :, t : t + 1] if inputs[n].ndim == 3 else inputs[n] for n in case.axes]
+        o, state = engine.step(*one, *custom, state=state)
         outputs.append(o)
     off = (torch.stack(outputs, 1).float() - whole.float()).abs().mean() / whole.float().abs().mean()
     assert off <= {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]

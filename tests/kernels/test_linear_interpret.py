@@ -10,8 +10,9 @@ import torch
 
 from attention_engine.ir.linear import LinearTile
 from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
-from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors
-from tests.plain import worst_ratio
+from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors, plain_results
+from tests.plain import compare, worst_ratio
+from tests.plain_linear import parallel, recurrence
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 GROUPS = {"own_heads": (2, 2, 2), "one_group": (1, 1, 4), "groups_differ": (1, 2, 4), "few": (1, 2, 2)}
@@ -19,6 +20,7 @@ RUNS = [  # every case, kind of groups, pair of dims and dtype; chunks of 64 (fp
     ("plain", "own_heads", (64, 64), FP16), ("no_decay", "groups_differ", (64, 64), BF16),
     ("mamba2", "one_group", (128, 64), BF16), ("shifted", "groups_differ", (40, 96), FP16),
     ("shifted", "few", (40, 96), FP32), ("scaled_keys", "few", (40, 96), FP32),
+    ("gla", "own_heads", (64, 64), BF16), ("gla_mods", "groups_differ", (40, 96), FP16), ("gla", "few", (40, 96), FP32),
 ]  # fmt: skip
 
 
@@ -93,10 +95,11 @@ def test_both_plans_of_the_forward_pass_agree():
     assert not torch.equal(walk["o"], chunks["o"])  # or one plan ran twice
 
 
+@pytest.mark.parametrize("name", ["plain", "gla"])
 @pytest.mark.parametrize("strength", [-1e4, -200.0])
-def test_strong_decay_is_safe(strength):
+def test_strong_decay_is_safe(strength, name):
     """A token that forgets everything: what comes after it is as if it were the first, and nothing overflows."""
-    case, shape = CASES["plain"], Shape(1, 100, 1, 1, 1, 32, 32)
+    case, shape = CASES[name], Shape(1, 100, 1, 1, 1, 32, 32)
     engine = engine_for(case, shape, FP32, backend="interpret")
     inputs = shape.inputs(case, FP32)
     inputs["decay"][:, 70] = strength
@@ -111,3 +114,29 @@ def test_strong_decay_is_safe(strength):
     assert whole["d_decay"][:, 70].abs().max() == 0
     every = {**inputs, "decay": torch.full_like(inputs["decay"], strength)}
     assert all(x.isfinite().all() for x in engine_results(engine, every).values())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_channels_that_forget_leave_the_others_alone(dtype):
+    """Some channels forget all at some tokens, at chunks' ends too; the others keep all. No difference overflows."""
+    case, shape = CASES["gla"], Shape(1, 130, 1, 1, 1, 32, 32)
+    engine = engine_for(case, shape, dtype, backend="interpret")
+    inputs = shape.inputs(case, dtype)
+    inputs["decay"] = torch.zeros_like(inputs["decay"])
+    inputs["decay"][:, [0, 31, 32, 63, 64, 100], :, ::3] = -1e4
+    inputs["decay"][:, 33:40, :, 1::3] = -300.0
+    exact, eager = plain_results(case, recurrence, inputs, True), plain_results(case, parallel, inputs, False)
+    found = [engine_results(engine, inputs), exact, eager]
+    for results in found:
+        results["d_decay"] = torch.where(inputs["decay"] < -80, 0.0, results["d_decay"])  # nothing is left to lose
+    compare(*found, dtype, floor=1e-6)
+
+
+def test_a_decay_alike_in_all_channels_is_one_for_the_token():
+    shape, case = Shape(1, 70, 1, 2, 2, 40, 32), CASES["plain"]
+    engine, inputs = engine_for(case, shape, FP32, backend="interpret"), shape.inputs(case, FP32)
+    token = engine_results(engine, inputs)
+    channels = engine_results(engine, {**inputs, "decay": inputs["decay"][..., None].expand(1, 70, 2, 40)})
+    channels["d_decay"] = channels["d_decay"].sum(-1)
+    for name, value in token.items():
+        torch.testing.assert_close(channels[name], value, rtol=1e-3, atol=2e-4, msg=name)

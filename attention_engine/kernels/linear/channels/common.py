@@ -17,7 +17,7 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, X
-from attention_engine.kernels.common import FLOAT, Operand, load, named, over_pairs, store
+from attention_engine.kernels.common import FLOAT, Operand, load, multiply, named, over_pairs, store
 from attention_engine.kernels.linear.common import Block, LinearSizes, Source, copy, reduce_sum
 from attention_engine.passes.mods import differentiate_mod
 
@@ -31,9 +31,9 @@ class ChannelSizes(LinearSizes):
         return T.Tensor([self.batch, problem.heads, self.chunks * self.chunk, problem.dim], FLOAT)
 
     def scores(self) -> Any:
-        """A parameter with the weights of each chunk's pairs: (batch, head, query, key within the chunk)."""
+        """A parameter with the weights of each chunk's pairs: (batch, head, query, key within the chunk), fp32."""
         problem = self.problem
-        return T.Tensor([self.batch, problem.heads, self.chunks * self.chunk, self.chunk], problem.dtype)
+        return T.Tensor([self.batch, problem.heads, self.chunks * self.chunk, self.chunk], FLOAT)
 
     def values(self, dtype: str, dim: int) -> Any:
         """A contiguous parameter (batch, length, heads, dim), one head for each head of v."""
@@ -107,6 +107,36 @@ class WeighedTile:
         weighed = self.weighed
         over_pairs(*self.operand.shape, lambda i, d: store(weighed, value(i, d) * T.exp2(distance(i, d)), i, d))
         load(self.operand, weighed)
+
+
+class ExactOperand:
+    """A matrix of fp32 numbers as a left operand that loses nothing: in 16 bits, and what that rounding lost beside it.
+
+    Tiles are rounded for their decays already; one more rounding would leave results less exact than plain PyTorch's.
+    """
+
+    def __init__(self, name: str, problem: LinearProblem, shape: tuple[int, int]) -> None:
+        self.whole = Operand(name, problem, shape)
+        self.lost = Operand(f"{name}_lost", problem, shape) if problem.dtype != "float32" else None
+        self.shape = shape
+
+
+@T.macro
+def load_exact(operand: ExactOperand, values: Any) -> None:
+    """Fills the operand from a fragment, which is used up."""
+    load(operand.whole, values)
+    if operand.lost is not None:
+        for i, j in T.Parallel(operand.shape[0], operand.shape[1]):
+            values[i, j] -= T.cast(operand.whole.whole[i, j], FLOAT)
+        load(operand.lost, values)
+
+
+@T.macro
+def multiply_exact(a: ExactOperand, b: Operand, c: Any, transpose_A: bool = False) -> None:
+    """c += a @ b."""
+    multiply(a.whole, b, c, transpose_A=transpose_A)
+    if a.lost is not None:
+        multiply(a.lost, b, c, transpose_A=transpose_A)
 
 
 class Levels:

@@ -1,6 +1,7 @@
 """The gradients of q, k and of each channel's decay in a chunk, from the states before it and the gradients after it.
 
-With w_ij = do_i . v_j, S the state before the chunk, dS the gradient of that after it, g the sums of decays, G the last:
+With w_ij = do_i . v_j, S the state before the chunk, dS the gradient of that after it, g the sums of decays, G the last
+one:
 
     dq_i = exp2(g_i) (do_i S^T) + sum over j <= i of w_ij k_j exp2(g_i - g_j)
     dk_j = exp2(G - g_j) (v_j dS^T) + sum over i >= j of w_ij q_i exp2(g_i - g_j)
@@ -30,19 +31,21 @@ from attention_engine.kernels.common import (
     build,
     load,
     loop,
-    multiply,
     named,
     over_pairs,
     store,
 )
 from attention_engine.kernels.linear.channels.common import (
     ChannelSizes,
+    ExactOperand,
     Levels,
     ModifiedTile,
     OwnGradient,
     RawTile,
     RowSums,
     WeighedTile,
+    load_exact,
+    multiply_exact,
     read_names,
     sums_window,
 )
@@ -61,7 +64,8 @@ def channel_gradients(
     problem: LinearProblem, program: LinearProgram, tile: LinearTile, of_decay: bool, parts: int,
     reads: tuple[tuple[Expr, ...], tuple[Expr, ...], tuple[Expr, ...]],
 ) -> Any:  # fmt: skip
-    """The PrimFunc: (q, k, v, do, [decay], custom..., sums, states, d_states, [overlap], dq, dk, [d_decay], row sums...).
+    """The PrimFunc: (q, k, v, do, [decay], custom..., sums, states, d_states, [overlap], dq, dk, [d_decay],
+    row sums...).
 
     dq, dk: (batch, length, heads, dim) with one head for each head of v, in the tensors' dtype, fp32 where heads are
     still to be summed. Where `of_decay`: overlap as states.py leaves it, in so many `parts`, and d_decay, fp32, like
@@ -121,7 +125,7 @@ class _Gradients:
                 q, k = (RawTile(self.sources[n], chunk, width) for n in ("q", "k"))
                 weights = Accumulator("weights", problem, (chunk, chunk))
                 dq, dk = (Accumulator(n, problem, (chunk, width)) for n in ("dq", "dk"))
-                level_weights = Operand("level_weights", problem, (chunk, chunk))
+                level_weights = ExactOperand("level_weights", problem, (chunk, chunk))
                 masked = named("masked", T.alloc_fragment([chunk, chunk], FLOAT))
                 meeting = WeighedTile("meeting", problem, chunk, width)
                 moved = named("moved", T.alloc_fragment([chunk, width], FLOAT))
@@ -152,11 +156,11 @@ class _Gradients:
                 for level in loop(levels.count, 0):
                     for i, j in T.Parallel(chunk, chunk):
                         masked[i, j] = T.if_then_else(levels.meet(level, i, j), weights.sum[i, j], 0.0)
-                    load(level_weights, masked)
+                    load_exact(level_weights, masked)
                     levels.fill(meeting, level, q, k)
                     T.clear(moved)
-                    multiply(level_weights, meeting.operand, moved)
-                    multiply(level_weights, meeting.operand, moved, transpose_A=True)
+                    multiply_exact(level_weights, meeting.operand, moved)
+                    multiply_exact(level_weights, meeting.operand, moved, transpose_A=True)
                     self.add_level(levels, level, moved, dq.sum, dk.sum)
                     if decays is not None:
                         decays.add_level(levels, level, moved, meeting.operand)

@@ -1,10 +1,10 @@
 """What a chunk makes of a state and the weights of its pairs: the output, and the gradient of v.
 
-    result = (x * what decay leaves) M + weights z
+result = (x * what decay leaves) M + weights z
 
-    result  x   M                                          z    weights
-    o       q   the state before the chunk                 v    of each query's keys
-    dv      k   the gradient of the state after the chunk  do   of each key's queries
+result  x   M                                          z    weights
+o       q   the state before the chunk                 v    of each query's keys
+dv      k   the gradient of the state after the chunk  do   of each key's queries
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop
 from attention_engine.kernels.linear.channels.common import (
     ChannelSizes,
+    ExactOperand,
     ModifiedTile,
     OwnGradient,
     RawTile,
     RowSums,
     WeighedTile,
+    load_exact,
     sums_window,
 )
 from attention_engine.kernels.linear.common import Block, Source, add_product, tiled
@@ -90,7 +92,8 @@ def channel_rows(
             other = ModifiedTile(other_source, chunk, width)
             sums = T.alloc_shared([chunk, inner], FLOAT)
             state = Operand("state", problem, (inner, width))
-            weights = Operand("weights", problem, (chunk, chunk))
+            pairs = T.alloc_fragment([chunk, chunk], FLOAT)
+            weights = ExactOperand("weights", problem, (chunk, chunk))
             result = Accumulator("result", problem, (chunk, width))
             T.clear(result.sum)
             for step in loop(tiled(problem.dim, inner), 0):
@@ -100,9 +103,12 @@ def channel_rows(
                 weigh(left, weighed, sums)
                 load(state, buffers["states"][batch, head, index, d0 : d0 + inner, v0 : v0 + width])
                 add_product(weighed.operand, state, result)
-            load(weights, buffers["scores"][batch, head, index * chunk : (index + 1) * chunk, 0:chunk])
+            T.copy(buffers["scores"][batch, head, index * chunk : (index + 1) * chunk, 0:chunk], pairs)
+            load_exact(weights, pairs)
             other.load(block, part * width)
-            add_product(weights, other.operand, result, transpose_A=role.over_keys)
+            add_product(weights.whole, other.operand, result, transpose_A=role.over_keys)
+            if weights.lost is not None:
+                add_product(weights.lost, other.operand, result, transpose_A=role.over_keys)
             finish_own(block, result.sum, part)
             stop, end = (index + 1) * chunk, (part + 1) * width
             T.copy(result.sum, buffers["result"][batch, index * chunk : stop, head, part * width : end])
