@@ -61,8 +61,8 @@ CASES = {
         Case(
             "gla_mods",
             {"q": lambda x, c: x * c["s"] + 0.1, "k": lambda x, c: x.sigmoid() * c["dt"], "v": lambda x, c: x + c["c"],
-             "decay": lambda x, c: -(1 + (-x).exp()).log() * c["A"]},
-            {"s": ("heads",), "dt": PER_TOKEN, "c": PER_TOKEN, "A": ("heads",)}, channels=True,
+             "decay": lambda x, c: -(1 + (-x).exp()).log() * c["c"]},
+            {"s": ("heads",), "dt": PER_TOKEN, "c": PER_TOKEN}, channels=True,
         ),
     )
 }

@@ -23,12 +23,13 @@ def test_the_reference_is_the_plain_recurrence_and_the_parallel_form(name, form)
         torch.testing.assert_close(value, expected[which], rtol=1e-9, atol=1e-10, msg=which)
 
 
-def test_the_recurrence_is_differentiable_twice():
+@pytest.mark.parametrize("channels", [(), (3,)])
+def test_the_recurrence_is_differentiable_twice(channels):
     io = CustomIO({"c": ("heads",)})
     mods = {"v": lambda x, c: (x * c["c"]).tanh(), "decay": lambda x, c: x * c["c"]}
     program = trace_mods(mods, io)
     make = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 1, 3), (1, 4, 1, 3), (1, 4, 2, 2), (1, 4, 2), (2,), (1, 2, 3, 2)]
+    shapes = [(1, 4, 1, 3), (1, 4, 1, 3), (1, 4, 2, 2), (1, 4, 2, *channels), (2,), (1, 2, 3, 2)]
     leaves = [torch.rand(s, generator=make, dtype=torch.float64).requires_grad_() for s in shapes]
 
     def run(q, k, v, decay, c, state):

@@ -31,8 +31,9 @@ def slice_tokens(inputs, start, stop):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_halves_with_the_state_handed_over_are_the_whole(backend):
-    case, inputs = inputs_of("mamba2")
+@pytest.mark.parametrize("name", ["mamba2", "gla_mods"])
+def test_two_halves_with_the_state_handed_over_are_the_whole(name, backend):
+    case, inputs = inputs_of(name)
     engine = engine_for(case, SHAPE, FP32, backend=backend)
     whole, last = call(engine, inputs, initial_state=inputs["initial_state"], output_final_state=True)
     first, state = call(
@@ -44,8 +45,9 @@ def test_two_halves_with_the_state_handed_over_are_the_whole(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_cross_the_handed_over_state(backend):
-    case, inputs = inputs_of("plain")
+@pytest.mark.parametrize("name", ["plain", "gla"])
+def test_gradients_cross_the_handed_over_state(name, backend):
+    case, inputs = inputs_of(name)
     engine = engine_for(case, SHAPE, FP32, backend=backend)
     expected = engine_results(engine, inputs)
 
@@ -62,7 +64,7 @@ def test_gradients_cross_the_handed_over_state(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["mamba2", "shifted"])
+@pytest.mark.parametrize("name", ["mamba2", "shifted", "gla_mods"])
 def test_step_by_step_is_the_chunked_form(name, backend):
     case, inputs = inputs_of(name)
     engine = engine_for(case, SHAPE, FP32, backend=backend)
@@ -92,8 +94,9 @@ def test_steps_are_differentiable():
     assert k.grad.abs().sum() > 0
 
 
-def test_heads_first_tensors():
-    case, inputs = inputs_of("plain")
+@pytest.mark.parametrize("name", ["plain", "gla"])
+def test_heads_first_tensors(name):
+    case, inputs = inputs_of(name)
     expected = call(engine_for(case, SHAPE, FP32, backend="reference"), inputs)
     turned = {n: x.transpose(1, 2) if n in LATER else x for n, x in inputs.items()}
     engine = engine_for(case, SHAPE, FP32, backend="reference", layout="bhsd")
@@ -103,16 +106,19 @@ def test_heads_first_tensors():
     torch.testing.assert_close(engine.step(**one)[0], expected[:, 0])
 
 
-def test_tensors_of_any_strides_and_expanded_decay():
-    case, inputs = inputs_of("plain")
-    inputs["decay"] = torch.tensor([-0.1, -0.2, -0.3, -0.4]).expand(2, 70, 4)
+@pytest.mark.parametrize("name", ["plain", "gla"])
+def test_tensors_of_any_strides_and_expanded_decay(name):
+    case, inputs = inputs_of(name)
+    decay = torch.tensor([-0.1, -0.2, -0.3, -0.4])
+    inputs["decay"] = (decay[:, None] if case.channels else decay).expand(inputs["decay"].shape)
     inputs["v"] = inputs["v"].transpose(1, 3).contiguous().transpose(1, 3)
     results = [call(engine_for(case, SHAPE, FP32, backend=b), inputs) for b in BACKENDS]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_only_what_is_asked_for_gets_a_gradient():
-    case, inputs = inputs_of("mamba2")
+@pytest.mark.parametrize("name", ["mamba2", "gla_mods"])
+def test_only_what_is_asked_for_gets_a_gradient(name):
+    case, inputs = inputs_of(name)
     engine = engine_for(case, SHAPE, FP32, backend="interpret")
     expected = engine_results(engine, {**inputs, "d_last": torch.zeros_like(inputs["d_last"])})
     inputs["v"].requires_grad_()
@@ -122,8 +128,9 @@ def test_only_what_is_asked_for_gets_a_gradient():
     torch.testing.assert_close(gradient, expected["d_v"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_of_a_gradient():
-    case, inputs = inputs_of("plain", Shape(1, 5, 1, 1, 1, 4, 4))
+@pytest.mark.parametrize("name", ["plain", "gla"])
+def test_a_gradient_of_a_gradient(name):
+    case, inputs = inputs_of(name, Shape(1, 5, 1, 1, 1, 4, 4))
     shape = Shape(1, 5, 1, 1, 1, 4, 4)
     engine = engine_for(case, shape, FP32, backend="reference")
     leaves = [inputs[n].double().requires_grad_() for n in ("q", "k", "v", "decay")]
@@ -132,16 +139,18 @@ def test_a_gradient_of_a_gradient():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", [(0, 5), (2, 0)])
-def test_empty_batches_and_lengths(backend, sizes):
+@pytest.mark.parametrize("channels", [(), (32,)])
+def test_empty_batches_and_lengths(backend, channels, sizes):
     engine = engine_for(CASES["plain"], SHAPE, FP32, backend=backend)
     q, k, v = (torch.zeros(*sizes, h, 32, requires_grad=True) for h in (1, 2, 4))
-    o, state = engine(q, k, v, torch.zeros(*sizes, 4), output_final_state=True)
+    o, state = engine(q, k, v, torch.zeros(*sizes, 4, *channels), output_final_state=True)
     o.sum().backward()
     assert o.shape == v.shape and state.shape == (sizes[0], 4, 32, 32) and not state.any() and q.grad.shape == q.shape
 
 
-def test_torch_compile_sees_one_graph():
-    case, inputs = inputs_of("mamba2", Shape(1, 20, 1, 1, 2, 16, 16))
+@pytest.mark.parametrize("name", ["mamba2", "gla"])
+def test_torch_compile_sees_one_graph(name):
+    case, inputs = inputs_of(name, Shape(1, 20, 1, 1, 2, 16, 16))
     engine = engine_for(case, Shape(1, 20, 1, 1, 2, 16, 16), FP32, backend="interpret")
     expected = engine_results(engine, inputs)
     compiled = torch.compile(engine, fullgraph=True, backend="aot_eager")
@@ -150,8 +159,9 @@ def test_torch_compile_sees_one_graph():
         torch.testing.assert_close(found[name], value)
 
 
-def test_the_ops_hold_torchs_contract():
-    case, inputs = inputs_of("plain", Shape(1, 20, 1, 1, 2, 16, 16))
+@pytest.mark.parametrize("name", ["plain", "gla"])
+def test_the_ops_hold_torchs_contract(name):
+    case, inputs = inputs_of(name, Shape(1, 20, 1, 1, 2, 16, 16))
     engine = engine_for(case, Shape(1, 20, 1, 1, 2, 16, 16), FP32, backend="interpret")
     tensors = [inputs[n] for n in ("q", "k", "v", "decay", "initial_state")]
     key = engine._check(*tensors, [])
@@ -180,7 +190,10 @@ WRONG = {
     "q has batch 2 and length 70, k has 2 and 71": lambda: good(k=torch.zeros(2, 71, 2, 32)),
     "Give one floating dtype": lambda: good(v=torch.zeros(2, 70, 4, 32, dtype=torch.float16)),
     "decay has shape \\(2, 70, 1\\)": lambda: good(decay=torch.zeros(2, 70, 1)),
-    "decay has 2 dimensions": lambda: good(decay=torch.zeros(2, 70)),
+    "decay has shape \\(2, 70, 4, 31\\). With these q, k and v it must be \\(2, 70, 4, 32\\)": lambda: good(
+        decay=torch.zeros(2, 70, 4, 31)
+    ),
+    "decay has 2 dimensions, .* or \\(batch, length, heads, dim\\)": lambda: good(decay=torch.zeros(2, 70)),
     "decay is torch.int64": lambda: good(decay=torch.zeros(2, 70, 4, dtype=torch.int64)),
     "decay is float": lambda: good(decay=0.5),
     "the state has shape \\(2, 4, 32, 31\\)": lambda: good(initial_state=torch.zeros(2, 4, 32, 31)),
@@ -200,9 +213,11 @@ def test_what_does_not_fit_is_said(words):
         WRONG[words]()
 
 
-def test_a_decay_for_each_channel_is_to_come():
-    with pytest.raises(NotYetSupported, match="one decay for each token and head"):
-        good(decay=torch.zeros(2, 70, 4, 32))
+def test_one_engine_takes_both_kinds_of_decay():
+    engine = engine_for(CASES["plain"], SHAPE, FP32, backend="interpret")
+    _, inputs = inputs_of("plain")
+    spread = {**inputs, "decay": inputs["decay"][..., None].expand(2, 70, 4, 32)}
+    torch.testing.assert_close(call(engine, spread), call(engine, inputs), rtol=1e-4, atol=1e-5)
 
 
 def test_kernels_take_the_dtype_they_were_built_for():
