@@ -47,6 +47,7 @@ def compile_to_repeat(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     import torch._functorch.config as functorch_config
 
     functorch_config.donated_buffer = False
+    torch.compiler.reset()  # a process meets many cases; past a few recompilations torch would run them uncompiled
     return torch.compile(function)
 
 

@@ -41,7 +41,7 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
 from attention_engine.kernels.tiles import QueryWalk
-from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
+from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, finish_before, registers
 from attention_engine.passes.by_hand import backward_fits
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
@@ -173,6 +173,7 @@ def backward_hopper(
                     )
                     T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
                     maths.weigh(products, weights)
+                    finish_before(weights, tile.kv * tile.q // tile.threads, q_full, stage, turn)
                     T.wait_wgmma(0)
                     maths.differentiate(products, weights, gradients)
                     if schedule.mask is not None:

@@ -28,7 +28,7 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.forward import TileMaths, forward_parameters, of_pairs, row_variables
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import KeyWalk, either
-from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, registers
+from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, finish_before, registers
 from attention_engine.passes.by_hand import forward_fits
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -115,11 +115,12 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                         T.barrier_arrive(k_empty[0])
                     weigh(maths, walk, 0)
                     T.copy(scores, weights)
+                    if steps > 1:
+                        T.barrier_wait(k_full[1 % stages], (1 // stages) % 2)
                     for after in T.serial(steps - 1):
                         step = after + 1
                         stage = step % stages
                         before = after % stages
-                        T.barrier_wait(k_full[stage], (step // stages) % 2)
                         T.wgmma_gemm(q, k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
                         T.barrier_wait(v_full[before], (after // stages) % 2)
                         T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
@@ -127,6 +128,11 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                         if thread % WARP == 0:
                             T.barrier_arrive(k_empty[stage])
                         weigh(maths, walk, step)
+                        if step + 1 < steps:
+                            finish_before(
+                                scores, tile.q * tile.kv // tile.threads,
+                                k_full, (step + 1) % stages, ((step + 1) // stages) % 2,
+                            )  # fmt: skip
                         T.wait_wgmma(0)
                         if thread % WARP == 0:
                             T.barrier_arrive(v_empty[before])

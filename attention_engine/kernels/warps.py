@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tilelang.language as T
 
 WARP, GROUP = 32, 128  # threads
@@ -17,3 +19,14 @@ def registers(threads: int) -> tuple[int, int]:
     """
     copying = 24
     return copying, min(240, (REGISTERS_PER_SM - GROUP * copying) // threads // 8 * 8)
+
+
+@T.macro
+def finish_before(values: Any, registers_of_each: int, barriers: Any, stage: Any, turn: Any) -> None:
+    """Makes a fragment's values now, not after a wait for products that comes next: they run meanwhile.
+
+    Compilers move the two past each other, as neither needs the other. The fence holds NVVM; the branch of a wait that
+    is over, or is due soon, holds ptxas.
+    """
+    T.warpgroup_fence_operand(values, num_regs=registers_of_each)
+    T.barrier_wait(barriers[stage], turn)
