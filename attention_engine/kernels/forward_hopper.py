@@ -28,7 +28,7 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.forward import TileMaths, forward_parameters, of_pairs, row_variables
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import KeyWalk, either
-from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, finish_before, registers
+from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, TURN, WARP, finish_before, registers
 from attention_engine.passes.by_hand import forward_fits
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -43,6 +43,8 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     later_is_longer = any(b.q > 0 and b.kv < 0 for b in plan.bounds.bounds)  # then blocks start with the last queries
     producer_registers, consumer_registers = registers(tile.threads)
+    groups = tile.threads // GROUP
+    in_turn = groups > 2  # measured: two find turns of their own, three need to be told
 
     @T.macro
     def weigh(maths: TileMaths, walk: KeyWalk, step: Any) -> None:
@@ -115,24 +117,27 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                         T.barrier_arrive(k_empty[0])
                     weigh(maths, walk, 0)
                     T.copy(scores, weights)
-                    if steps > 1:
-                        T.barrier_wait(k_full[1 % stages], (1 // stages) % 2)
+                    if in_turn:
+                        if thread < 2 * GROUP:
+                            T.named_barrier_arrive(TURN, 2 * GROUP)
                     for after in T.serial(steps - 1):
                         step = after + 1
                         stage = step % stages
                         before = after % stages
+                        T.barrier_wait(k_full[stage], (step // stages) % 2)
+                        if in_turn:
+                            T.sync_threads(TURN + thread // GROUP - 1, 2 * GROUP)
                         T.wgmma_gemm(q, k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
                         T.barrier_wait(v_full[before], (after // stages) % 2)
                         T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
+                        if in_turn:
+                            T.named_barrier_arrive(TURN + thread // GROUP % groups, 2 * GROUP)
                         T.wait_wgmma(1)  # the scores are there, the output on its way
                         if thread % WARP == 0:
                             T.barrier_arrive(k_empty[stage])
                         weigh(maths, walk, step)
-                        if step + 1 < steps:
-                            finish_before(
-                                scores, tile.q * tile.kv // tile.threads,
-                                k_full, (step + 1) % stages, ((step + 1) // stages) % 2,
-                            )  # fmt: skip
+                        if in_turn:
+                            finish_before(scores, tile.q * tile.kv // tile.threads, v_full, before, (after // stages) % 2)
                         T.wait_wgmma(0)
                         if thread % WARP == 0:
                             T.barrier_arrive(v_empty[before])

@@ -8,6 +8,7 @@ import tilelang.language as T
 
 WARP, GROUP = 32, 128  # threads
 COMPUTE = 1  # the named barrier on which the computing threads meet
+TURN = 2  # the first of those on which each group waits for its turn to start products
 ROWS_WHOLE = T.GemmWarpPolicy.FullRow
 REGISTERS_PER_SM = 65536
 
@@ -26,7 +27,7 @@ def finish_before(values: Any, registers_of_each: int, barriers: Any, stage: Any
     """Makes a fragment's values now, not after a wait for products that comes next: they run meanwhile.
 
     Compilers move the two past each other, as neither needs the other. The fence holds NVVM; the branch of a wait that
-    is over, or is due soon, holds ptxas.
+    is over holds ptxas.
     """
     T.warpgroup_fence_operand(values, num_regs=registers_of_each)
     T.barrier_wait(barriers[stage], turn)

@@ -12,7 +12,7 @@ from attention_engine.target.scalar_ops import poison
 from attention_engine.target.tile_buffers import ROLE
 from attention_engine.target.tile_ops import TILE_OPS
 from attention_engine.target.tile_windows import Frame, Run, Window
-from attention_engine.target.tir_nodes import handle_of
+from attention_engine.target.tir_nodes import handle_of, kind_of
 from attention_engine.target.warp_simulator import Barrier, Role, Turns
 
 Cases = tuple[Run, Run]
@@ -178,6 +178,8 @@ def _fence(compiler: Compiler, call: Any) -> Run:
 
 
 def _meet(compiler: Compiler, call: Any) -> Run:
+    if len(call.args) > 2 and kind_of(call.args[1]) != "IntImm":  # each group at its own: turns, no meeting
+        return lambda frame: None
     threads = int(call.args[2]) if len(call.args) > 2 else None
     return lambda frame: frame[ROLE].meet(threads)
 
@@ -191,4 +193,5 @@ WARP_OPS: dict[str, Callable[[Any, Any], Run]] = {
     "tirx.ptx_arrive_barrier": _arrive,
     "tl.fence_proxy_async": _fence,
     "tirx.tvm_storage_sync": _meet,
+    "tl.named_barrier_arrive": lambda compiler, call: lambda frame: None,
 }
