@@ -18,6 +18,7 @@ from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.runtime import linear_op as op
+from attention_engine.runtime.check import CheckReport
 from attention_engine.runtime.inputs import (
     ORDERS,
     backend_for,
@@ -32,6 +33,7 @@ from attention_engine.runtime.inputs import (
     type_of,
 )
 from attention_engine.runtime.linear_channels import ChannelLauncher
+from attention_engine.runtime.linear_check import compare_linear
 from attention_engine.runtime.linear_launch import LinearLauncher
 
 ROWS = {
@@ -203,6 +205,16 @@ class LinearAttentionEngine(torch.nn.Module):
             raise BadInput(
                 f"q, k and v are {q.dtype}, and the engine was built for {built}. Convert them, or build another."
             )
+
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
+        initial_state: Tensor | None = None, **named: Tensor,
+    ) -> CheckReport:  # fmt: skip
+        """Compares outputs, the last state and gradients with float64; prints a table and returns it."""
+        tensors = order_custom(self.custom_io, custom, named)
+        report = compare_linear(self, q, k, v, decay, tensors, initial_state)
+        print(report)  # noqa: T201 - a table to read is what this method is for
+        return report
 
     def program(self) -> str:
         """The traced mods as numbered lines."""

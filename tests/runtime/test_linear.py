@@ -266,3 +266,30 @@ def test_bool_custom_inputs_are_conditions():
         _, inputs = inputs_of("plain")
         results.append(engine(*(inputs[n] for n in ("q", "k", "v", "decay")), torch.arange(140).view(2, 70) % 3 > 0))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+# ---- check
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", ["mamba2", "gla_mods"])
+def test_check_holds_every_result_against_float64(name, layout, capsys):
+    case, inputs = inputs_of(name)
+    engine = engine_for(case, SHAPE, FP32, backend="interpret", layout=layout)
+    if layout == "bhsd":
+        inputs = {n: x.transpose(1, 2) if n in LATER else x for n, x in inputs.items()}
+    tensors = {n: x for n, x in inputs.items() if n not in ("d_o", "d_last")}
+    report = engine.check(**tensors)
+    assert report.ok and {row.name for row in report.rows} == {"o", "last state", *(f"d{n}" for n in tensors)}
+    assert "ok: the limit is 10.0 x the error of eager PyTorch" in capsys.readouterr().out
+
+
+def test_check_sees_what_is_wrong(monkeypatch):
+    case, inputs = inputs_of("gla")
+    engine = engine_for(case, SHAPE, FP32, backend="reference")
+    honest = LinearAttentionEngine.forward
+
+    def late(self, q, k, v, decay, **rest):
+        return honest(self, q, k, v, decay * 1.001, **rest)
+
+    monkeypatch.setattr(LinearAttentionEngine, "forward", late)
+    assert not engine.check(inputs["q"], inputs["k"], inputs["v"], inputs["decay"]).ok
