@@ -1,4 +1,4 @@
-"""The kernels that a LinearAttentionEngine would launch, by name, with none launched: for source() and compile_for()."""
+"""The kernels that calls of a LinearAttentionEngine launch, by name, with none launched: source() and compile_for()."""
 
 from __future__ import annotations
 
