@@ -108,7 +108,7 @@ def compare(
         notes.append(f"gradients are not there to check: {refusal}")
     floating = [n for n, c in zip(engine.custom_io.specs, custom, strict=True) if c.is_floating_point()]
     names = ["o", *rows, "dq", "dk", "dv", *(f"d{n}" for n in floating)][: len(ours)]
-    made = [_row(n, a, b, c) for n, a, b, c in zip(names, ours, exact, eager, strict=True)]
+    made = [check_row(n, a, b, c) for n, a, b, c in zip(names, ours, exact, eager, strict=True)]
     formulas = tuple(_formulas(engine, leaves, d_output, blocks))
     return CheckReport(tuple(made), LIMITS.get(q.dtype, 10.0), formulas, tuple(notes))
 
@@ -191,7 +191,8 @@ def _tf32(tensor: Tensor) -> Tensor:
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def _row(name: str, ours: Tensor, exact: Tensor, eager: Tensor) -> CheckRow:
+def check_row(name: str, ours: Tensor, exact: Tensor, eager: Tensor) -> CheckRow:
+    """One row of the table; what is infinite in float64 is left out."""
     finite = exact.isfinite()
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
     ours, exact, eager = ours.detach(), exact.detach(), eager.detach()

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_engine.arch import Arch
-from attention_engine.errors import BadInput, NotYetSupported
+from attention_engine.arch import Arch, detect
+from attention_engine.errors import BadInput, NoDevice, NotYetSupported, UnknownOption
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.runtime import linear_op as op
+from attention_engine.runtime.check import CheckReport
 from attention_engine.runtime.inputs import (
     ORDERS,
     backend_for,
@@ -32,6 +33,8 @@ from attention_engine.runtime.inputs import (
     type_of,
 )
 from attention_engine.runtime.linear_channels import ChannelLauncher
+from attention_engine.runtime.linear_check import compare_linear
+from attention_engine.runtime.linear_kernels import rehearse
 from attention_engine.runtime.linear_launch import LinearLauncher
 
 ROWS = {
@@ -203,6 +206,51 @@ class LinearAttentionEngine(torch.nn.Module):
             raise BadInput(
                 f"q, k and v are {q.dtype}, and the engine was built for {built}. Convert them, or build another."
             )
+
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
+        initial_state: Tensor | None = None, **named: Tensor,
+    ) -> CheckReport:  # fmt: skip
+        """Compares outputs, the last state and gradients with float64; prints a table and returns it."""
+        tensors = order_custom(self.custom_io, custom, named)
+        report = compare_linear(self, q, k, v, decay, tensors, initial_state)
+        print(report)  # noqa: T201 - a table to read is what this method is for
+        return report
+
+    def source(self, kernel: str = "forward", form: str = "tilelang", *, decay: str | None = "token") -> str:
+        """A kernel as text, of those that run at the metas' lengths; a name that isn't one of them lists them.
+
+        form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). decay: for calls
+        with a decay of each "token" or "channel", or with none.
+        """
+        if form not in ("tilelang", "cuda"):
+            raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
+        device = self.device
+        if device is None and torch.cuda.is_available():
+            device = detect(torch.device("cuda"))
+        if device is None and form == "cuda":
+            raise NoDevice(
+                "there is no GPU to compile for. Say which: LinearAttentionEngine(..., "
+                "device=attention_engine.arch.H100())."
+            )
+        kernels = rehearse(self, device, decay, starts=True)
+        if kernel not in kernels:
+            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, kernels))}.")
+        return kernels[kernel].source(form)
+
+    def compile_for(self, device: Arch, *, decay: str | None = "token") -> list[str]:
+        """Compiles the kernels of calls at the metas' lengths for a GPU, which need not be here; their names.
+
+        They are kept on disk: a machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs
+        no nvcc. decay: as for source(). Custom inputs are taken as fp32, all gradients as asked for, with and without
+        states. Raises NoCudaCompiler, TileDoesNotFit.
+        """
+        found: dict[str, None] = {}
+        for starts in (False, True):
+            for name, kernel in rehearse(self, device, decay, starts).items():
+                _ = kernel.compiled
+                found[name] = None
+        return list(found)
 
     def program(self) -> str:
         """The traced mods as numbered lines."""

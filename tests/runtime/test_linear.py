@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
+from attention_engine.compiler import Kernel
 from attention_engine.errors import BadInput, BadMeta, HeadsDoNotGroup, NoDevice, NotYetSupported, UnknownOption
+from attention_engine.runtime.linear_channels import ChannelLauncher
+from attention_engine.runtime.linear_launch import LinearLauncher
 from tests.linear_cases import CASES, Shape, engine_for, engine_results
 
 FP32 = torch.float32
@@ -266,3 +269,79 @@ def test_bool_custom_inputs_are_conditions():
         _, inputs = inputs_of("plain")
         results.append(engine(*(inputs[n] for n in ("q", "k", "v", "decay")), torch.arange(140).view(2, 70) % 3 > 0))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+# ---- check
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", ["mamba2", "gla_mods"])
+def test_check_holds_every_result_against_float64(name, layout, capsys):
+    case, inputs = inputs_of(name)
+    engine = engine_for(case, SHAPE, FP32, backend="interpret", layout=layout)
+    if layout == "bhsd":
+        inputs = {n: x.transpose(1, 2) if n in LATER else x for n, x in inputs.items()}
+    tensors = {n: x for n, x in inputs.items() if n not in ("d_o", "d_last")}
+    report = engine.check(**tensors)
+    assert report.ok and {row.name for row in report.rows} == {"o", "last state", *(f"d{n}" for n in tensors)}
+    assert "ok: the limit is 10.0 x the error of eager PyTorch" in capsys.readouterr().out
+
+
+def test_check_sees_what_is_wrong(monkeypatch):
+    case, inputs = inputs_of("gla")
+    engine = engine_for(case, SHAPE, FP32, backend="reference")
+    honest = LinearAttentionEngine.forward
+
+    def late(self, q, k, v, decay, **rest):
+        return honest(self, q, k, v, decay * 1.001, **rest)
+
+    monkeypatch.setattr(LinearAttentionEngine, "forward", late)
+    assert not engine.check(inputs["q"], inputs["k"], inputs["v"], inputs["decay"]).ok
+
+
+# ---- kernels as text, and compiled ahead
+
+@pytest.mark.parametrize(
+    ("name", "decay", "names"),
+    [
+        ("mamba2", "token", {"sum_decays", "forward", "states", "chunk_dq", "decay_gradients", "step"}),
+        ("gla_mods", "channel", {"sum_channel_decays", "channel_output", "channel_gradients", "step"}),
+        ("no_decay", None, {"forward", "chunk_dv", "step"}),
+    ],
+)
+def test_kernels_can_be_read_before_any_call(name, decay, names):
+    engine = engine_for(CASES[name], SHAPE, FP32)
+    for kernel in sorted(names):
+        assert f"def {kernel}(" in engine.source(kernel, decay=decay)
+
+
+def test_kernels_that_nobody_has_are_named():
+    engine = engine_for(CASES["plain"], SHAPE, FP32)
+    with pytest.raises(UnknownOption, match=r"no kernel is called 'backward'\. Choose 'sum_decays', 'forward', "):
+        engine.source("backward")
+    with pytest.raises(UnknownOption, match=r"form is 'ptx'\. Choose"):
+        engine.source(form="ptx")
+    with pytest.raises(UnknownOption, match=r"decay is 'head'\. Choose 'token', 'channel' or None"):
+        engine.source(decay="head")
+    if not torch.cuda.is_available():
+        with pytest.raises(NoDevice, match=r"device=attention_engine\.arch\.H100"):
+            engine.source(form="cuda")
+
+
+@pytest.mark.parametrize(("name", "decay"), [("mamba2", "token"), ("gla_mods", "channel")])
+def test_compiling_ahead_compiles_what_calls_launch(name, decay, monkeypatch):
+    """The kernels of a rehearsal are those of calls, by all that they are made of."""
+    asked = []
+    monkeypatch.setattr(Kernel, "compiled", property(lambda kernel: asked.append(kernel) or (lambda *_: None)))
+    engine = engine_for(CASES[name], SHAPE, torch.bfloat16)
+    names = engine.compile_for(arch.H100(), decay=decay)
+    ahead = {(k.builder, k.given, tuple(k.configs.items())) for k in asked}
+    assert "step" in names and len(ahead) > len(names)
+    asked.clear()
+    launch = ChannelLauncher if decay == "channel" else LinearLauncher
+    case, inputs = CASES[name], SHAPE.inputs(CASES[name], torch.bfloat16)
+    tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
+    launcher = launch(engine._trace(engine._types, True), list(engine.custom_io.specs.values()), False, arch.H100())
+    launcher.forward(*tensors, None, custom, False)
+    launcher.backward(*tensors, None, custom, inputs["d_o"], None, frozenset(["decay", *case.axes]))
+    launcher.forward(*tensors, inputs["initial_state"], custom, True)
+    assert {(k.builder, k.given, tuple(k.configs.items())) for k in asked} <= ahead
