@@ -117,9 +117,8 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                         T.barrier_arrive(k_empty[0])
                     weigh(maths, walk, 0)
                     T.copy(scores, weights)
-                    if in_turn:
-                        if thread < 2 * GROUP:
-                            T.named_barrier_arrive(TURN, 2 * GROUP)
+                    if in_turn and thread < 2 * GROUP:
+                        T.named_barrier_arrive(TURN, 2 * GROUP)
                     for after in T.serial(steps - 1):
                         step = after + 1
                         stage = step % stages
@@ -137,7 +136,8 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                             T.barrier_arrive(k_empty[stage])
                         weigh(maths, walk, step)
                         if in_turn:
-                            finish_before(scores, tile.q * tile.kv // tile.threads, v_full, before, (after // stages) % 2)
+                            each = tile.q * tile.kv // tile.threads
+                            finish_before(scores, each, v_full, before, (after // stages) % 2)
                         T.wait_wgmma(0)
                         if thread % WARP == 0:
                             T.barrier_arrive(v_empty[before])
