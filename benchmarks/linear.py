@@ -22,6 +22,7 @@ from torch import Tensor
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.tuner.linear import default_linear_tiles
+from attention_engine.tuner.linear_channels import default_channel_tiles
 from benchmarks.timing import environment, milliseconds
 
 TOLERANCE = 2e-2  # mean difference from the recurrence over mean size: a few roundings of bf16
@@ -30,7 +31,7 @@ Attention = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    kind: str  # mamba2, retention or simple_gla
+    kind: str  # mamba2, retention, simple_gla or gla
     batch: int
     length: int
     heads: int
@@ -49,6 +50,8 @@ class Problem:
             found["A"] = -torch.rand(h, generator=make, device="cuda") * 15 - 1
         elif self.kind == "simple_gla":
             found["decay"] = -torch.rand(b, t, h, generator=make, device="cuda") * 0.1
+        elif self.kind == "gla":
+            found["decay"] = -torch.rand(b, t, h, self.dim, generator=make, device="cuda") * 0.1
         return {n: x.requires_grad_() for n, x in found.items()}
 
     def engine(self) -> LinearAttentionEngine:
@@ -66,7 +69,7 @@ class Problem:
                 made = LinearAttentionEngine(metas, **mods)
                 rate = torch.tensor(rates, device="cuda")
                 return lambda **tensors: made(**tensors, rate=rate)
-            case "simple_gla":
+            case "simple_gla" | "gla":
                 mods = {"q_mod": lambda x, c: x * scale}
             case _:
                 raise ValueError(self.kind)
@@ -78,6 +81,7 @@ CASES = {
     "mamba2_8k": Problem("mamba2", 8, 8192, 80, 1, 128, 64),
     "mamba2_b1": Problem("mamba2", 1, 2048, 80, 80, 128, 64),
     "simple_gla": Problem("simple_gla", 8, 4096, 32, 32, 256, 512),
+    "gla": Problem("gla", 8, 4096, 4, 4, 256, 512),
     "retention": Problem("retention", 8, 4096, 32, 32, 256, 512),
     "retention_b1": Problem("retention", 1, 2048, 32, 32, 256, 512),
 }
@@ -100,6 +104,10 @@ def peer(problem: Problem) -> tuple[str, Attention]:
             from fla.ops.simple_gla import chunk_simple_gla
 
             return "fla", lambda q, k, v, decay: chunk_simple_gla(q, k, v, decay)[0]
+        case "gla":
+            from fla.ops.gla import chunk_gla
+
+            return "fla", lambda q, k, v, decay: chunk_gla(q, k, v, decay)[0]
         case _:
             raise ValueError(problem.kind)
 
@@ -121,10 +129,12 @@ def check(problem: Problem, attention: Attention) -> None:
             q, logs = q * problem.dim**-0.5, rates.log().expand(v.shape[:3])
         case _:
             q, logs = q * problem.dim**-0.5, short["decay"].double()
-    sums = logs.cumsum(1).transpose(1, 2)
-    keep = torch.ones(200, 200, dtype=torch.bool, device="cuda").tril()
-    decay = torch.where(keep, sums[..., :, None] - sums[..., None, :], -torch.inf).exp()
-    expected = torch.einsum("bhij,bjhd->bihd", torch.einsum("bihd,bjhd->bhij", q, k) * decay, v)
+    keep = (logs if logs.ndim == 4 else logs[..., None]).exp()[..., None]
+    state, outputs = 0.0, []
+    for t in range(200):
+        state = keep[:, t] * state + k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append((q[:, t, :, None] @ state)[:, :, 0])
+    expected = torch.stack(outputs, 1)
     found = attention(**first)[:1, :200].double()
     off = ((found - expected).abs().mean() / expected.abs().mean()).item()
     if not off <= TOLERANCE:
@@ -145,6 +155,8 @@ def calls(attention: Attention, inputs: dict[str, Tensor]) -> dict[str, Callable
 
 def work(problem: Problem) -> dict[str, tuple[float, float]]:
     """Bytes and FLOPs of each kernel, by the name that the profiler shows."""
+    if problem.kind == "gla":
+        return work_of_channels(problem)
     tokens = problem.batch * problem.length * problem.heads
     described = LinearProblem(problem.heads, problem.groups, problem.groups, problem.dim, problem.dim_v, "bfloat16")
     tiles = default_linear_tiles(described, arch.detect())
@@ -166,6 +178,26 @@ def work(problem: Problem) -> dict[str, tuple[float, float]]:
             chunked("chunk_dv_kernel", tiles.rows["dv"], 2 * shared + 2 * v, rows * (d + e) + d * e, 1),
         ]
     )
+
+
+def work_of_channels(problem: Problem) -> dict[str, tuple[float, float]]:
+    """The same for a decay for each channel."""
+    tokens, d, e = problem.batch * problem.length * problem.heads, problem.dim, problem.dim_v
+    described = LinearProblem(problem.heads, problem.groups, problem.groups, d, e, "bfloat16", per_channel=True)
+    chunk = default_channel_tiles(described, arch.detect()).states.chunk
+    levels = chunk.bit_length() - 1
+    shared, v, sums, scores = 2 * d * problem.groups / problem.heads, 2 * e, 4 * d, 4 * chunk
+    state = 2 * d * e / chunk
+    each = {
+        "sum_channel_decays": (2 * sums, 0),
+        "channel_scores": (2 * shared + sums + scores, levels * chunk * d),
+        "channel_states": (shared + v + sums + state, d * e),
+        "channel_states_backward": (shared + v + sums + 2 * state, d * e),
+        "channel_output": (shared + 2 * v + sums + scores + state, chunk * e + d * e),
+        "channel_dv": (shared + 2 * v + sums + scores + state, chunk * e + d * e),
+        "channel_gradients": (4 * shared + 2 * v + 3 * sums + 2 * state, (chunk + 2 * d) * e + 2 * levels * chunk * d),
+    }
+    return {f"{n}_kernel": (tokens * moved, 2 * tokens * products) for n, (moved, products) in each.items()}
 
 
 def profile(problem: Problem, both: dict[str, Callable[[], object]]) -> list[str]:
