@@ -114,6 +114,7 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
+            held = {n: named(f"{n}_held", T.alloc_fragment([tile.q], FLOAT)) for n in early}
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             k_full = T.alloc_barrier(arrive_count=WARP)
             v_full = T.alloc_barrier(arrive_count=WARP)
@@ -160,7 +161,8 @@ def backward_hopper(
                     turn = (step // stages) % 2
                     read = reader(buffers)
                     place = Place(batch, head, block_values(schedule.block, batch, head, read), read)
-                    staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
+                    staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in late}
+                    staged |= {row_variable(n): held[n] for n in early}
                     maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
                     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                     T.barrier_wait(q_full[stage], turn)
@@ -171,6 +173,8 @@ def backward_hopper(
                     T.wgmma_gemm(
                         v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
                     )
+                    for n in early:  # read while the products are made
+                        T.copy(shared[n][stage, :], held[n])
                     T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
                     maths.weigh(products, weights)
                     finish_before(weights, tile.kv * tile.q // tile.threads, q_full, stage, turn)
@@ -236,6 +240,6 @@ def backward_hopper(
                 T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, dim_v))
                 T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, dim))
                 if thread % GROUP == 0:
-                    T.tma_store_wait(0, read=False)
+                    T.tma_store_wait(0)  # has read: the memory may go
 
     return build("backward", parameters, body)

@@ -162,6 +162,6 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                     maths.write_row(written, expr)
                     T.copy(written, buffers[f"row_{name}"][batch, head, q0 : q0 + tile.q])
                 if thread % GROUP == 0:
-                    T.tma_store_wait(0, read=False)
+                    T.tma_store_wait(0)  # has read: the memory may go
 
     return build("forward", parameters, body)

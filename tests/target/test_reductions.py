@@ -1,0 +1,54 @@
+"""Rows are reduced in several chains; other loops, and other kinds of numbers, stay as TileLang printed them."""
+
+from attention_engine.arch import H100
+from attention_engine.target.compile import lower_kernel
+from attention_engine.target.reductions import in_chains
+from tests.target import flash
+
+PRINTED = """\
+  float most[2];
+  int count[2];
+      #pragma unroll
+      for (int rv = 0; rv < 32; ++rv) {
+        most[i_5] = max(most[i_5], scores[((rv & 15) * 4) + (i_5 * 2)]);
+      }
+"""
+REWRITTEN = """\
+  float most[2];
+  int count[2];
+      {
+        float most_part[4] = {most[i_5], most[i_5], most[i_5], most[i_5]};
+        #pragma unroll
+        for (int rv = 0; rv < 32; ++rv) { most_part[rv & 3] = max(most_part[rv & 3], scores[((rv & 15) * 4) + (i_5 * 2)]); }
+        most[i_5] = max(max(most_part[0], most_part[1]), max(most_part[2], most_part[3]));
+      }
+"""
+
+
+def test_a_maximum_goes_in_four_chains():
+    assert in_chains(PRINTED) == REWRITTEN
+
+
+def test_a_sum_starts_from_what_there_is():
+    found = in_chains(PRINTED.replace("max(most[i_5], ", "(most[i_5] + "))
+    assert "float most_part[4] = {0.0f, 0.0f, 0.0f, 0.0f};" in found
+    assert "most[i_5] = most[i_5] + ((most_part[0] + most_part[1]) + (most_part[2] + most_part[3]));" in found
+
+
+def test_short_loops_and_integers_stay():
+    short = PRINTED.replace("rv < 32", "rv < 8")
+    assert in_chains(short) == short
+    whole = PRINTED.replace("most[i_5]", "count[i_5]")
+    assert in_chains(whole) == whole
+    assert in_chains(PRINTED.replace("rv < 32", "rv < 30")).count("part") == 0
+
+
+def test_kernels_are_printed_so():
+    """Their rows are reduced in chains only; a user's own TileLang kernels in this process stay as they are."""
+    import tilelang
+
+    kernel = flash.forward(64, 64)
+    ours = lower_kernel(kernel, H100()).cuda
+    assert "_part[rv & 3] = max(" in ours
+    with tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}):
+        assert "_part[" not in tilelang.lower(kernel).kernel_source
