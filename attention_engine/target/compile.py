@@ -16,7 +16,7 @@ from typing import Any, Literal
 from attention_engine import settings
 from attention_engine.arch import Arch
 from attention_engine.errors import NoCudaCompiler
-from attention_engine.target import fences, reductions, wait_groups
+from attention_engine.target import fences, printed, wait_groups
 
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
@@ -105,7 +105,7 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     configs = dict(pass_configs or {})
     flags = work_arounds(arch, configs)
     try:
-        with reductions.rewriting():
+        with printed.rewriting():
             kernel = tilelang.compile(
                 prim_func,
                 target=tilelang_target(arch),
@@ -139,7 +139,7 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
     configs = dict(pass_configs or {})
     flags = work_arounds(arch, configs)
     target = tvm.target.Target(tilelang_target(arch))
-    with reductions.rewriting(), tvm.transform.PassContext(opt_level=3, config=configs), target:
+    with printed.rewriting(), tvm.transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
     return LoweredKernel(
         prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)
@@ -154,7 +154,7 @@ def tilelang_target(arch: Arch) -> dict[str, str]:
 def work_arounds(arch: Arch, pass_configs: Mapping[str, Any]) -> list[str]:
     """Flags for nvcc that say which of our changes to TileLang a kernel was made with."""
     waits = wait_groups.FLAGS if needs_wait_fix(arch, pass_configs) else []
-    return [*waits, *reductions.FLAGS, *(fences.FLAGS if arch.has_wgmma else [])]
+    return [*waits, *printed.FLAGS, *(fences.FLAGS if arch.has_wgmma else [])]
 
 
 def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, Any]) -> bool:
@@ -176,7 +176,7 @@ def load_tilelang() -> Any:
         tilelang.env.TILELANG_PRINT_ON_COMPILATION = "0"
     wait_groups.install()
     fences.install()
-    reductions.install()
+    printed.install()
     return tilelang
 
 

@@ -72,6 +72,7 @@ def test_what_has_no_spelling_stands_in_no_key():
 
 # ---- finding and compiling, with a library that stands for a kernel's
 
+
 @pytest.fixture
 def loaded(monkeypatch):
     """Libraries are not loaded; the paths that would be are listed."""

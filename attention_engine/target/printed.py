@@ -1,8 +1,12 @@
-"""Works round a shortfall of TileLang 0.1.15: a thread reduces its part of a row by one chain of dependent operations.
+"""Works round two shortfalls of what TileLang 0.1.15 prints, by rules on the CUDA text.
 
-On Hopper a row of 128 scores is 32 numbers of a thread; their maximum in one chain waits for each of 32 results in turn
-(4 to 6 clocks each), four chains side by side for 8. It is a rule on the CUDA text: the loop as TileLang prints it,
-with CHAINS partial results in place of one. Sums are taken in another order, the same in every run.
+A thread reduces its part of a row by one chain of dependent operations: of a row of 128 scores it has 32 numbers, whose
+maximum waits for each result in turn (4 to 6 clocks each). Four chains side by side wait for 8. Sums are then taken in
+another order, the same in every run.
+
+Descriptors of wgmma's operands are made from the thread's index. That it gives all threads of a warp the same number
+ptxas can't see, so it moves each descriptor to uniform registers (R2UR) before each product, which waits for it. An
+index that one lane tells the others is uniform to ptxas too.
 """
 
 from __future__ import annotations
@@ -13,12 +17,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-FLAGS = ["-DATTENTION_ENGINE_REDUCTIONS=1"]  # in the compiler's cache key: other sums are another kernel
+FLAGS = ["-DATTENTION_ENGINE_PRINTED=1"]  # in the compiler's cache key: another text is another kernel
 CHAINS = 4
 
-# for (int rv = 0; rv < 32; ++rv) {
-#   total[i] = max(total[i], scores[...]);      or   total[i] = (total[i] + scores[...]);
-# }
+# A loop over `step` whose only line joins a term to a total: total = max(total, term), or total = (total + term).
 _LOOP = re.compile(
     r"(?P<indent>[ \t]*)\#pragma\ unroll\n"
     r"[ \t]*for\ \(int\ (?P<step>\w+)\ =\ 0;\ \w+\ <\ (?P<count>\d+);\ \+\+\w+\)\ \{\n"
@@ -59,7 +61,7 @@ def rewriting() -> Iterator[None]:
 
 def _printed(code: str, target: Any, before: Any) -> str:
     code = code if before is None else str(before(code, target))
-    return in_chains(code) if getattr(_ours, "now", False) else code
+    return with_uniform_groups(in_chains(code)) if getattr(_ours, "now", False) else code
 
 
 def in_chains(cuda: str) -> str:
@@ -89,3 +91,15 @@ def _rewritten(loop: re.Match[str]) -> str:
         "}",
     ]
     return "".join(f"{indent}{line}\n" for line in lines)
+
+
+_GROUP = "(((int)threadIdx.x) >> 7)"
+_BODY = re.compile(r"^extern \"C\" __global__ void .*\{$\n", re.MULTILINE)
+
+
+def with_uniform_groups(cuda: str) -> str:
+    """The source with the number of a thread's warpgroup worked out once a kernel, by one lane for its warp."""
+    if "wgmma" not in cuda or _GROUP not in cuda:
+        return cuda
+    declared = f"  const int warpgroup = __shfl_sync(0xffffffffu, {_GROUP}, 0);\n"
+    return _BODY.sub(lambda body: body[0] + declared, cuda.replace(_GROUP, "warpgroup"))

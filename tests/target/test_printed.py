@@ -1,8 +1,8 @@
-"""Rows are reduced in several chains; other loops, and other kinds of numbers, stay as TileLang printed them."""
+"""Rules on the CUDA text: rows in several chains, warpgroups' numbers uniform; all else stays as it was."""
 
 from attention_engine.arch import H100
 from attention_engine.target.compile import lower_kernel
-from attention_engine.target.reductions import in_chains
+from attention_engine.target.printed import in_chains, with_uniform_groups
 from tests.target import flash
 
 PRINTED = """\
@@ -10,7 +10,7 @@ PRINTED = """\
   int count[2];
       #pragma unroll
       for (int rv = 0; rv < 32; ++rv) {
-        most[i_5] = max(most[i_5], scores[((rv & 15) * 4) + (i_5 * 2)]);
+        most[i_5] = max(most[i_5], scores[(rv & 15) * 4 + i_5]);
       }
 """
 REWRITTEN = """\
@@ -19,7 +19,7 @@ REWRITTEN = """\
       {
         float most_part[4] = {most[i_5], most[i_5], most[i_5], most[i_5]};
         #pragma unroll
-        for (int rv = 0; rv < 32; ++rv) { most_part[rv & 3] = max(most_part[rv & 3], scores[((rv & 15) * 4) + (i_5 * 2)]); }
+        for (int rv = 0; rv < 32; ++rv) { most_part[rv & 3] = max(most_part[rv & 3], scores[(rv & 15) * 4 + i_5]); }
         most[i_5] = max(max(most_part[0], most_part[1]), max(most_part[2], most_part[3]));
       }
 """
@@ -41,6 +41,15 @@ def test_short_loops_and_integers_stay():
     whole = PRINTED.replace("most[i_5]", "count[i_5]")
     assert in_chains(whole) == whole
     assert in_chains(PRINTED.replace("rv < 32", "rv < 30")).count("part") == 0
+
+
+def test_a_warpgroups_number_is_one_lanes():
+    head = 'extern "C" __global__ void __launch_bounds__(384, 1) made(float* x) {\n'
+    found = with_uniform_groups(f"{head}  tl::wgmma_ss(x + (((int)threadIdx.x) >> 7));\n}}\n")
+    declared = "  const int warpgroup = __shfl_sync(0xffffffffu, (((int)threadIdx.x) >> 7), 0);\n"
+    assert found == f"{head}{declared}  tl::wgmma_ss(x + warpgroup);\n}}\n"
+    plain = f"{head}  x[((int)threadIdx.x) >> 7] = 0;\n}}\n"
+    assert with_uniform_groups(plain) == plain
 
 
 def test_kernels_are_printed_so():
