@@ -41,6 +41,11 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def approximate(self) -> bool:
+        """May exponentials, reciprocals and the like be off by a few units of fp32's last place? 16 bits hide it."""
+        return self.dtype != "float32"
+
+    @property
     def splits(self) -> bool:
         """Is each fp32 product made of three tf32 ones?"""
         return self.dtype == "float32" and not self.tf32

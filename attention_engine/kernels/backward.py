@@ -14,7 +14,7 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Axis, Expr, topological
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.ir.program import PRODUCT, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
+from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -30,11 +30,13 @@ from attention_engine.kernels.common import (
     multiply,
     named,
     over_pairs,
+    parts_of_indices,
     reader,
     store,
     where_partial,
     window,
 )
+from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.rows import place_in_workspace, workspace
 from attention_engine.kernels.splice import both
 from attention_engine.kernels.staged import StagedReads, copy_staged
@@ -42,6 +44,7 @@ from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_par
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
 
 NOTHING = CustomSums()
@@ -152,7 +155,8 @@ def backward(
                 head = walk.head(step)
                 q_tile = walk.tile(step)
                 q0 = q_tile * tile.q
-                place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
+                read = reader(buffers)
+                place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
                 maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, True, staged)
                 load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
                 T.clear(products)
@@ -240,14 +244,23 @@ class PairMaths:
         of_row = {variable: tile[query] for variable, tile in self.rows.items()}
         if self.staged is not None:
             of_row |= self.staged.values(query, key)
-        return self.place.splice(self.q0 + query, self.kv0 + key, {**of_row, **values})
+        sides = (Q_IDX, self.q0, query), (KV_IDX, self.kv0, key)
+        row, column = sides[::-1] if self.transposed else sides
+        parts = parts_of_indices(*row, *column)
+        return self.place.splice(self.q0 + query, self.kv0 + key, {**of_row, **parts, **values})
 
     def weigh(self, products: Any, weights: Any) -> None:
         """weights = the final weights of the products."""
 
-        def entry(i: Any, j: Any) -> None:
-            assign([(weights, self.schedule.weights)], self._splice(i, j, {PRODUCT: products[i, j]}), i, j)
+        queries, keys = self.shape[::-1] if self.transposed else self.shape
+        corners = (self.q0, self.kv0), (self.q0 + (queries - 1), self.kv0 + (keys - 1))
+        at_ends(self.place, self.schedule.ends, corners, self.schedule.weights, bind(self._weigh, products, weights))
 
+    def _weigh(self, products: Any, weights: Any, expr: Expr) -> None:
+        def entry(i: Any, j: Any) -> None:
+            assign([(weights, split)], self._splice(i, j, {PRODUCT: products[i, j]}), i, j)
+
+        (split,) = split_casts(expr)
         over_pairs(*self.shape, entry)
 
     def _inside(self, i: Any, j: Any) -> Any:
@@ -292,8 +305,9 @@ class PairMaths:
 
         def entry(i: Any, j: Any) -> None:
             splice = self._splice(i, j, self._values(products, weights, gradients, i, j))
-            assign([(gradients, self.schedule.product_gradient)], splice, i, j)
+            assign([(gradients, split)], splice, i, j)
 
+        (split,) = split_casts(self.schedule.product_gradient)
         over_pairs(*self.shape, entry)
 
     def contribute(self, products: Any, weights: Any, gradients: Any, expr: Expr, target: Any) -> None:

@@ -160,7 +160,8 @@ def backward_hopper(
                     stage = step % stages
                     turn = (step // stages) % 2
                     read = reader(buffers)
-                    place = Place(batch, head, block_values(schedule.block, batch, head, read), read)
+                    block_of_head = block_values(schedule.block, batch, head, read)
+                    place = Place(batch, head, block_of_head, read, problem.approximate)
                     staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in late}
                     staged |= {row_variable(n): held[n] for n in early}
                     maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)

@@ -80,7 +80,8 @@ def backward_queries(
             staged = StagedReads([*of_pairs(schedule), *summed], problem, tile)
             q0 = block * tile.q
             kv_head = head // problem.group
-            place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
+            read = reader(buffers)
+            place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             load(do, window(buffers["do"], batch, head, q0, tile.q, dim_v))
             for name, _ in rows.rows:

@@ -15,6 +15,7 @@ from attention_engine.ir.expr import Expr, Type
 from attention_engine.ir.problem import STAGED_UNIT, Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
+from attention_engine.passes.strength import PARTS
 
 FLOAT = "float32"
 Buffers = Mapping[str, Any]
@@ -162,19 +163,32 @@ def assign(targets: Iterable[tuple[Any, Expr]], splice: Splice, *indices: Any) -
 
 @dataclass(frozen=True)
 class Place:
-    """Where a kernel is: the batch and head of its block, and the block's values."""
+    """Where a kernel is: the batch and head of its block, and the block's values; whether it may approximate."""
 
     batch: Any
     head: Any
     block: Mapping[Expr, Any]
     read: Reader
+    approximate: bool = False
 
     def splice(self, q_idx: Any, kv_idx: Any, values: Mapping[Expr, Any]) -> Splice:
         """Splices at one pair (or row: kv_idx None)."""
         at = {B: self.batch, H: self.head, Q_IDX: q_idx, **self.block, **values}
         if kv_idx is not None:
             at[KV_IDX] = kv_idx
-        return Splice(at, self.read)
+        return Splice(at, self.read, self.approximate)
+
+
+def parts_of_indices(row: Expr, row0: Any, i: Any, column: Expr, column0: Any, j: Any) -> dict[Expr, Any]:
+    """What `split_casts` splits the indices into, at row i and column j of a tile that starts at (row0, column0).
+
+    Of an accumulator a thread has rows i and i + 8 in sixteen, and columns 8 n + 2 (thread % 4) and the next.
+    """
+    of_row, of_column = PARTS[row], PARTS[column]
+    return {
+        of_row[0]: row0 + (i // 16 * 16 + i % 8), of_row[1]: i % 16 // 8 * 8,
+        of_column[0]: column0 + j % 8 // 2 * 2, of_column[1]: j // 8 * 8 + j % 2,
+    }  # fmt: skip
 
 
 def block_values(assignments: Iterable[tuple[Expr, Expr]], batch: Any, head: Any, read: Reader) -> dict[Expr, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.evaluate import LOWEST
-from attention_engine.ir.expr import Expr
+from attention_engine.ir.expr import Expr, Op, make
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.ir.program import OUTPUT, PRODUCT
+from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -28,19 +28,21 @@ from attention_engine.kernels.common import (
     named,
     over_pairs,
     over_rows,
+    parts_of_indices,
     reader,
     store,
     where_partial,
     window,
 )
+from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.splice import both
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
+from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
 
-REDUCE = {("sum", False): T.reduce_sum, ("sum", True): T.reduce_abssum, ("max", False): T.reduce_max,
-          ("max", True): T.reduce_absmax, ("min", False): T.reduce_min}  # fmt: skip
+REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
 START = {"max": LOWEST, "min": -LOWEST}
 
 
@@ -68,6 +70,11 @@ def forward_parameters(
     return parameters
 
 
+def needs_another(schedule: ForwardSchedule) -> bool:
+    """Is a tile reduced that is neither scores nor weights?"""
+    return any(isinstance(s, ReduceStep) and (s.source is not None or s.absolute) for s in schedule.steps)
+
+
 def of_pairs(schedule: ForwardSchedule) -> list[Expr]:
     """The expressions that are computed for each pair."""
     found = [schedule.score]
@@ -88,7 +95,6 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     plan = plan_tiles(schedule.mask)
     parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    temporaries = any(isinstance(s, ReduceStep) and s.source is not None for s in schedule.steps)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -102,14 +108,15 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             v = Operand("v", problem, (tile.kv, dim_v))
             weights = Operand("weights", problem, (tile.q, tile.kv), fragment=True)
             scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
-            other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if temporaries else None
+            other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
             sums = Accumulator("output", problem, (tile.q, dim_v))
             output = sums.sum
             rows = {v: named(v.name, T.alloc_fragment([tile.q], FLOAT)) for v in row_variables(schedule)}
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
             q0 = block * tile.q
             kv_head = head // problem.group
-            place = Place(batch, head, block_values(schedule.block, batch, head, reader(buffers)), reader(buffers))
+            read = reader(buffers)
+            place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
             staged = StagedReads(of_pairs(schedule), problem, tile)
             maths = TileMaths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
@@ -171,16 +178,20 @@ class TileMaths:
 
         def entry(i: Any, j: Any) -> None:
             values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
+            values |= parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
             if self.schedule.fill is None:
                 values[KEEP] = self._keep(i, j, kv0)
-            assign([(target, expr)], self.place.splice(self.q0 + i, kv0 + j, values), i, j)
+            assign([(target, split)], self.place.splice(self.q0 + i, kv0 + j, values), i, j)
 
+        (split,) = split_casts(expr)
         over_pairs(self.tile.q, self.tile.kv, entry)
 
     def score(self, kv0: Any) -> None:
         """The tile of products becomes the tile of scores."""
         if self.schedule.score is not PRODUCT:
-            self._map(self.scores, self.schedule.score, kv0, PRODUCT)
+            corners = (self.q0, kv0), (self.q0 + (self.tile.q - 1), kv0 + (self.tile.kv - 1))
+            action = bind(self._map, self.scores, kv0=kv0, held=PRODUCT)
+            at_ends(self.place, self.schedule.ends, corners, self.schedule.score, action)
 
     def mask(self, kv0: Any) -> None:
         """Masked pairs hold the fill."""
@@ -197,15 +208,15 @@ class TileMaths:
             match step:
                 case ReduceStep():
                     source = self.scores
-                    if step.source is not None:
-                        self._map(self.other, step.source, kv0, TILE)
+                    if step.source is not None or step.absolute:
+                        self._map(self.other, step.source or make(Op.ABS, TILE), kv0, TILE)
                         source = self.other
                     target = self.rows[step.variable]
                     if step.kind == "sum":
-                        REDUCE[step.kind, step.absolute](source, target, dim=1)
+                        REDUCE[step.kind](source, target, dim=1)
                     else:
                         fill(target, START[step.kind])
-                        REDUCE[step.kind, step.absolute](source, target, dim=1, clear=False)
+                        REDUCE[step.kind](source, target, dim=1, clear=False)
                 case RowStep():
                     self._rows(step)
                 case TileStep():

@@ -25,7 +25,7 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.kernels.forward import TileMaths, forward_parameters, of_pairs, row_variables
+from attention_engine.kernels.forward import TileMaths, forward_parameters, needs_another, of_pairs, row_variables
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import KeyWalk, either
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, TURN, WARP, finish_before, registers
@@ -64,6 +64,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
             v = named("v_tile", T.alloc_shared([stages, tile.kv, dim_v], dtype))
             weights = T.alloc_fragment([tile.q, tile.kv], dtype)
             scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
+            other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
             output = T.alloc_fragment([tile.q, dim_v], FLOAT)
             rows = {v: named(v.name, T.alloc_fragment([tile.q], FLOAT)) for v in row_variables(schedule)}
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
@@ -106,8 +107,8 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> A
                 for variable, value in schedule.initial:
                     T.fill(rows[variable], value)
                 read = reader(buffers)
-                place = Place(batch, head, block_values(schedule.block, batch, head, read), read)
-                maths = TileMaths(schedule, tile, place, rows, scores, None, q0, sizes, staged)
+                place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
+                maths = TileMaths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
                 T.barrier_wait(q_full, 0)
                 if steps > 0:
                     T.barrier_wait(k_full[0], 0)

@@ -50,7 +50,7 @@ TILELANG: dict[Op, Callable[..., Any]] = {
     Op.ERF: lambda a: T.erf(a),
     Op.SIN: lambda a: T.sin(a),
     Op.COS: lambda a: T.cos(a),
-    Op.ABS: lambda a: T.max(a, -a),
+    Op.ABS: lambda a: T.abs(a) if "float" in str(a.dtype) else T.max(a, -a),
     Op.FLOOR: lambda a: T.floor(a),
     Op.LESS: lambda a, b: a < b,
     Op.LESS_EQUAL: lambda a, b: a <= b,
@@ -84,12 +84,12 @@ class Splice:
     """Emits expressions at one place of a kernel.
 
     values: what the variables are there; read: how a custom input is read (name, indices, type). Operands that several
-    expressions of one splice share are computed once.
+    expressions of one splice share are computed once. approximate: may reciprocals be off by a unit of the last place?
     """
 
-    def __init__(self, values: Mapping[Expr, Any], read: Reader) -> None:
+    def __init__(self, values: Mapping[Expr, Any], read: Reader, approximate: bool = False) -> None:
         self.done: dict[Expr, Any] = dict(values)
-        self.read = read
+        self.read, self.approximate = read, approximate
 
     def __call__(self, *exprs: Expr) -> list[Any]:
         """The expressions as TileLang values; call it once with all that a place needs."""
@@ -110,4 +110,6 @@ class Splice:
             return self.read(node.name, operands, node.dtype)
         if node.op is Op.CAST:
             return T.cast(operands[0], DTYPES[node.dtype])
+        if node.op is Op.RECIP and self.approximate:
+            return T.fast_rcp(operands[0])
         return TILELANG[node.op](*operands)

@@ -10,18 +10,21 @@ import dataclasses
 import functools
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attention_engine.ir.evaluate import LOWEST, Value, evaluate
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, rebuild, substitute, topological, var
-from attention_engine.ir.program import OUTPUT, PAIR, ROW, SCORE, Backward, Program, State, state_variable
+from attention_engine.ir.program import OUTPUT, PAIR, PRODUCT, ROW, SCORE, Backward, Program, State, state_variable
 from attention_engine.passes.differentiate import differentiate
+from attention_engine.passes.ends import Ends, find_ends
 from attention_engine.passes.row_values import largest
-from attention_engine.passes.simplify import construct, mul, reduce, simplify, split_coefficient, where
-from attention_engine.passes.strength import lighten, use_exp2
+from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
+from attention_engine.passes.strength import lighten, open_pairs, use_exp2
 
 TILE = var("tile", PAIR)
 KEEP = var("keep", PAIR, Type.BOOL)
+SCALES = (1e-6, 1e6)  # the scales between which other terms of a sum may be divided by one: fp32 has room for them
 NEUTRAL = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}
 
 
@@ -59,7 +62,7 @@ class ForwardSchedule:
     block: values of a (batch, head), computed before the loop; score: what the tile first holds, of PRODUCT; fill: what
     masked pairs hold then (None: the steps ask KEEP themselves); steps: from the tile to the weights, which it holds
     last, and the row states; rescale: the row variable that the output so far is multiplied with (None: with 1);
-    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name.
+    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score.
     """
 
     block: tuple[tuple[Expr, Expr], ...]
@@ -72,12 +75,14 @@ class ForwardSchedule:
     output: Expr
     rows: tuple[tuple[str, Expr], ...]
     mask: Expr | None
+    ends: Ends | None = None
 
 
 @dataclass(frozen=True)
 class BackwardSchedule:
     """A backward kernel's maths: block values; weights, of PRODUCT and row variables; the gradient of PRODUCT without
-    its factor `scale`, and the gradients of reads in pairs, of PRODUCT, WEIGHT, WEIGHT_GRADIENT and row variables."""
+    its factor `scale`, and the gradients of reads in pairs, of PRODUCT, WEIGHT, WEIGHT_GRADIENT and row variables; the
+    ends of the weights."""
 
     block: tuple[tuple[Expr, Expr], ...]
     weights: Expr
@@ -85,6 +90,7 @@ class BackwardSchedule:
     scale: float
     pair_gradients: tuple[tuple[Expr, Expr], ...]
     mask: Expr | None
+    ends: Ends | None = None
 
 
 def guard_empty_rows(program: Program) -> Program:
@@ -129,23 +135,17 @@ def _finite(value: float) -> float:
 def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ()) -> ForwardSchedule:
     """The forward pass in order; `saved` are rows to write beside the program's own."""
     program = guard_empty_rows(program)
-    number, rest = split_coefficient(program.score)
-    scaled = rest is not None and 0 < number < math.inf
-    score, scale = (rest, float(number)) if scaled and rest is not None else (program.score, 1.0)
-    held = {SCORE: mul(const(scale), TILE)}
-    raw = [*(s.update for s in program.states), program.weights, program.rescale]
-    roots = list(simplify(*(substitute(e, held) for e in raw)))
-    fill = _find_fill(roots[:-2], roots[-2])
+    score, roots, fill = _hold_tile(program)
     if fill is None:
         roots = _ask_keep(roots, len(roots) - 2)
     rows = (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))
-    block, (score, *roots) = _hoist([score, *use_exp2(*roots)])
-    builder = _Steps(list(lighten(*roots)))
+    block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots)))
+    builder = _Steps(roots)
     steps, rescale = builder.build([s.variable for s in program.states])
     output_rows, (output,) = _row_values([program.output], "end")
     return ForwardSchedule(
         block=tuple(block),
-        score=lighten(*use_exp2(score))[0],
+        score=score,
         fill=fill,
         initial=tuple((s.variable, _finite(s.initial)) for s in program.states),
         steps=tuple(steps),
@@ -154,20 +154,70 @@ def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ())
         output=output,
         rows=rows,
         mask=program.mask,
+        ends=ends,
     )
+
+
+def _hold_tile(program: Program) -> tuple[Expr, list[Expr], float | None]:
+    """What the tile first holds, of PRODUCT; then updates, weights and rescale of TILE; and what masked pairs hold.
+
+    Where no reduction reads the scores, the products themselves are held if a fill can be found: score and weights are
+    then one formula.
+    """
+    raw = [*(s.update for s in program.states), program.weights, program.rescale]
+
+    def roots_of(held: Expr) -> list[Expr]:
+        return list(simplify(*(substitute(e, {SCORE: held}) for e in raw)))
+
+    reduced = [n for n in topological(*raw) if n.op is Op.REDUCE]
+    if SCORE not in topological(*reduced):
+        roots = roots_of(substitute(program.score, {PRODUCT: TILE}))
+        fill = _find_fill(roots[:-2], roots[-2])
+        if fill is not None:
+            return PRODUCT, roots, fill
+    scale, score = _take_scale(program.score)
+    roots = roots_of(mul(const(scale), TILE))
+    return score, roots, _find_fill(roots[:-2], roots[-2])
+
+
+def _take_scale(score: Expr) -> tuple[float, Expr]:
+    """score = number * rest, with number > 0.
+
+    Of a sum the number is what PRODUCT is multiplied with. The other terms are divided by it: that joins a number of
+    the block that they are multiplied with, or their addition.
+    """
+    number, rest = split_coefficient(score)
+    if rest is not None and number != 1 and 0 < number < math.inf:
+        return float(number), rest
+    parts = [(*split_coefficient(term), term) for term in terms(score)]
+    scale = next((float(number) for number, rest, _ in parts if rest is PRODUCT), 1.0)
+    if scale == 1 or not SCALES[0] < scale < SCALES[1]:
+        return 1.0, score
+    return scale, add(*(PRODUCT if rest is PRODUCT else mul(const(1 / scale), term) for _, rest, term in parts))
 
 
 def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     """The backward's pairs in order."""
     gradients = [e for _, e in backward.pair_gradients]
-    block, roots = _hoist([backward.weights, backward.product_gradient, *gradients])
-    number, rest = split_coefficient(roots[1])
-    scale, product = (float(number), rest) if rest is not None else (1.0, roots[1])
-    weights, product, *gradients = lighten(roots[0], product, *roots[2:])
+    number, rest = split_coefficient(backward.product_gradient)
+    scale, product = (float(number), rest) if rest is not None else (1.0, backward.product_gradient)
+    block, (weights, product, *gradients), ends = _hoist_all(open_pairs(backward.weights, product, *gradients))
     loads = (load for load, _ in backward.pair_gradients)
     return BackwardSchedule(
-        tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask
+        tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask, ends
     )
+
+
+def _hoist_all(roots: Iterable[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr], Ends | None]:
+    """Block values; the roots of them, multiplied where it costs least; and the ends of the first root."""
+    roots = list(roots)
+    ends = find_ends(roots[0])
+    block, roots = _hoist(roots if ends is None else [*roots, ends.below, ends.above])
+    roots = list(lighten(*roots))
+    if ends is not None:
+        *roots, below, above = roots
+        ends = dataclasses.replace(ends, below=below, above=above)
+    return block, roots, ends
 
 
 def _hoist(roots: list[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:

@@ -7,7 +7,7 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine.ir.problem import Tile
-from attention_engine.library import OnlineSoftmax, scale, sliding_window
+from attention_engine.library import OnlineSoftmax, relative_bias, scale, sliding_window
 from attention_engine.runtime import launch, op
 from tests import plain
 from tests.cases import CASES, Shape, engine_for, errors
@@ -173,3 +173,27 @@ def test_deterministic_engines_use_it_for_keys_alone(kernels):
     assert errors(CASES["softmax"], shape, torch.float16, True, backend="interpret", deterministic=True)
     (made,) = [k for a in op.ATTENTIONS.values() for k in a.launcher._kernels.values()]
     assert ran("backward") and "atomic" not in made.backward.prim_func.script()
+
+
+@pytest.mark.parametrize("tiles", [{}, {"forward": by_hand(128), "backward": by_hand(64)}], ids=["twins", "by hand"])
+def test_tiles_at_either_end_of_a_relative_bias(tiles, kernels):
+    """Of three by four tiles some are past the reach on one side, some on the other, some on neither."""
+    shape = Shape(1, 300, 420, 2, 1, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    table = torch.randn(2, 61, generator=torch.Generator().manual_seed(1))
+    kernels.update(tiles)
+
+    def results(backend, dtype):
+        leaves = [*(tensors[n].to(dtype).requires_grad_() for n in "qkv"), table.clone().requires_grad_()]
+        engine = AttentionEngine(
+            shape.meta(torch.float16), CustomIO({"table": ("heads", 61)}), relative_bias("table", 30, 0.1),
+            online_func=OnlineSoftmax(), backend=backend,
+        )  # fmt: skip
+        o = engine(*leaves)
+        return [o, *torch.autograd.grad(o, leaves, tensors["do"].to(dtype))]
+
+    exact = results("reference", torch.float64)
+    op.ATTENTIONS.clear()
+    for mine, true in zip(results("interpret", torch.float16), exact, strict=True):
+        torch.testing.assert_close(mine.double(), true.double(), rtol=4e-3, atol=4e-3)
+    assert ran("forward") is bool(tiles)

@@ -14,7 +14,7 @@ from attention_engine.frontend.tracing import trace
 from attention_engine.ir.evaluate import FOLDS, LOWEST, Value, evaluate, evaluate_all
 from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
 from attention_engine.ir.program import OUTPUT, PRODUCT, SCORE, Program
-from attention_engine.library import OnlineSoftmax
+from attention_engine.library import OnlineSigmoid, OnlineSoftmax
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.schedule import (
     KEEP,
@@ -231,6 +231,28 @@ def test_the_scale_of_a_softmax_costs_nothing():
     (weights,) = [s.value for s in schedule.steps if isinstance(s, TileStep)]
     assert weights.op is Op.EXP2
     assert [n.op for n in topological(weights) if n.op not in (Op.VAR, Op.CONST)] == [Op.MUL, Op.ADD, Op.EXP2]
+
+
+def test_scores_that_no_row_reduces_are_part_of_the_weights():
+    schedule = schedule_forward(EXAMPLES["sigmoid bias"].trace())
+    assert schedule.score is PRODUCT
+    (weights,) = [s.value for s in schedule.steps if isinstance(s, TileStep)]
+    of_pairs = [n.op for n in topological(weights) if TILE in topological(n) and n is not TILE]
+    assert of_pairs == [Op.MUL, Op.ADD, Op.EXP2, Op.ADD, Op.RECIP]  # one multiply-add before exp2
+
+
+def test_scores_stay_apart_from_weights_where_only_so_masked_pairs_can_be_filled():
+    score_mod = EXAMPLES["softcap"].score_mod  # never below -2: a sigmoid of it is never 0
+    schedule = schedule_forward(trace(score_mod, causal, OnlineSigmoid(), CustomIO()))
+    assert (schedule.score is not PRODUCT, schedule.fill) == (True, -math.inf)
+
+
+def test_the_other_terms_of_a_score_take_its_scale():
+    """The tile holds q . k plus the rest over the scale, which joins the slope."""
+    schedule = schedule_forward(EXAMPLES["alibi"].trace())
+    assert schedule.score.op is Op.ADD and PRODUCT in schedule.score.args
+    products = [n for n in topological(schedule.score) if n.op is Op.MUL and n.dtype is Type.FLOAT]
+    assert len([n for n in products if n.axes >= {Axis.QUERY, Axis.KEY}]) == 1
 
 
 def test_what_a_head_alone_decides_is_computed_once_a_block():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attention_engine.ir.evaluate import evaluate
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topological, var
 from attention_engine.passes.simplify import CONSTRUCTORS, factor_out, factors, group_of, simplify, terms
-from attention_engine.passes.strength import lighten, use_exp2
+from attention_engine.passes.strength import lighten, open_pairs, use_exp2
 from tests.expressions import FLOATS, INTS, agree, as_row, expressions, floats, ints, sample
 
 X, Y, COLUMN, ROW, SLOPE = FLOATS
@@ -55,7 +55,11 @@ def test_a_normal_form_is_its_own_normal_form(expr):
     assert simple(once) is once, f"{expr}\nbecame {once}\nand then {simple(once)}"
 
 
-@pytest.mark.parametrize("rewrite", [factor_out, lambda e: use_exp2(e)[0], lambda e: lighten(e)[0]])
+@pytest.mark.parametrize(
+    "rewrite",
+    [factor_out, lambda e: use_exp2(e)[0], lambda e: open_pairs(e)[0], lambda e: lighten(e)[0]],
+    ids=["factor_out", "use_exp2", "open_pairs", "lighten"],
+)
 @settings(max_examples=150)
 @given(floats())
 def test_the_later_rewrites_keep_the_value(rewrite, expr):
