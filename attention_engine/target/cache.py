@@ -62,14 +62,19 @@ def spell(value: object) -> str:
 
 
 @functools.cache
-def sources_digest() -> str:
-    """A digest of the files that make kernels: another text, other kernels."""
-    package = Path(__file__).parent.parent
+def sources_digest(package: str = "") -> str:
+    """A digest of the files that make the kernels of a package in kernels/: another text, other kernels.
+
+    Kernels outside a package don't depend on those in one.
+    """
+    root = Path(__file__).parent.parent
     digest = hashlib.blake2b(digest_size=10)
     for maker in MAKERS:
-        path = package / maker
+        path = root / maker
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+            inside = file.relative_to(root).parts
+            if inside[0] != "kernels" or len(inside) == 2 or inside[1] == package:
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -98,7 +103,7 @@ class KernelKey:
             "pass_configs": dict(self.pass_configs),
             "tilelang": tilelang_version(),
             "machine": platform.machine(),
-            "sources": sources_digest(),
+            "sources": sources_digest(self.builder.split(".")[0]),
         }
 
     @functools.cached_property

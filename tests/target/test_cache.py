@@ -52,8 +52,13 @@ def test_a_key_changes_with_the_versions_and_the_sources(monkeypatch):
     base = digest()
     for name in ("tilelang_version", "sources_digest"):
         with monkeypatch.context() as patch:
-            patch.setattr(cache, name, lambda: "another")
+            patch.setattr(cache, name, lambda *package: "another")
             assert digest() != base
+
+
+def test_kernels_of_a_package_have_sources_of_their_own():
+    dense, linear = cache.sources_digest("forward"), cache.sources_digest("linear")
+    assert cache.sources_digest("backward_hopper") == dense != linear
 
 
 def test_a_key_is_the_same_in_another_process():
