@@ -43,18 +43,19 @@ def _ampere(problem: LinearProblem) -> LinearTiles:
 
 
 def _hopper(problem: LinearProblem) -> LinearTiles:
-    """Heads up to 128 wide: two blocks on an SM hide each other's waits. Wider ones: fewer, larger chunks, whose states
-    are the most of what moves. The forward walk copies in step with its products until its pipelined form has been
-    measured: an earlier one was wrong on an H100.
+    """By what was fastest on an H100 (benchmarks/notes.md): where a state is small, several blocks on an SM hide each
+    other's waits; where it fills the registers, warps of their own copy. Gradients are walked where states are large.
     """
     if problem.dim <= 128:
-        forward = LinearTile(64, problem.dim, 64, 128, 0, blocks=2, specialize=False)
-        states = LinearTile(64, 128, 64, 128, 2, blocks=2)
+        forward = LinearTile(64, problem.dim, 64, 128, 0, blocks=3, specialize=False)
+        states = LinearTile(64, 128, 64, 128, 2)
         row = LinearTile(64, 64, 128, 128, 0, heads=8, specialize=False)
         light = replace(row, blocks=3 if problem.dim_v <= 64 else 1)  # neither has rows of decays to sum
         rows = {"output": light, "dq": row, "dk": row, "dv": light}
         return LinearTiles(forward, states, STEP, rows)
-    forward = LinearTile(64, problem.dim, 128, 256, 0, in_registers=False, specialize=False)
+    forward = LinearTile(64, problem.dim, 128, 256, 1, in_registers=False)
+    narrow = replace(forward, outer=64)  # their state has v's dim for rows
     states = LinearTile(128, 128, 64, 256, 2)
-    row = LinearTile(128, 64, 128, 256, 2, heads=8, specialize=False)
-    return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row))
+    row = LinearTile(128, 64, 128, 256, 3, specialize=False)
+    walks = {"dq": narrow, "dk": narrow, "dv": forward}
+    return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row), walks)
