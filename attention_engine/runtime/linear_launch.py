@@ -218,7 +218,7 @@ class _Pass:
         rows = self._row_sums(role, tile, len(reads))
         inputs = self._inputs(role, tile)
         self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
-        self._add(reads, [r.sum(0) for r in rows])
+        self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
         return result if parts == 1 else result.sum(0).to(own.dtype), local
 
     def _walk(self, role: str, first: Tensor | None, ends: bool) -> tuple[Tensor, Tensor]:
@@ -231,9 +231,9 @@ class _Pass:
         given, lasts = self._first(first), [last] if ends else []
         reads = self._reads(name)
         rows = self._row_sums(role, tile, len(reads))
-        kernel = self.kernels.walk(role, bool(given), ends, reads)
-        kernel.compiled(*self._inputs(role, tile), *given, result, *lasts, *rows)
-        self._add(reads, [r.sum(0) for r in rows])
+        inputs = self._inputs(role, tile)
+        self.kernels.walk(role, bool(given), ends, reads).compiled(*inputs, *given, result, *lasts, *rows)
+        self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
         return result, last
 
     def _inputs(self, role: str, tile: LinearTile) -> list[int | Tensor]:
@@ -249,7 +249,7 @@ class _Pass:
         return [self._new(*shape) for _ in range(count)]
 
     def _walks(self, role: str) -> bool:
-        return self.kernels.walks(role, self.batch, self.length, self.of_decay)
+        return self.kernels.walks(role, self.batch, self.length, self.wanted)
 
     def _add(self, reads: Sequence[Expr], rows: Sequence[Tensor]) -> None:
         """Adds what tokens contribute, (batch, heads, padded length), to the entries that they read."""

@@ -193,8 +193,9 @@ def _tiles(kernel: str, problem: LinearProblem, default: LinearTile) -> Iterator
         return
     group = min(problem.heads // n for n in (problem.q_heads, problem.k_heads))
     for inner, outer, many, stages, heads, count in itertools.product(
-        (32, 64, 128), (32, 64, 128, 256), threads, (0,) if fp32 else (0, 2), (4, 8, 16) if group > 1 else (1,), blocks
-    ):
+        (32, 64, 128), (32, 64, 128, 256), threads, (0,) if fp32 or group > 1 else (0, 2, 3),
+        (1, 8, 16, 40) if group > 1 else (1,), (1, 2, 3, 4),
+    ):  # fmt: skip
         yield LinearTile(default.chunk, inner, outer, many, stages, heads, default.in_registers, False, count)
 
 

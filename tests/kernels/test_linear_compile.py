@@ -25,6 +25,7 @@ KERNELS = {
     "forward": lambda kernels: kernels.walk("output", starts=True, ends=True),
     "states": lambda kernels: kernels.states(reverse=True, starts=True, overlaps=True),
     "dq": lambda kernels: kernels.rows("dq", True, ()),
+    "dv": lambda kernels: kernels.rows("dv", False, PROGRAM.loads("v")),
     "step": lambda kernels: kernels.step(starts=True),
 }
 CHANNEL_KERNELS = {

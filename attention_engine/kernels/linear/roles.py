@@ -22,12 +22,12 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, LinearTile, Role, X, column_tiles
 from attention_engine.kernels.common import FLOAT, named, over_pairs, over_rows, store
 from attention_engine.kernels.linear.common import Block, LinearSizes, Source, SourceTile, copy, product_of, reduce_sum
 from attention_engine.passes.differentiate import ONE, differentiate
-from attention_engine.passes.mods import differentiate_mod
+from attention_engine.passes.mods import differentiate_mod, reads_own
 from attention_engine.passes.simplify import mul
 
 
@@ -46,10 +46,6 @@ def read_sums(program: LinearProgram, own: Source, reads: tuple[Expr, ...]) -> l
         slopes = differentiate(own.factor, reads)
         return [ReadSum(r, mul(X, GRADIENT), slope) for r, slope in zip(reads, slopes, strict=True)]
     return [ReadSum(r, e, ONE) for r, e in differentiate_mod(program, own.name).reads if r in reads]
-
-
-def _reads_x(expr: Expr) -> bool:
-    return X in topological(expr)
 
 
 class Rows:
@@ -81,7 +77,7 @@ class RoleKernel:
         self.decay_rows = decay_rows and self.decays and role.transposed
         self.reads = read_sums(program, self.own, reads) if self.own else []
         self.gradient = differentiate_mod(program, self.own.name).x if self.own and self.own.elementwise else None
-        self.needs_own = self.decay_rows or bool(self.reads) or (self.gradient is not None and _reads_x(self.gradient))
+        self.needs_own = self.decay_rows or (self.own is not None and reads_own(program, self.own.name, reads))
         self.width, self.width_tiles = column_tiles(problem, role, tile)
 
     def inputs(self) -> dict[str, Any]:
