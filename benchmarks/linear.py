@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
-from attention_engine.ir.linear import LinearProblem
+from attention_engine.ir.linear import ROLES, LinearProblem, column_tiles
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
 from benchmarks.timing import environment, milliseconds
@@ -167,10 +167,20 @@ def work(problem: Problem) -> dict[str, tuple[float, float]]:
         return name, (reads + states * state, 2 * tokens * products)
 
     d, e = problem.dim, problem.dim_v
-    chunk, rows = tiles.forward.chunk, tiles.rows["dq"].chunk
+
+    def walk(role: str) -> tuple[str, tuple[float, float]]:
+        """A role's walk: scores over the rows' dim once for each tile of columns, and the state's part twice."""
+        tile = tiles.forward if role == "output" else tiles.walks.get(role, tiles.forward)
+        summed = described.dim_of(ROLES[role].rows)
+        width, count = column_tiles(described, ROLES[role], tile)
+        name = "forward_kernel" if role == "output" else f"walk_{role}_kernel"
+        return chunked(name, tile, 2 * shared + 2 * v, tile.chunk * count * (summed + width) + 2 * d * e, 0)
+
+    rows = tiles.rows["dq"].chunk
     return dict(
         [
-            chunked("forward_kernel", tiles.forward, 2 * shared + 2 * v, chunk * (d + e) + 2 * d * e, 0),
+            walk("output"),
+            *(walk(role) for role in ("dq", "dk", "dv")),
             chunked("states_kernel", tiles.states, shared + v, d * e, 1),
             chunked("states_backward_kernel", tiles.states, shared + v, d * e, 2),
             chunked("chunk_dq_kernel", tiles.rows["dq"], 3 * shared + 2 * v, rows * (2 * d + e) + d * e, 1),

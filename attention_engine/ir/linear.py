@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from attention_engine.ir.expr import Axis, Expr, Op, is_const, topological, var
 from attention_engine.ir.pretty import lines
+from attention_engine.ir.problem import padded
 
 X = var("x", [Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.CHANNEL])  # an entry of q, k, v or decay
 GRADIENT = var("dx", [Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.CHANNEL])  # the gradient of what a mod made of it
@@ -134,4 +135,72 @@ class LinearTiles:
     states: LinearTile
     step: LinearTile
     rows: Mapping[str, LinearTile] = field(default_factory=dict)  # by role: "output", "dq", "dk", "dv"
-    plan: str = "auto"  # of the forward pass: "walk" (one kernel), "chunks" (states, then all chunks at once), "auto"
+    walks: Mapping[str, LinearTile] = field(
+        default_factory=dict
+    )  # by role: "dq", "dk", "dv"; absent: never in one walk
+    plan: str = "auto"  # "walk" (a result in one kernel), "chunks" (states, then all chunks at once), "auto"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A result of chunks, as in kernels/linear/roles.py; own: the tensor whose gradient it is (None: the output)."""
+
+    name: str
+    rows: str
+    columns: str
+    others: str
+    own: str | None
+    over_keys: bool
+    transposed: bool
+
+
+ROLES = {
+    r.name: r
+    for r in (
+        Role("output", "q", "k", "v", None, over_keys=False, transposed=False),
+        Role("dq", "do", "v", "k", "q", over_keys=False, transposed=True),
+        Role("dk", "v", "do", "q", "k", over_keys=True, transposed=True),
+        Role("dv", "k", "q", "do", "v", over_keys=True, transposed=False),
+    )
+}
+
+
+def tiled(dim: int, tile: int) -> int:
+    """How many tiles a dim is cut into."""
+    return -(-dim // tile)
+
+
+def column_tiles(problem: LinearProblem, role: Role, tile: LinearTile) -> tuple[int, int]:
+    """The width of a tile of the result, and how many there are."""
+    dim = problem.dim if role.transposed else problem.dim_v
+    width = min(tile.outer, padded(dim))
+    return width, tiled(dim, width)
+
+
+def heads_a_block(problem: LinearProblem, role: Role, tile: LinearTile) -> int:
+    """How many heads a block takes one after the other: the largest divisor of their group that the tile allows.
+
+    They share the q or k whose gradient the block sums; where each has its own result, the rows and columns.
+    """
+    shared = (role.own,) if role.own in ("q", "k") else (role.rows, role.columns)
+    groups = [problem.heads // problem.heads_of(name) for name in shared]
+    most = min(max(tile.heads, 1), *groups)
+    return max(n for n in range(1, most + 1) if all(group % n == 0 for group in groups))
+
+
+def parts_of(problem: LinearProblem, role: Role, tile: LinearTile) -> int:
+    """How many partial gradients of a shared head blocks leave to be added up; 1: the gradient itself."""
+    if role.own not in ("q", "k"):
+        return 1
+    return problem.heads // problem.heads_of(role.own) // heads_a_block(problem, role, tile)
+
+
+def tile_of_state(problem: LinearProblem, tile: LinearTile) -> tuple[int, int]:
+    """The part of a state that a block of the states' walk holds."""
+    return min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
+
+
+def state_tiles(problem: LinearProblem, tile: LinearTile) -> int:
+    """How many blocks share a state."""
+    dim, dim_v = tile_of_state(problem, tile)
+    return tiled(problem.dim, dim) * tiled(problem.dim_v, dim_v)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.linear import GRADIENT, LinearProgram, ModGradient, X
 from attention_engine.passes.differentiate import ONE, differentiate
@@ -13,6 +15,12 @@ def differentiate_mod(program: LinearProgram, name: str) -> ModGradient:
     loads = program.loads(name)
     x, *reads = differentiate(program.mod(name), [X, *loads], GRADIENT)
     return ModGradient(x, tuple(zip(loads, reads, strict=True)))
+
+
+def reads_own(program: LinearProgram, name: str, reads: Collection[Expr]) -> bool:
+    """Must a kernel that makes the gradient of a tensor load it? For these reads' gradients, or where the mod bends."""
+    bends = row_factor(program.mod(name)) is None and X in topological(differentiate_mod(program, name).x)
+    return bool(reads) or bends
 
 
 def row_factor(mod: Expr) -> Expr | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
 DTYPES = {Type.BOOL: torch.bool, Type.INT: torch.int64}
 
@@ -129,6 +130,16 @@ class Evaluator:
                 return full.amin(-1, keepdim=True).clamp(max=-self.lowest)
 
 
+def _in_place(load: Expr, gradient: Tensor, shape: torch.Size) -> Tensor | None:
+    """The gradient as the read tensor lies, where the read is at its own indices throughout; else None."""
+    variables = (B, H, Q_IDX, KV_IDX)
+    if len(set(load.args)) != len(load.args) or not set(load.args) <= set(variables):
+        return None
+    order = [variables.index(i) for i in load.args]
+    spread = gradient.permute(*order, *(n for n in range(4) if n not in order))
+    return spread.reshape(shape) if spread.shape[: len(order)] == shape else None
+
+
 def add_at(total: Tensor, load: Expr, gradient: Tensor, evaluate: Evaluator) -> Tensor:
     """total + what each pair (or row) of `gradient` (batch, heads, queries, keys or 1) adds to the entry that it read.
 
@@ -141,6 +152,9 @@ def add_at(total: Tensor, load: Expr, gradient: Tensor, evaluate: Evaluator) -> 
         return total + gradient.sum()
     if total.numel() == 0:
         return total
+    plain = _in_place(load, gradient, total.shape)
+    if plain is not None:
+        return total + plain
     indices = [evaluate(i).expand(gradient.shape) for i in load.args]
     inside = torch.ones_like(gradient, dtype=torch.bool)
     for index, length in zip(indices, total.shape, strict=True):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 from attention_engine.errors import BackwardNotDerived
+from attention_engine.ir.linear import LinearTile
 from attention_engine.ir.problem import Tile
+from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Asked, Tuning, look_up
 from attention_engine.tuner.defaults import default_tiles, where_from
+from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.problems import KernelName, gpu_name
-from attention_engine.tuner.store import name_of
+from attention_engine.tuner.store import Entry, name_of
 
 
 def explain(asked: Asked, tuning: Tuning) -> str:
@@ -27,26 +31,41 @@ def explain(asked: Asked, tuning: Tuning) -> str:
     known = look_up(tuning, asked, tiles) if not refusal else {}
     lines = [head, *refusal]
     for name in names:
-        key, entry = asked.key(name, tiles), known.get(name)
-        if entry is not None:
-            where = tuning.file(name)
-            source = f"from {where.path}" if where is not None else "measured by this process"
-            source += f": {entry.time_us} us, the best of {entry.tried}, {entry.when}"
-        else:
-            source = f"the default ({where_from(name, asked.problem, asked.target)})"
-        tile = entry.tile if entry is not None else getattr(tiles, name)
-        lines += [f"{key['kernel']}: {spell(tile)}", f"  {source}", f"  key {name_of(key)}"]
-        lines += _others(asked, tuning, name, tiles)
+        default = f"the default ({where_from(name, asked.problem, asked.target)})"
+        lines += _of_kernel(asked, tuning, name, tiles, known.get(name), default)
     return "\n".join(lines)
 
 
-def spell(tile: Tile) -> str:
+def explain_linear(asked: LinearAsked, tuning: Tuning) -> str:
+    """The same of a linear attention."""
+    batch, length = asked.lengths
+    lines = [f"{asked.problem.dtype}, a batch of {batch} and {length} tokens, on {gpu_name(asked.target)}"]
+    tiles = default_linear_tiles(asked.problem, asked.target)
+    known = look_up(tuning, asked, tiles)
+    for name in [n for backward in (False, True) for n in asked.kernels(backward, tiles)]:
+        lines += _of_kernel(asked, tuning, name, tiles, known.get(name), "the default")
+    return "\n".join(lines)
+
+
+def _of_kernel(asked: Any, tuning: Tuning, name: Any, tiles: Any, entry: Entry | None, default: str) -> list[str]:
+    key, source, tile = asked.key(name, tiles), default, asked.tile(tiles, name)
+    if entry is not None:
+        where, tile = tuning.file(name), entry.tile
+        source = f"from {where.path}" if where is not None else "measured by this process"
+        source += f": {entry.time_us} us, the best of {entry.tried}, {entry.when}"
+    lines = [f"{key['kernel']}: {spell(tile)}", f"  {source}", f"  key {name_of(key)}"]
+    return lines + _others(asked, tuning, name, tiles)
+
+
+def spell(tile: Tile | LinearTile) -> str:
     """A tile in words."""
+    if isinstance(tile, LinearTile):
+        return f"chunks of {tile.chunk}, {tile.inner} x {tile.outer}, {tile.threads} threads, {tile.stages} stages"
     shared = ", weights through shared memory" if tile.shared_weights else ""
     return f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages{shared}"
 
 
-def _others(asked: Asked, tuning: Tuning, name: KernelName, tiles) -> list[str]:  # type: ignore[no-untyped-def]
+def _others(asked: Any, tuning: Tuning, name: Any, tiles: Any) -> list[str]:
     space = asked.space(name, tiles)
     reasons = Counter(re.sub(r"\d+", "N", reason) for _, reason in space.rejected)
     lines = [f"  {len(space.tiles)} tiles may run; {len(space.rejected)} were rejected before compiling:"]

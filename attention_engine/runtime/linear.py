@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
+from attention_engine.compiler import Target
 from attention_engine.errors import BadInput, NoDevice, NotYetSupported, UnknownOption
-from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.expr import Type
-from attention_engine.ir.linear import LinearProgram
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.runtime import linear_op as op
 from attention_engine.runtime.check import CheckReport
+from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import (
     ORDERS,
     backend_for,
@@ -34,8 +35,10 @@ from attention_engine.runtime.inputs import (
 )
 from attention_engine.runtime.linear_channels import ChannelLauncher
 from attention_engine.runtime.linear_check import compare_linear
-from attention_engine.runtime.linear_kernels import rehearse
+from attention_engine.runtime.linear_kernels import USUAL, rehearse
 from attention_engine.runtime.linear_launch import LinearLauncher
+from attention_engine.runtime.linear_tuning import LinearAsked
+from attention_engine.runtime.tuning import Tuning, choose
 
 ROWS = {
     "bshd": "(batch, length, heads) or (batch, length, heads, dim)",
@@ -68,11 +71,7 @@ class LinearAttentionEngine(torch.nn.Module):
         self.custom_io = custom_io if custom_io is not None else CustomIO()
         check_options(backend, layout, None, device, (1, 1))
         check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_filename=tune_filename)
-        if tune or tune_bwd or (tune_filename is not None and Path(tune_filename).exists()):
-            raise NotYetSupported(
-                "this version tunes no linear attention and reads no tune files for it.\n"
-                "  Leave tune, tune_bwd and tune_filename out: default tiles are used."
-            )
+        self.tuning = Tuning((tune, tune_bwd), (tune_filename, tune_filename))
         check_type("custom_io", self.custom_io, CustomIO)
         self.mods = {"q": q_mod, "k": k_mod, "v": v_mod, "decay": decay_mod}
         self.layout, self.device, self.deterministic = layout, device, deterministic
@@ -91,16 +90,37 @@ class LinearAttentionEngine(torch.nn.Module):
             program = self._trace(dict(types), decay_rank > 0)
             specs = list(self.custom_io.specs.values())
             device = self.device.name if self.device else ""
-            options = f"{backend} {device} {decay_rank} {[(s.name, s.axes) for s in specs]}"
+            options = f"{backend} {device} {decay_rank} {[(s.name, s.axes) for s in specs]} {self.tuning}"
             key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
             if key not in op.LINEAR_ATTENTIONS:
                 launcher = None
                 if backend != "reference":
-                    launch = ChannelLauncher if decay_rank == 4 else LinearLauncher
-                    launcher = launch(program, specs, backend == "interpret", self.device)
+                    launcher = self._launcher(program, specs, backend == "interpret", decay_rank == 4)
                 op.LINEAR_ATTENTIONS[key] = op.LinearAttention(program, specs, launcher)
             self._keys[variant] = key
         return self._keys[variant]
+
+    def _launcher(
+        self, program: LinearProgram, specs: Sequence[CustomSpec], interpret: bool, per_channel: bool
+    ) -> LinearLauncher:
+        def choose_tiles(
+            problem: LinearProblem, target: Target, lengths: tuple[int, int], place: str, tiles: LinearTiles,
+            backward: bool, wanted: tuple[str, ...], custom: Sequence[Tensor],
+        ) -> LinearTiles:  # fmt: skip
+            asked = LinearAsked(program, specs, problem, target, lengths, place, wanted)
+            chosen: LinearTiles = choose(tuning, asked, tiles, backward, custom)
+            return chosen
+
+        tuning = self.tuning
+        if not per_channel:
+            chosen = choose_tiles if tuning.matters else None
+            return LinearLauncher(program, specs, interpret, self.device, choose=chosen)
+        if any(tuning.measure):
+            raise NotYetSupported(
+                "this version tunes no linear attention with a decay for each channel.\n"
+                "  Leave tune and tune_bwd out: default tiles are used."
+            )
+        return ChannelLauncher(program, specs, interpret, self.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                 initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -255,6 +275,28 @@ class LinearAttentionEngine(torch.nn.Module):
     def program(self) -> str:
         """The traced mods as numbered lines."""
         return str(self._trace(self._types, True))
+
+    def explain(self) -> str:
+        """Which tile each kernel runs with for the metas' sizes, where it comes from, and why others fell.
+
+        Decays and custom inputs are taken as fp32, and all their gradients as wanted.
+        """
+        return explain_linear(self._asked(), self.tuning)
+
+    def _asked(self) -> LinearAsked:
+        """The problem that the metas describe."""
+        interpret = self.device is None and not torch.cuda.is_available()
+        place = torch.device("cuda" if self.device is None and not interpret else "cpu")
+        dtype, specs = getattr(torch, self.qkv_meta[0].dtype_name), list(self.custom_io.specs.values())
+        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
+        custom = [torch.empty(1, device=place) for _ in specs]
+        program = self._trace(self._types, True)
+        launcher = self._launcher(program, specs, interpret, per_channel=False)
+        problem = launcher.problem(q, k, v, launcher.decay_of(torch.empty(1, 1, 1, device=place), v), custom)
+        hints = zip((self.qkv_meta[0].batch, self.qkv_meta[0].length), USUAL, strict=True)
+        batch, length = (n if isinstance(n, int) else usual for n, usual in hints)
+        wanted = ("decay", *(s.name for s in specs))
+        return LinearAsked(program, specs, problem, launcher.target(q), (batch, length), str(place), wanted)
 
     def __repr__(self) -> str:
         parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]

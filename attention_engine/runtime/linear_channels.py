@@ -14,9 +14,10 @@ from torch import Tensor
 from attention_engine.compiler import Kernel, Target
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
-from attention_engine.runtime.linear_launch import LinearGradients, LinearKernels, LinearLauncher
+from attention_engine.runtime.linear_launch import LinearGradients, LinearLauncher
 from attention_engine.runtime.linear_launch import _Pass as Pass
 from attention_engine.runtime.linear_launch import _strided_decay as strided_decay
+from attention_engine.runtime.linear_plan import LinearKernels
 from attention_engine.tuner.linear_channels import default_channel_tiles
 
 Reads = tuple[tuple[Expr, ...], tuple[Expr, ...], tuple[Expr, ...]]

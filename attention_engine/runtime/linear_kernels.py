@@ -13,7 +13,8 @@ from attention_engine.errors import UnknownOption
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProblem, LinearTile
 from attention_engine.runtime.linear_channels import ChannelKernels, ChannelLauncher
-from attention_engine.runtime.linear_launch import LinearKernels, LinearLauncher
+from attention_engine.runtime.linear_launch import LinearLauncher
+from attention_engine.runtime.linear_plan import LinearKernels
 
 if TYPE_CHECKING:
     from attention_engine.runtime.linear import LinearAttentionEngine

@@ -5,7 +5,7 @@ Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads), a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,17 +13,26 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernel, Target, pass_configs
+from attention_engine.compiler import Target
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, LinearTiles
+from attention_engine.ir.linear import (
+    ROLES,
+    LinearProblem,
+    LinearProgram,
+    LinearTile,
+    LinearTiles,
+    column_tiles,
+    parts_of,
+    state_tiles,
+)
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
 from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, as_parameter, stride_unit
+from attention_engine.runtime.linear_plan import LinearKernels
 from attention_engine.runtime.plans import with_strides
 from attention_engine.tuner.linear import default_linear_tiles
-
-DISABLE_SPECIALIZATION = "tl.disable_warp_specialized"
+from attention_engine.tuner.problems import bucket
 
 
 @dataclass(frozen=True)
@@ -38,60 +47,20 @@ class LinearGradients:
     custom: dict[str, Tensor]
 
 
-class LinearKernels:
-    """The kernels of a program for one problem, tile choice and target."""
-
-    def __init__(self, program: LinearProgram, problem: LinearProblem, tiles: LinearTiles, target: Target) -> None:
-        self.program, self.problem, self.tiles, self.target = program, problem, tiles, target
-        self._made: dict[object, Kernel] = {}
-
-    def _kernel(self, builder: str, *given: object, tile: LinearTile | None = None) -> Kernel:
-        key = (builder, *given)
-        if key not in self._made:
-            configs = pass_configs(self.problem)
-            if tile is not None and not tile.specialize:
-                configs = {**configs, DISABLE_SPECIALIZATION: True}
-            given = (self.problem, self.program, *given)
-            self._made[key] = Kernel(f"linear.{builder}", given, self.target, self.problem, configs)
-        return self._made[key]
-
-    def sum_decays(self, chunk: int) -> Kernel:
-        """Decays summed within chunks."""
-        return self._kernel("decays.sum_decays", chunk)
-
-    def forward(self, starts: bool, ends: bool) -> Kernel:
-        """The output and the last state in one walk."""
-        tile = self.tiles.forward
-        return self._kernel("forward.forward", tile, starts, ends, tile=tile)
-
-    def step(self, starts: bool) -> Kernel:
-        """One token."""
-        return self._kernel("step.step", self.tiles.step, starts)
-
-    def states(self, reverse: bool, starts: bool, overlaps: bool, initial: bool = False) -> Kernel:
-        """States before chunks, or in reverse the gradients of those after them."""
-        tile = self.tiles.states
-        return self._kernel("states.states", tile, reverse, starts, overlaps, initial, tile=tile)
-
-    def rows(self, role: str, decay_rows: bool, reads: tuple[Expr, ...]) -> Kernel:
-        """The output, or the gradient of q, k or v, from states."""
-        tile = self.tiles.rows[role]
-        return self._kernel("chunk.chunk_rows", role, tile, decay_rows, reads, tile=tile)
-
-    def decay_gradients(self, tiles: tuple[int, int, int], reads: tuple[Expr, ...]) -> Kernel:
-        """The gradient of decay."""
-        return self._kernel("decays.decay_gradients", self.tiles.states.chunk, tiles, reads)
-
-
 @dataclass
 class LinearLauncher:
-    """The kernels of one program on one kind of device, for every problem that comes."""
+    """The kernels of one program on one kind of device, for every problem that comes.
+
+    tiles: those to use, whatever the problem; choose(problem, target, (batch, length), device, default tiles, backward,
+    wanted gradients beyond q, k, v, custom inputs): which tiles a direction runs with, where they may differ.
+    """
 
     program: LinearProgram
     specs: Sequence[CustomSpec]
     interpret: bool
     device: Arch | None
     tiles: LinearTiles | None = None
+    choose: Callable[..., LinearTiles] | None = None
     per_channel: ClassVar[bool] = False
     _kernels: dict[object, LinearKernels] = field(default_factory=dict)
 
@@ -99,20 +68,39 @@ class LinearLauncher:
         """What the kernels must be compiled for, of the device."""
         return "interpret" if self.interpret else self.device or detect(tensor.device)
 
-    def kernels(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor]) -> LinearKernels:
-        """The kernels for these tensors."""
-        decay_dtype = "" if decay is None else NAMES[decay.dtype]
+    def problem(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor]
+    ) -> LinearProblem:  # fmt: skip
+        """What the kernels must be compiled for."""
         dims = (v.shape[2], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        key = (*dims, q.dtype, decay_dtype, q.device, allows_tf32(), *(c.dtype for c in custom))
+        shapes = tuple(
+            (s.name, CUSTOM_NAMES[c.dtype], tuple(s.axes) or (1,)) for s, c in zip(self.specs, custom, strict=True)
+        )
+        tf32 = q.dtype is torch.float32 and allows_tf32()
+        decay_dtype = "" if decay is None else NAMES[decay.dtype]
+        unit = stride_unit(*dims[3:])
+        return LinearProblem(*dims, NAMES[q.dtype], decay_dtype, tf32, unit, shapes, self.per_channel)
+
+    def kernels(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor],
+        direction: str = "step", wanted: frozenset[str] = frozenset(),
+    ) -> LinearKernels:  # fmt: skip
+        """The kernels for these tensors; direction: "step", "forward" or "backward" with the wanted gradients."""
+        dims = (v.shape[2], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        decay_dtype = None if decay is None else decay.dtype
+        key: tuple[object, ...] = (*dims, q.dtype, decay_dtype, q.device, allows_tf32(), *(c.dtype for c in custom))
+        choose = None if direction == "step" else self.choose
+        if choose is not None:
+            key = (*key, bucket(q.shape[0]), bucket(q.shape[1]), direction, wanted)
         if key not in self._kernels:
-            shapes = tuple(
-                (s.name, CUSTOM_NAMES[c.dtype], tuple(s.axes) or (1,)) for s, c in zip(self.specs, custom, strict=True)
-            )
-            tf32 = q.dtype is torch.float32 and allows_tf32()
-            problem = LinearProblem(
-                *dims, NAMES[q.dtype], decay_dtype, tf32, stride_unit(*dims[3:]), shapes, self.per_channel
-            )
-            self._kernels[key] = self.kernels_of(problem, self.target(q))
+            problem, target = self.problem(q, k, v, decay, custom), self.target(q)
+            made = self.kernels_of(problem, target)
+            if choose is not None:
+                sizes, names = (q.shape[0], q.shape[1]), tuple(sorted(wanted))
+                back = direction == "backward"
+                tiles = choose(problem, target, sizes, str(q.device), made.tiles, back, names, custom)
+                made = LinearKernels(self.program, problem, tiles, target)
+            self._kernels[key] = made
         return self._kernels[key]
 
     def kernels_of(self, problem: LinearProblem, target: Target) -> LinearKernels:
@@ -132,7 +120,7 @@ class LinearLauncher:
         ends: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The output, contiguous, and the last state (an empty tensor unless `ends`)."""
-        return _Forward(self, {"q": q, "k": k, "v": v}, decay, initial, custom).run(ends)
+        return _Forward(self, {"q": q, "k": k, "v": v}, decay, initial, custom, "forward", frozenset()).run(ends)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor]
@@ -153,7 +141,7 @@ class LinearLauncher:
     ) -> LinearGradients:  # fmt: skip
         """Gradients of everything; wanted: which of "decay" and the custom inputs are asked for."""
         tensors = {"q": q, "k": k, "v": v, "do": d_output}
-        return _Backward(self, tensors, decay, initial, custom).run(d_last, wanted)
+        return _Backward(self, tensors, decay, initial, custom, "backward", wanted).run(d_last)
 
 
 def _strided_decay(decay: Tensor | None) -> list[int | Tensor]:
@@ -168,19 +156,18 @@ class _Pass:
 
     def __init__(
         self, launcher: LinearLauncher, tensors: Mapping[str, Tensor], decay: Tensor | None, initial: Tensor | None,
-        custom: Sequence[Tensor],
+        custom: Sequence[Tensor], direction: str = "step", wanted: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         q, k, v = (tensors[n] for n in "qkv")
         self.launcher, self.program, self.given = launcher, launcher.program, tensors
         self.custom, self.decay, self.initial = [as_parameter(c) for c in custom], launcher.decay_of(decay, v), initial
-        self.kernels = launcher.kernels(q, k, v, self.decay, self.custom)
+        self.kernels = launcher.kernels(q, k, v, self.decay, self.custom, direction, wanted)
         self.problem, self.tiles = self.kernels.problem, self.kernels.tiles
         self.strided = {n: with_strides(t, self.problem.stride_unit) for n, t in tensors.items()}
         self.batch, self.length, self.heads = v.shape[0], v.shape[1], v.shape[2]
         self.state_shape = (self.problem.dim, self.problem.dim_v)
         self.sums: dict[int, list[Tensor]] = {}
-        self.wanted: frozenset[str] = frozenset()
-        self.of_decay = False
+        self.wanted, self.of_decay = wanted, self.kernels.of_decay(wanted)
         self.found: dict[str, Tensor] = {}
 
     def _names(self, *names: str) -> list[int | Tensor]:
@@ -200,10 +187,10 @@ class _Pass:
     def _first(self, state: Tensor | None) -> list[Tensor]:
         return [] if state is None else [state.to(torch.float32).contiguous()]
 
-    def _reads(self, name: str) -> tuple[Expr, ...]:
-        return tuple(r for r in self.program.loads(name) if r.name in self.wanted)
+    def _reads(self, name: str | None) -> tuple[Expr, ...]:
+        return self.kernels.reads(name, self.wanted)
 
-    def _walk(
+    def _states(
         self, left: str, right: str, first: Tensor | None, other: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(states of chunks, the state at the walk's end, overlaps with the other states)."""
@@ -213,8 +200,6 @@ class _Pass:
         last = self._new(self.batch, self.heads, *self.state_shape)
         given, others, overlap = self._first(first), [], []
         if other is not None:
-            from attention_engine.kernels.linear.states import state_tiles
-
             others = [other, *self._first(self.initial)]
             overlap = [self._new(self.batch, self.heads, chunks, state_tiles(self.problem, tile))]
         kernel = self.kernels.states(left == "q", bool(given), bool(others), len(others) > 1)
@@ -224,21 +209,47 @@ class _Pass:
 
     def _rows(self, role: str, states: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(the output or a gradient, what its rows' state and pairs add to the gradient of decays)."""
-        from attention_engine.kernels.linear.chunk import ROLES, column_tiles, parts_of
-
         tile, names = self.tiles.rows[role], ROLES[role]
         own = self.given[names.own or "v"]
-        parts, (_, tiles) = parts_of(self.problem, names, tile), column_tiles(self.problem, names, tile)
+        parts = parts_of(self.problem, names, tile)
         result = self._new(*own.shape, dtype=own.dtype) if parts == 1 else self._new(parts, *own.shape)
-        shape = (tiles, self.batch, self.heads, -(-self.length // tile.chunk) * tile.chunk)
-        local = [self._new(*shape) for _ in range(2)] if self.of_decay and role in ("dq", "dk") else []
-        reads = self._reads(names.own) if names.own else ()
-        rows = [self._new(*shape) for _ in reads]
-        used = dict.fromkeys((names.rows, names.columns, names.others, *([names.own] if names.own else [])))
-        inputs = (*self._names(*used), *self.custom, *self._decays(tile.chunk))
+        local = self._row_sums(role, tile, 2) if self.of_decay and role in ("dq", "dk") else []
+        reads = self._reads(names.own)
+        rows = self._row_sums(role, tile, len(reads))
+        inputs = self._inputs(role, tile)
         self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
-        self._add(reads, [r.sum(0) for r in rows])
+        self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
         return result if parts == 1 else result.sum(0).to(own.dtype), local
+
+    def _walk(self, role: str, first: Tensor | None, ends: bool) -> tuple[Tensor, Tensor]:
+        """(the output or a gradient, the state that the walk ends with, where asked for), in one walk."""
+        tile = self.tiles.forward if role == "output" else self.tiles.walks[role]
+        name = ROLES[role].own
+        own = self.given[name or "v"]
+        result = self._new(*own.shape, dtype=own.dtype)
+        last = self._new(self.batch, self.heads, *self.state_shape) if ends else self._new(0)
+        given, lasts = self._first(first), [last] if ends else []
+        reads = self._reads(name)
+        rows = self._row_sums(role, tile, len(reads))
+        inputs = self._inputs(role, tile)
+        self.kernels.walk(role, bool(given), ends, reads).compiled(*inputs, *given, result, *lasts, *rows)
+        self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
+        return result, last
+
+    def _inputs(self, role: str, tile: LinearTile) -> list[int | Tensor]:
+        """What kernels of a role read: its tensors, the custom inputs and the sums of decays."""
+        names = ROLES[role]
+        used = dict.fromkeys((names.rows, names.columns, names.others, *([names.own] if names.own else [])))
+        return [*self._names(*used), *self.custom, *self._decays(tile.chunk)]
+
+    def _row_sums(self, role: str, tile: LinearTile, count: int) -> list[Tensor]:
+        """Tensors for what rows are summed to: (tiles, batch, heads, padded length)."""
+        _, tiles = column_tiles(self.problem, ROLES[role], tile)
+        shape = (tiles, self.batch, self.heads, -(-self.length // tile.chunk) * tile.chunk)
+        return [self._new(*shape) for _ in range(count)]
+
+    def _walks(self, role: str) -> bool:
+        return self.kernels.walks(role, self.batch, self.length, self.wanted)
 
     def _add(self, reads: Sequence[Expr], rows: Sequence[Tensor]) -> None:
         """Adds what tokens contribute, (batch, heads, padded length), to the entries that they read."""
@@ -257,50 +268,43 @@ class _Forward(_Pass):
 
     def run(self, ends: bool) -> tuple[Tensor, Tensor]:
         """The output and, where asked for, the last state."""
-        if not self.in_one_walk():
-            states, last, _ = self._walk("k", "v", self.initial, None)
-            return self._rows("output", states)[0], last if ends else self._new(0)
-        output = torch.empty(self.given["v"].shape, dtype=self.given["v"].dtype, device=self.given["v"].device)
-        last = self._new(self.batch, self.heads, *self.state_shape) if ends else self._new(0)
-        first, lasts = self._first(self.initial), [last] if ends else []
-        inputs = (*self._names("q", "k", "v"), *self.custom, *self._decays(self.tiles.forward.chunk))
-        self.kernels.forward(bool(first), ends).compiled(*inputs, *first, output, *lasts)
-        return output, last
-
-    def in_one_walk(self) -> bool:
-        """One walk moves the least memory, but has one block for each head and tile of v: are they enough for the GPU?
-
-        Where they are few and the walk long, the states' walk is shorter and all chunks then run at once.
-        """
-        plan, target = self.tiles.plan, self.kernels.target
-        if plan != "auto":
-            return plan == "walk"
-        blocks = self.batch * self.heads * -(-self.problem.dim_v // self.tiles.forward.outer)
-        short = self.length <= 8 * self.tiles.forward.chunk
-        return short or isinstance(target, str) or 2 * blocks >= target.sm_count
+        if self._walks("output"):
+            return self._walk("output", self.initial, ends)
+        states, last, _ = self._states("k", "v", self.initial, None)
+        return self._rows("output", states)[0], last if ends else self._new(0)
 
 
 class _Backward(_Pass):
-    """A backward pass: states forward, their gradients in reverse, then the chunks' own."""
+    """A backward pass: what is not made in one walk from states, of which the gradients come in reverse."""
 
-    def run(self, d_last: Tensor | None, wanted: frozenset[str]) -> LinearGradients:
+    def run(self, d_last: Tensor | None) -> LinearGradients:
         """Launches all, in order."""
-        self.wanted = wanted
-        decay_reads = {r.name for r in self.program.loads("decay")}
-        self.of_decay = self.program.decays and ("decay" in wanted or bool(decay_reads & wanted))
-        states, _, _ = self._walk("k", "v", self.initial, None)
-        d_states, d_initial, overlap = self._walk("q", "do", d_last, states if self.of_decay else None)
-        dq, of_queries = self._rows("dq", states)
-        dk, of_keys = self._rows("dk", d_states)
-        dv, _ = self._rows("dv", d_states)
-        d_decay = None
-        if overlap is not None:
-            tiles = (of_queries[0].shape[0], of_keys[0].shape[0], overlap.shape[-1])
-            d_decay = self._new(self.batch, self.length, self.heads)
-            reads = self._reads("decay")
-            rows = [self._new(*of_keys[0].shape[1:]) for _ in reads]
-            self.kernels.decay_gradients(tiles, reads).compiled(
-                *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, d_decay, *rows
-            )
-            self._add(reads, rows)
-        return LinearGradients(dq, dk, dv, d_decay, d_initial if self.initial is not None else None, self.found)
+        walked = {role for role in ("dq", "dk", "dv") if self._walks(role)}
+        states = d_states = d_initial = overlap = None
+        if "dq" not in walked or self.of_decay:
+            states, _, _ = self._states("k", "v", self.initial, None)
+        if not {"dk", "dv"} <= walked or self.of_decay:
+            d_states, d_initial, overlap = self._states("q", "do", d_last, states if self.of_decay else None)
+        first = {"dq": self.initial, "dk": d_last, "dv": d_last}
+        found, of_decays = {}, {}
+        for role, given in first.items():
+            if role in walked:
+                ends = role == "dv" and self.initial is not None and d_initial is None
+                found[role], last = self._walk(role, given, ends)
+                d_initial = last if ends else d_initial
+            else:
+                found[role], of_decays[role] = self._rows(role, states if role == "dq" else d_states)
+        d_decay = self._decay_gradient(of_decays["dq"], of_decays["dk"], overlap) if overlap is not None else None
+        initial = d_initial if self.initial is not None else None
+        return LinearGradients(found["dq"], found["dk"], found["dv"], d_decay, initial, self.found)
+
+    def _decay_gradient(self, of_queries: list[Tensor], of_keys: list[Tensor], overlap: Tensor) -> Tensor:
+        """The gradient of decay from what rows and states add to it."""
+        d_decay = self._new(self.batch, self.length, self.heads)
+        reads = self._reads("decay")
+        rows = [self._new(*of_keys[0].shape[1:]) for _ in reads]
+        self.kernels.decay_gradients(reads).compiled(
+            *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, d_decay, *rows
+        )
+        self._add(reads, rows)
+        return d_decay

@@ -7,6 +7,7 @@ import functools
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
@@ -24,7 +25,7 @@ from attention_engine.target.compile import Resources
 from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
 from attention_engine.tuner.problems import KernelName
 from attention_engine.tuner.search import Outcome, Trial
-from attention_engine.tuner.space import as_arch, judge
+from attention_engine.tuner.space import AnyTile, as_arch, judge
 from attention_engine.tuner.worker import RemoteError, Worker, WorkerDied, WorkerTimeout, call_all, worker_count
 
 CHECKED = 2 * 128 + 33  # longest length held against the dense reference: several tiles and a rest
@@ -52,6 +53,44 @@ class Job:
         """The tiles with this one in place."""
         return dataclasses.replace(self.tiles, **{self.kernel: tile})
 
+    def kernels(self, tile: Tile) -> list[Kernel]:
+        """The kernels that a timed call runs, the tuned one first."""
+        maths = analyse(self.program).wanting(self.wanted)
+        return needed(Kernels(maths, self.problem, self.with_tile(tile), self.target, self.deterministic), self.kernel)
+
+    def prepared(self, custom: Sequence[Tensor]) -> Prepared:
+        """The job's tensors, in the process that measures."""
+        return Prepared(self, list(custom))
+
+
+class AnyJob(Protocol):
+    """A job of the tuner, whatever its kernels."""
+
+    @property
+    def token(self) -> str:
+        """A name that no other job has."""
+
+    @property
+    def target(self) -> Target:
+        """What its kernels are compiled for."""
+
+    @property
+    def device(self) -> str:
+        """Where they run."""
+
+    def kernels(self, tile: Any) -> list[Kernel]:
+        """The kernels that a timed call runs, the tuned one first."""
+
+    def prepared(self, custom: Sequence[Tensor]) -> AnyPrepared:
+        """The job's tensors, in the process that measures."""
+
+
+class AnyPrepared(Protocol):
+    """The tensors of a job."""
+
+    def measure(self, tile: Any) -> tuple[float, float]:
+        """See measure_tile."""
+
 
 def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
     """The kernels that a timed call runs, the tuned one first."""
@@ -59,26 +98,24 @@ def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
     return [launched.pop(kernel), *launched.values()]
 
 
-def compile_tile(job: Job, tile: Tile) -> Resources | None:
+def compile_tile(job: AnyJob, tile: AnyTile) -> Resources | None:
     """Puts the kernels of a tile on disk; what the tuned one takes, where they are for a GPU."""
-    maths = analyse(job.program).wanting(job.wanted)
-    kernels = Kernels(maths, job.problem, job.with_tile(tile), job.target, job.deterministic)
-    compiled = [kernel.compiled for kernel in needed(kernels, job.kernel)]
+    compiled = [kernel.compiled for kernel in job.kernels(tile)]
     return None if isinstance(job.target, str) else compiled[0].lowered.resources()
 
 
 # ---- in the process that measures
 
-PREPARED: dict[str, Prepared] = {}
+PREPARED: dict[str, AnyPrepared] = {}
 
 
-def prepare(job: Job, custom: Sequence[Tensor]) -> None:
+def prepare(job: AnyJob, custom: Sequence[Tensor]) -> None:
     """Makes the tensors of a job in this process; `custom` are the caller's, copied."""
     PREPARED.clear()
-    PREPARED[job.token] = Prepared(job, [c.detach().to(job.device, copy=True) for c in custom])
+    PREPARED[job.token] = job.prepared([c.detach().to(job.device, copy=True) for c in custom])
 
 
-def measure_tile(token: str, tile: Tile) -> tuple[float, float]:
+def measure_tile(token: str, tile: AnyTile) -> tuple[float, float]:
     """(difference from what is right over what is allowed, microseconds); no time where the first is above 1."""
     return PREPARED[token].measure(tile)
 
@@ -167,7 +204,7 @@ class Prepared:
 
 # ---- in the process that asks
 
-def judged(tile: Tile, answer: object) -> Trial:
+def judged(tile: AnyTile, answer: object) -> Trial:
     """What became of a tile that was measured: an answer of measure_tile, or what it raised."""
     match answer:
         case (float() as off, float() as time_us):
@@ -182,7 +219,7 @@ def judged(tile: Tile, answer: object) -> Trial:
             return Trial(tile, Outcome.LAUNCH_ERROR, message=str(answer)[:300])
 
 
-def compiled(job: Job, tile: Tile, answer: object) -> Trial:
+def compiled(job: AnyJob, tile: AnyTile, answer: object) -> Trial:
     """What became of a tile that was compiled: an answer of compile_tile, or what it raised."""
     match answer:
         case None:
@@ -203,18 +240,18 @@ def compiled(job: Job, tile: Tile, answer: object) -> Trial:
 class WorkerBench:
     """Tiles on a GPU: compiled by several processes, run by one that may crash."""
 
-    def __init__(self, job: Job, custom: Sequence[Tensor]) -> None:
+    def __init__(self, job: AnyJob, custom: Sequence[Tensor]) -> None:
         self.job, self.custom, self.worker = job, [c.detach().cpu() for c in custom], Worker()
         self.ready = False
 
-    def compile(self, tiles: Sequence[Tile], seconds: float) -> Iterator[Trial]:
+    def compile(self, tiles: Sequence[AnyTile], seconds: float) -> Iterator[Trial]:
         """One trial for each tile as it is compiled."""
         calls = [(self.job, tile) for tile in tiles]
         limit = min(COMPILE_SECONDS, max(seconds, 1.0))
         for number, answer in call_all(compile_tile, calls, worker_count(len(calls)), limit):
             yield compiled(self.job, tiles[number], answer)
 
-    def measure(self, tile: Tile, seconds: float) -> Trial:
+    def measure(self, tile: AnyTile, seconds: float) -> Trial:
         """Numbers, then time; a process that failed is replaced."""
         limit = MEASURE_SECONDS + min(max(seconds, 0.0), MEASURE_SECONDS)
         locks = settings.kernel_dir() / ".locks"
@@ -238,15 +275,15 @@ class WorkerBench:
 class LocalBench:
     """Tiles on the interpreter, which neither crashes nor hangs."""
 
-    def __init__(self, job: Job, custom: Sequence[Tensor]) -> None:
-        self.job, self.prepared = job, Prepared(job, [c.detach().clone() for c in custom])
+    def __init__(self, job: AnyJob, custom: Sequence[Tensor]) -> None:
+        self.job, self.prepared = job, job.prepared([c.detach().clone() for c in custom])
 
-    def compile(self, tiles: Sequence[Tile], seconds: float) -> Iterator[Trial]:
+    def compile(self, tiles: Sequence[AnyTile], seconds: float) -> Iterator[Trial]:
         """Nothing to do."""
         for tile in tiles:
             yield Trial(tile, Outcome.OK)
 
-    def measure(self, tile: Tile, seconds: float) -> Trial:
+    def measure(self, tile: AnyTile, seconds: float) -> Trial:
         """Numbers, then time."""
         try:
             return judged(tile, self.prepared.measure(tile))
@@ -257,6 +294,6 @@ class LocalBench:
         """Nothing to do."""
 
 
-def bench_for(job: Job, custom: Sequence[Tensor]) -> WorkerBench | LocalBench:
+def bench_for(job: AnyJob, custom: Sequence[Tensor]) -> WorkerBench | LocalBench:
     """Where the tiles of a job run."""
     return LocalBench(job, custom) if isinstance(job.target, str) else WorkerBench(job, custom)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -37,7 +38,7 @@ class Tuning:
     measure: tuple[bool, bool] = (False, False)
     files: tuple[str | os.PathLike[str] | None, ...] = (None, None)
     budget: Budget = field(default_factory=Budget)
-    bench: Callable[[Job, Sequence[Tensor]], WorkerBench | LocalBench] = bench_for
+    bench: Callable[[Any, Sequence[Tensor]], WorkerBench | LocalBench] = bench_for
     results: dict[str, Result] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,16 +56,16 @@ class Tuning:
         paths = [str(Path(f).expanduser().resolve()) if f else "" for f in self.files]
         return f"{self.measure} {paths}" if self.matters else ""
 
-    def file(self, kernel: KernelName) -> TuneFile | None:
+    def file(self, kernel: str) -> TuneFile | None:
         """The tune file of a kernel."""
-        return self._files[kernel != "forward"]
+        return self._files[not kernel.startswith("forward")]
 
-    def find(self, kernel: KernelName, key: dict) -> Entry | None:
+    def find(self, kernel: str, key: dict) -> Entry | None:
         """What is known of a problem, without measuring."""
         file = self.file(kernel)
         if file is not None:
             return file.find(key)
-        return FOUND.get(name_of(key)) if self.measure[kernel != "forward"] else None
+        return FOUND.get(name_of(key)) if self.measure[not kernel.startswith("forward")] else None
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,24 @@ class Asked:
         return dataclasses.replace(found, tiles=(default, *ranked))
 
 
-def choose(tuning: Tuning, asked: Asked, tiles: Tiles, backward: bool, custom: Sequence[Tensor]) -> Tiles:
+    def tile(self, tiles: Tiles, kernel: KernelName) -> Tile:
+        """A kernel's tile."""
+        found: Tile = getattr(tiles, kernel)
+        return found
+
+    def with_tile(self, tiles: Tiles, kernel: KernelName, tile: Tile) -> Tiles:
+        """The tiles with one kernel's replaced."""
+        return dataclasses.replace(tiles, **{kernel: tile})
+
+    def job(self, kernel: KernelName, tiles: Tiles) -> Job:
+        """What a process needs to try tiles of a kernel."""
+        return Job(
+            self.maths.program, tuple(self.specs), kernel, self.problem, self.lengths, self.target, self.device,
+            self.deterministic, tiles, self.wanted,
+        )  # fmt: skip
+
+
+def choose(tuning: Tuning, asked: Any, tiles: Any, backward: bool, custom: Sequence[Tensor]) -> Any:
     """The tiles with those of one direction looked up or, where the engine tunes, measured."""
     for kernel in asked.kernels(backward, tiles):
         key = asked.key(kernel, tiles)
@@ -121,11 +139,11 @@ def choose(tuning: Tuning, asked: Asked, tiles: Tiles, backward: bool, custom: S
         if entry is None and tuning.measure[backward]:
             entry = _tune_once(tuning, asked, kernel, key, tiles, custom)
         if entry is not None:
-            tiles = dataclasses.replace(tiles, **{kernel: entry.tile})
+            tiles = asked.with_tile(tiles, kernel, entry.tile)
     return tiles
 
 
-def look_up(tuning: Tuning, asked: Asked, tiles: Tiles) -> dict[KernelName, Entry]:
+def look_up(tuning: Tuning, asked: Any, tiles: Any) -> dict[Any, Entry]:
     """What is known of a problem's kernels, both directions, without measuring."""
     names = [name for backward in (False, True) for name in asked.kernels(backward, tiles)]
     found = {name: tuning.find(name, asked.key(name, tiles)) for name in names}
@@ -133,7 +151,7 @@ def look_up(tuning: Tuning, asked: Asked, tiles: Tiles) -> dict[KernelName, Entr
 
 
 def _tune_once(
-    tuning: Tuning, asked: Asked, kernel: KernelName, key: dict, tiles: Tiles, custom: Sequence[Tensor]
+    tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, custom: Sequence[Tensor]
 ) -> Entry:
     """Measures, while other processes that want the same entry of the same file wait for it."""
     if asked.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
@@ -150,16 +168,10 @@ def _tune_once(
         return tuning.find(kernel, key) or _tune(tuning, asked, kernel, key, tiles, custom)
 
 
-def _tune(
-    tuning: Tuning, asked: Asked, kernel: KernelName, key: dict, tiles: Tiles, custom: Sequence[Tensor]
-) -> Entry:
+def _tune(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, custom: Sequence[Tensor]) -> Entry:
     if asked.device.startswith("cuda"):
         torch.cuda.synchronize(asked.device)  # else what still runs would be timed too
-    job = Job(
-        asked.maths.program, tuple(asked.specs), kernel, asked.problem, asked.lengths, asked.target, asked.device,
-        asked.deterministic, tiles, asked.wanted,
-    )  # fmt: skip
-    bench = tuning.bench(job, custom)
+    bench = tuning.bench(asked.job(kernel, tiles), custom)
     try:
         result = search(bench, asked.space(kernel, tiles).tiles, tuning.budget, key["kernel"])
     finally:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from attention_engine.arch import Arch
 from attention_engine.compiler import Target
 from attention_engine.ir.linear import LinearProblem, LinearTile, LinearTiles
+from attention_engine.ir.problem import padded
 
 ROLES = ("output", "dq", "dk", "dv")
 STEP = LinearTile(1, 0, 32, 128, 0)
@@ -43,18 +44,34 @@ def _ampere(problem: LinearProblem) -> LinearTiles:
 
 
 def _hopper(problem: LinearProblem) -> LinearTiles:
-    """Heads up to 128 wide: two blocks on an SM hide each other's waits. Wider ones: fewer, larger chunks, whose states
-    are the most of what moves. The forward walk copies in step with its products until its pipelined form has been
-    measured: an earlier one was wrong on an H100.
+    """By what was fastest on an H100 at head dims 128/64 and 256/512 (benchmarks/notes.md).
+
+    Where a state is small, several blocks on an SM hide each other's waits; where it fills the registers, warps of
+    their own copy, and gradients are walked. Dims that aren't whole tiles are not copied by TMA, and walk in step.
     """
-    if problem.dim <= 128:
-        forward = LinearTile(64, problem.dim, 64, 128, 0, blocks=2, specialize=False)
-        states = LinearTile(64, 128, 64, 128, 2, blocks=2)
-        row = LinearTile(64, 64, 128, 128, 0, heads=8, specialize=False)
-        light = replace(row, blocks=3 if problem.dim_v <= 64 else 1)  # neither has rows of decays to sum
-        rows = {"output": light, "dq": row, "dk": row, "dv": light}
-        return LinearTiles(forward, states, STEP, rows)
-    forward = LinearTile(64, problem.dim, 128, 256, 0, in_registers=False, specialize=False)
-    states = LinearTile(128, 128, 64, 256, 2)
-    row = LinearTile(128, 64, 128, 256, 2, heads=8, specialize=False)
-    return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row))
+    whole = padded(problem.dim) == problem.dim and padded(problem.dim_v) == problem.dim_v
+    return _narrow(problem, whole) if problem.dim <= 128 else _wide(problem, whole)
+
+
+def _narrow(problem: LinearProblem, whole: bool) -> LinearTiles:
+    forward = LinearTile(64, problem.dim, 64, 128, 1, blocks=2)
+    states = LinearTile(64, 128, 64, 128, 2, blocks=3 if whole else 1)
+    row = LinearTile(64, 64, 128, 128, 0, heads=40, specialize=False)
+    light = replace(row, heads=1, blocks=4 if problem.dim_v <= 64 else 1)  # neither has rows of decays to sum
+    rows = {"output": light, "dq": row, "dk": row, "dv": light}
+    return LinearTiles(forward if whole else _in_step(forward), states, STEP, rows)
+
+
+def _wide(problem: LinearProblem, whole: bool) -> LinearTiles:
+    forward = LinearTile(64, problem.dim, 128, 256, 1, in_registers=False)
+    states = LinearTile(128, 128, 64, 128, 2)
+    row = LinearTile(128, 64, 128, 256, 3, heads=8, specialize=False)
+    rows = dict.fromkeys(ROLES, row)
+    if not whole:
+        return LinearTiles(_in_step(forward), states, STEP, rows)
+    across = {"dq": replace(forward, outer=64), "dk": replace(forward, outer=64)}  # their state has v's dim for rows
+    return LinearTiles(forward, states, STEP, rows, {"dv": forward, **(across if problem.dim_v <= 512 else {})})
+
+
+def _in_step(tile: LinearTile) -> LinearTile:
+    return replace(tile, stages=0, specialize=False)

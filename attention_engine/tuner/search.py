@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from attention_engine.errors import NothingRan
-from attention_engine.ir.problem import Tile
+from attention_engine.tuner.space import AnyTile
 
 FINALISTS = 3  # measured again, in turns, so that a drifting clock meets all alike
 ROUNDS = 3
@@ -35,7 +35,7 @@ class Outcome(Enum):
 class Trial:
     """A tile that was tried. time_us: of one call, where it is ok; message: why it is not."""
 
-    tile: Tile
+    tile: AnyTile
     outcome: Outcome
     time_us: float | None = None
     message: str = ""
@@ -52,10 +52,10 @@ class Budget:
 class Bench(Protocol):
     """Where tiles are compiled and measured."""
 
-    def compile(self, tiles: Sequence[Tile], seconds: float) -> Iterator[Trial]:
+    def compile(self, tiles: Sequence[AnyTile], seconds: float) -> Iterator[Trial]:
         """One trial for each tile as it is done; OK means compiled, not yet measured."""
 
-    def measure(self, tile: Tile, seconds: float) -> Trial:
+    def measure(self, tile: AnyTile, seconds: float) -> Trial:
         """Checks the numbers of a compiled tile, then times it."""
 
 
@@ -72,11 +72,11 @@ class Result:
         return dict(Counter(t.outcome.value for t in self.trials))
 
 
-def search(bench: Bench, tiles: Sequence[Tile], budget: Budget, what: str = "") -> Result:
+def search(bench: Bench, tiles: Sequence[AnyTile], budget: Budget, what: str = "") -> Result:
     """The best of the tiles, which come in order of promise, the default first. Raises NothingRan."""
     tiles = tiles[: budget.max_trials]
     stop = time.monotonic() + budget.max_seconds
-    trials: dict[Tile, Trial] = {}
+    trials: dict[AnyTile, Trial] = {}
     with progress(len(tiles), what) as bar, closing(_compiled(bench, tiles, stop)) as compiled:
         for made in compiled:
             left = stop - time.monotonic()
@@ -100,7 +100,7 @@ def search(bench: Bench, tiles: Sequence[Tile], budget: Budget, what: str = "") 
     return Result(tuple(trials.values()), best, default_trial.time_us if default_trial else None)
 
 
-def _compiled(bench: Bench, tiles: Sequence[Tile], stop: float) -> Iterator[Trial]:
+def _compiled(bench: Bench, tiles: Sequence[AnyTile], stop: float) -> Iterator[Trial]:
     yield from bench.compile(tiles, max(stop - time.monotonic(), 1.0))
 
 
@@ -118,7 +118,7 @@ def _best_so_far(trials: Iterable[Trial]) -> str:
     return f"best {min(map(_time, right)):.0f} us" if right else "none yet"
 
 
-def _finals(bench: Bench, right: Sequence[Trial], default: Trial | None, stop: float) -> dict[Tile, Trial]:
+def _finals(bench: Bench, right: Sequence[Trial], default: Trial | None, stop: float) -> dict[AnyTile, Trial]:
     """The best few and the default, measured again in turns: each with the least of its times."""
     few = list(right[:FINALISTS])
     if default is not None and default.outcome is Outcome.OK and default not in few:

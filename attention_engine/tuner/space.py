@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from attention_engine.arch import H100, Arch
 from attention_engine.compiler import Target
+from attention_engine.ir.linear import LinearTile
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.target.compile import Resources
 from attention_engine.tuner.problems import KernelName
@@ -22,6 +23,7 @@ THREADS = (32, 64, 128, 256, 384)
 STAGES = (1, 2, 3)
 OTHER_REGISTERS = 40  # per thread, beside the accumulators: addresses, row values, counters
 MOST_SPILLED = 64  # bytes a thread may spill: a few values outside the loop cost nothing that can be measured
+AnyTile = Tile | LinearTile
 INTERPRETED = H100()  # what the interpreter stands for
 
 
@@ -29,8 +31,8 @@ INTERPRETED = H100()  # what the interpreter stands for
 class Space:
     """The tiles to try, and those that were rejected with the reason."""
 
-    tiles: tuple[Tile, ...]
-    rejected: tuple[tuple[Tile, str], ...]
+    tiles: tuple[AnyTile, ...]
+    rejected: tuple[tuple[AnyTile, str], ...]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 from filelock import FileLock
 
 from attention_engine.errors import TuneFileUnreadable
+from attention_engine.ir.linear import LinearTile
 from attention_engine.ir.problem import Tile
 
 SCHEMA = 1
@@ -43,7 +44,7 @@ class Entry:
     """The best tile found for a problem. time_us: of one call; None where it was chosen without measuring."""
 
     key: Key
-    tile: Tile
+    tile: Tile | LinearTile
     time_us: float | None
     tried: int
     when: str
@@ -74,11 +75,16 @@ def parse(text: str, where: str) -> list[Entry]:
         )
     try:
         return [
-            Entry(dict(e["key"]), Tile(**e["tile"]), e["time_us"], int(e["tried"]), str(e["when"]))
+            Entry(dict(e["key"]), _tile(e["tile"]), e["time_us"], int(e["tried"]), str(e["when"]))
             for e in held["entries"]
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(where, f"an entry is not as it should be ({error})") from error
+
+
+def _tile(fields: Mapping[str, Any]) -> Tile | LinearTile:
+    """A tile of the kind that has these fields."""
+    return LinearTile(**fields) if "chunk" in fields else Tile(**fields)
 
 
 def _unreadable(where: str, why: str) -> TuneFileUnreadable:

@@ -140,3 +140,42 @@ def test_a_decay_alike_in_all_channels_is_one_for_the_token():
     channels["d_decay"] = channels["d_decay"].sum(-1)
     for name, value in token.items():
         torch.testing.assert_close(channels[name], value, rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", ["plain", "shifted", "scaled_keys"])
+def test_gradients_by_walks_and_by_chunks_agree(name):
+    """No gradient of decays is asked for, so that all of dq, dk, dv and of the initial state may come from walks."""
+    case, shape = CASES[name], Shape(2, 150, 2, 2, 2, 40, 96)
+    engine, inputs = engine_for(case, shape, FP32, backend="interpret"), shape.inputs(case, FP32)
+    tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
+    launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
+    tile, tiles = LinearTile(64, 0, 32, 128, 0), launcher.kernels(*tensors, custom).tiles
+    found = []
+    for plan in ("walk", "chunks"):
+        walks = dict.fromkeys(("dq", "dk", "dv"), tile)
+        launcher.tiles = dataclasses.replace(tiles, plan=plan, walks=walks)
+        launcher._kernels.clear()
+        given = (*tensors, inputs["initial_state"], custom, inputs["d_o"], inputs["d_last"])
+        made = launcher.backward(*given, frozenset(case.axes))
+        (kernels,) = launcher._kernels.values()
+        assert {b for b, *_ in kernels._made} >= ({"walk.walk"} if plan == "walk" else {"chunk.chunk_rows"})
+        assert ("chunk.chunk_rows" in {b for b, *_ in kernels._made}) is (plan == "chunks")
+        found.append({"q": made.q, "k": made.k, "v": made.v, "initial": made.initial, **made.custom})
+    launcher.tiles = None
+    launcher._kernels.clear()
+    for key, value in found[0].items():
+        assert (value - found[1][key]).abs().mean() <= 1e-5 * value.abs().mean(), key
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_heads_that_share_their_rows_agree_however_many_a_block_takes(heads):
+    """A head's own mod of a shared key must not be taken for all heads of the block."""
+    shape = Shape(1, 40, 1, 1, 4, 32, 32)
+    for name in ("plain", "scaled_keys", "shifted"):
+        apart, together = (
+            with_tiles(CASES[name], shape, lambda tiles, n=n: dataclasses.replace(
+                tiles, plan="chunks", rows={r: dataclasses.replace(t, heads=n) for r, t in tiles.rows.items()}))
+            for n in (1, heads)
+        )  # fmt: skip
+        for key, value in apart.items():
+            torch.testing.assert_close(value, together[key], rtol=1e-5, atol=2e-5)

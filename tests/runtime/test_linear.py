@@ -5,7 +5,7 @@ import torch
 
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.compiler import Kernel
-from attention_engine.errors import BadInput, BadMeta, HeadsDoNotGroup, NoDevice, NotYetSupported, UnknownOption
+from attention_engine.errors import BadInput, BadMeta, HeadsDoNotGroup, NoDevice, UnknownOption
 from attention_engine.runtime.linear_channels import ChannelLauncher
 from attention_engine.runtime.linear_launch import LinearLauncher
 from tests.linear_cases import CASES, Shape, engine_for, engine_results
@@ -235,7 +235,6 @@ def test_kernels_take_the_dtype_they_were_built_for():
         (UnknownOption, "backend is 'cuda'", {"backend": "cuda"}),
         (UnknownOption, "layout is 'sbhd'", {"layout": "sbhd"}),
         (UnknownOption, "device is 'H100'", {"device": "H100"}),
-        (NotYetSupported, "tunes no linear attention", {"tune": True}),
         (UnknownOption, "custom_io is {}", {"custom_io": {}}),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, X
+from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, LinearTile, X
 from attention_engine.ir.program import Q_IDX, B, H
 from attention_engine.kernels.common import (
     FLOAT,
@@ -46,9 +46,28 @@ def reduce_sum(source: Any, target: Any, dim: int) -> None:
     T.reduce_sum(source, target, dim=dim)
 
 
-def tiled(dim: int, tile: int) -> int:
-    """How many tiles a dim is cut into."""
-    return -(-dim // tile)
+SM_REGISTERS = 65536
+COPYING = 128  # threads that TileLang adds where warps of their own copy; they keep 24 registers each
+
+
+@T.macro
+def share_sm(tile: LinearTile) -> None:
+    """Has registers left for `tile.blocks` blocks on an SM.
+
+    Where warps of their own copy, they hand registers to the others; TileLang's default, 240 for each of those, is more
+    than several blocks have, and asking for more than there is waits forever.
+    """
+    T.annotate_min_blocks_per_sm(tile.blocks)
+    if tile.blocks > 1 and tile.specialize and tile.stages > 0:
+        T.annotate_producer_reg_dealloc(24)
+        T.annotate_consumer_reg_alloc(consumer_registers(tile))
+
+
+def consumer_registers(tile: LinearTile) -> int:
+    """What a computing thread may have, in steps of 8, where copying ones keep 24."""
+    threads = tile.threads + COPYING
+    at_launch = SM_REGISTERS // (tile.blocks * threads) // 8 * 8
+    return min((at_launch * threads - 24 * COPYING) // tile.threads // 8 * 8, 240)
 
 
 class LinearSizes(Sizes):

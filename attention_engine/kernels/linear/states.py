@@ -11,8 +11,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
-from attention_engine.ir.problem import padded
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, state_tiles, tile_of_state, tiled
 from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, over_pairs, store
 from attention_engine.kernels.linear.common import (
     Block,
@@ -22,18 +21,8 @@ from attention_engine.kernels.linear.common import (
     add_product,
     load_source,
     product_of,
-    tiled,
+    share_sm,
 )
-
-
-def state_tiles(problem: LinearProblem, tile: LinearTile) -> int:
-    """How many blocks share a state."""
-    dim, dim_v = _tile_of_state(problem, tile)
-    return tiled(problem.dim, dim) * tiled(problem.dim_v, dim_v)
-
-
-def _tile_of_state(problem: LinearProblem, tile: LinearTile) -> tuple[int, int]:
-    return min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
 
 
 def states(
@@ -56,7 +45,7 @@ def states(
     sizes = LinearSizes(problem, tile.chunk)
     names = ("q", "do") if reverse else ("k", "v")
     left_source, right_source = (Source(n, problem, program) for n in names)
-    dim, dim_v = _tile_of_state(problem, tile)
+    dim, dim_v = tile_of_state(problem, tile)
     dim_v_tiles, tiles = tiled(problem.dim_v, dim_v), state_tiles(problem, tile)
     decays = program.decays
     parameters = {**sizes.inputs(*names), **sizes.custom()}
@@ -124,7 +113,7 @@ def states(
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(tiles, problem.heads, sizes.batch, threads=tile.threads) as (part, head, batch):
-            T.annotate_min_blocks_per_sm(tile.blocks)
+            share_sm(tile)
             left = SourceTile(left_source, tile.chunk, dim)
             raw = T.alloc_shared([tile.chunk, dim_v], problem.dtype)
             weighted = T.alloc_fragment([tile.chunk, dim_v], FLOAT)
@@ -132,6 +121,7 @@ def states(
             sums = T.alloc_shared([tile.chunk], FLOAT)
             weights = T.alloc_shared([tile.chunk], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
+            staged = T.alloc_shared([dim, dim_v], problem.dtype)  # from there rows leave whole
             held = state.sum
             d0, v0 = (part // dim_v_tiles) * dim, (part % dim_v_tiles) * dim_v
             if starts:
@@ -141,7 +131,8 @@ def states(
             for step in loop(sizes.chunks, tile.stages):
                 chunk = sizes.chunks - 1 - step if reverse else step
                 block = Block(buffers, sizes, batch, head, chunk * tile.chunk)
-                T.copy(held, buffers["kept"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v])
+                T.copy(held, staged)
+                T.copy(staged, buffers["kept"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v])
                 load_source(left, block, d0)
                 T.copy(block.window(right_source, v0, dim_v), raw)
                 if decays:

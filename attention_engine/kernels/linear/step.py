@@ -6,10 +6,10 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, X
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, X, tiled
 from attention_engine.ir.program import Q_IDX, B, H
 from attention_engine.kernels.common import FLOAT, build, over_rows, reader, store
-from attention_engine.kernels.linear.common import LinearSizes, Source, tiled
+from attention_engine.kernels.linear.common import LinearSizes, Source
 from attention_engine.kernels.linear.decays import decay_parameter
 from attention_engine.kernels.splice import Splice
 

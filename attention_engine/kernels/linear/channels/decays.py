@@ -6,11 +6,11 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram, LinearTile
+from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, build, over_pairs, store
 from attention_engine.kernels.linear.channels.common import ChannelSizes, sums_window
-from attention_engine.kernels.linear.common import Block, tiled
+from attention_engine.kernels.linear.common import Block
 from attention_engine.kernels.linear.decays import LOG2_E, decay_parameter
 
 

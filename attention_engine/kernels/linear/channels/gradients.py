@@ -22,7 +22,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram, LinearTile
+from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import (
     FLOAT,
@@ -50,7 +50,7 @@ from attention_engine.kernels.linear.channels.common import (
     sums_window,
 )
 from attention_engine.kernels.linear.channels.decays import decay_entry
-from attention_engine.kernels.linear.common import Block, Source, add_product, copy, tiled
+from attention_engine.kernels.linear.common import Block, Source, add_product, copy
 from attention_engine.kernels.linear.decays import decay_parameter
 from attention_engine.passes.mods import differentiate_mod
 

@@ -15,7 +15,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop
 from attention_engine.kernels.linear.channels.common import (
@@ -29,7 +29,7 @@ from attention_engine.kernels.linear.channels.common import (
     load_exact,
     sums_window,
 )
-from attention_engine.kernels.linear.common import Block, Source, add_product, tiled
+from attention_engine.kernels.linear.common import Block, Source, add_product
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, build, loop, multiply, named, over_pairs, over_rows, store
 from attention_engine.kernels.linear.channels.common import (
@@ -17,7 +17,7 @@ from attention_engine.kernels.linear.channels.common import (
     WeighedTile,
     sums_window,
 )
-from attention_engine.kernels.linear.common import Block, Source, tiled
+from attention_engine.kernels.linear.common import Block, Source
 
 
 def scores(problem: LinearProblem, program: LinearProgram, tile: LinearTile) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Accumulator, build, loop
 from attention_engine.kernels.linear.channels.common import (
@@ -21,7 +21,7 @@ from attention_engine.kernels.linear.channels.common import (
     WeighedTile,
     sums_window,
 )
-from attention_engine.kernels.linear.common import Block, Source, add_product, tiled
+from attention_engine.kernels.linear.common import Block, Source, add_product
 
 
 def value_tiles(problem: LinearProblem, tile: LinearTile) -> int:

@@ -1,0 +1,146 @@
+"""A role's whole pass in one walk: a block keeps a tile of one head's M in registers from the first token to the last.
+
+Nothing but the role's tensors and its result meets memory (the form, and M: roles.py). Queries are walked forward, keys
+in reverse. A block makes a tile of the result's columns, and the part of M that they need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.linear import ROLES, LinearProblem, LinearProgram, LinearTile, Role
+from attention_engine.ir.problem import padded
+from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, named, over_pairs, store
+from attention_engine.kernels.linear.common import Block, SourceTile, add_product, copy, load_source, share_sm
+from attention_engine.kernels.linear.roles import RoleKernel, Rows
+
+
+def walk(
+    problem: LinearProblem, program: LinearProgram, role: str, tile: LinearTile, starts: bool, ends: bool,
+    reads: tuple[Expr, ...],
+) -> Any:  # fmt: skip
+    """The PrimFunc: (x, y, z, [own], custom..., [sums], [first], result, [last], row sums...).
+
+    first: the state that a forward walk begins with, or the gradient of the last state, where `starts`; last: the state
+    (or gradient of the first one) that the walk of "output" or "dv" ends with, where `ends`; both fp32. The rest as in
+    chunk.py, with no heads summed.
+    """
+    return _Walk(problem, program, ROLES[role], tile, starts, ends, reads).build()
+
+
+class _Walk(RoleKernel):
+    """The kernel under construction."""
+
+    def __init__(
+        self, problem: LinearProblem, program: LinearProgram, role: Role, tile: LinearTile, starts: bool, ends: bool,
+        reads: tuple[Expr, ...],
+    ) -> None:  # fmt: skip
+        super().__init__(problem, program, role, tile, False, reads)
+        self.starts, self.ends, self.dim = starts, ends, padded(self.x.dim)
+        self.weighs = self.decays or self.by_column
+        self.reuses = self.weighs and not problem.splits  # results leave through the weighed others' memory
+
+    def parameters(self) -> dict[str, Any]:
+        sizes, problem, own = self.sizes, self.problem, self.role.own or "v"
+        found = self.inputs()
+        if self.starts:
+            found["first"] = sizes.state()
+        found["result"] = sizes.tensor(sizes.length, problem.heads_of(own), problem.dim_of(own), problem)
+        if self.ends:
+            found["last"] = sizes.state()
+        return {**found, **self.row_sums()}
+
+    def build(self) -> Any:
+        tile, problem, sizes, chunk, width = self.tile, self.problem, self.sizes, self.tile.chunk, self.width
+
+        @T.macro
+        def body(buffers: Any) -> None:
+            with T.Kernel(self.width_tiles, problem.heads, sizes.batch, threads=tile.threads) as (part, head, batch):
+                share_sm(tile)
+                x, y = (SourceTile(s, chunk, self.dim) for s in (self.x, self.y))
+                z = SourceTile(self.z, chunk, width)
+                own = SourceTile(self.own, chunk, width) if self.needs_own else None
+                weighted = T.alloc_fragment([chunk, width], FLOAT) if self.weighs else None
+                values = Operand("values", problem, (chunk, width)) if self.weighs else None
+                weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
+                before = Operand("before", problem, (self.dim, width))
+                scores = Accumulator("scores", problem, (chunk, chunk))
+                result = Accumulator("result", problem, (chunk, width))
+                state = Accumulator("state", problem, (self.dim, width))
+                staged = values.whole if self.reuses else T.alloc_shared([chunk, width], problem.dtype)
+                held, made = state.sum, result.sum
+                rows = Rows(chunk, width, self.needs_own)
+                column_weights = named("column_weights", T.alloc_shared([chunk], FLOAT))
+                column0 = part * width
+                if self.starts:
+                    self.first_state(buffers, held, batch, head, column0)
+                else:
+                    T.fill(held, 0)
+                for step in loop(sizes.chunks, tile.stages):
+                    index = sizes.chunks - 1 - step if self.role.over_keys else step
+                    block = Block(buffers, sizes, batch, head, index * chunk)
+                    load_source(x, block, 0)
+                    load_source(y, block, 0)
+                    load_source(z, block, column0)
+                    if self.needs_own:
+                        load_source(own, block, column0)
+                    if self.decays:
+                        T.copy(buffers["sums"][batch, head, index * chunk : (index + 1) * chunk], rows.sums)
+                    self.find_factors(block, rows)
+                    self.find_column_weights(block, rows, column_weights)
+                    load(before, held)
+                    T.clear(scores.sum)
+                    add_product(x.operand, y.operand, scores, transpose_B=True, rows=tile.in_registers)
+                    T.clear(made)
+                    add_product(x.operand, before, result, rows=tile.in_registers)
+                    self.weigh_pairs(scores.sum, rows)
+                    self.weigh_rows(made, rows)
+                    load(weights, scores.sum)
+                    add_product(weights, z.operand, result, rows=tile.in_registers)
+                    if self.weighs:
+                        self.weigh_others(z, column_weights if self.decays else rows.yz, weighted)
+                        load(values, weighted)
+                    if self.decays:
+                        for i, j in T.Parallel(self.dim, width):
+                            held[i, j] *= T.exp2(rows.sums[chunk - 1])
+                    add_product(y.operand, values if self.weighs else z.operand, state, transpose_A=True, rows=False)
+                    if len(self.reads) > 0:
+                        self.sum_reads(block, own, made, rows, part)
+                    self.chain(block, own, made, rows, column0)
+                    T.copy(made, staged)
+                    T.copy(staged, self.result_window(buffers, block, column0))
+                if self.ends:
+                    T.copy(held, buffers["last"][batch, head, 0 : self.dim, column0 : column0 + width])
+
+        return build(f"walk_{self.role.name}" if self.role.own else "forward", self.parameters(), body)
+
+    def result_window(self, buffers: Any, block: Block, column0: Any) -> Any:
+        stop = block.token0 + self.tile.chunk
+        return buffers["result"][block.batch, block.token0 : stop, block.head, column0 : column0 + self.width]
+
+    def find_column_weights(self, block: Block, rows: Rows, target: Any) -> None:
+        """What decay leaves of a column in M past the chunk, with the column's own factor."""
+        if self.decays:
+            sums, last = rows.sums, self.tile.chunk - 1
+            left = (lambda i: sums[i]) if self.role.over_keys else (lambda i: sums[last] - sums[i])
+            block.rows(target, lambda i: rows.yz[i] * T.exp2(left(i)) if self.by_column else T.exp2(left(i)))
+
+    def weigh_others(self, z: SourceTile, weights: Any, weighted: Any) -> None:
+        over_pairs(self.tile.chunk, self.width, lambda j, d: store(weighted, z.value(j, d) * weights[j], j, d))
+
+    def first_state(self, buffers: Any, held: Any, batch: Any, head: Any, column0: Any) -> None:
+        """held = the first state's tile; of a transposed M, entry by entry."""
+        first, last_d, last_e = buffers["first"], self.problem.dim - 1, self.problem.dim_v - 1
+        if not self.role.transposed:
+            copy(first[batch, head, 0 : self.dim, column0 : column0 + self.width], held)
+            return
+
+        def entry(i: Any, j: Any) -> None:
+            d, e = column0 + j, i
+            value = first[batch, head, T.min(d, last_d), T.min(e, last_e)]
+            store(held, T.if_then_else(T.And(d <= last_d, e <= last_e), value, 0.0), i, j)
+
+        over_pairs(self.dim, self.width, entry)
