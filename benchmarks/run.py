@@ -1,6 +1,6 @@
 """Times cases on peers, in one run on one GPU; numbers are held to float64 before any time counts.
 
-    python -m benchmarks.run --case 'mha-128.softmax.*.8192' --peer attention_engine --peer cudnn --out results/h100
+python -m benchmarks.run --case 'mha-128.softmax.*.8192' --peer attention_engine --peer cudnn --out results/h100
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from attention_engine.errors import AttentionEngineError
 from attention_engine.tuner.cases import Case, find
 from benchmarks.cases import Inputs, References, make_inputs, make_references, moved_bytes
 from benchmarks.peers import PEERS, Attention, Peer, Unavailable
+from benchmarks.profile import profile, proton
 from benchmarks.timing import Call, Ceilings, Timing, clock, environment, measure_ceilings, peak_bytes
 
 OURS = ("attention_engine", "deterministic")
@@ -163,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each call")
     parser.add_argument("--out", type=Path, help="writes OUT.csv and OUT.json")
+    parser.add_argument("--profile", action="store_true", help="what our kernels take, one by one, and ncu's counters")
+    parser.add_argument("--proton", type=Path, metavar="FILE", help="writes FILE.hatchet, a Proton profile (triton)")
     args = parser.parse_args(argv)
     cases = find(*args.case)
     if not torch.cuda.is_available():
@@ -172,8 +175,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     where, rows = {**environment("triton", "tilelang", "flash-attn-4"), **asdict(ceilings)}, []
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     for case in cases:
-        found = measure(case, args.peer or list(PEERS), dtype, ceilings, args.rounds)
+        with proton(args.proton):
+            found = measure(case, args.peer or list(PEERS), dtype, ceilings, args.rounds)
         print(table(found), flush=True)
+        if args.profile:
+            print(profile(case, dtype), flush=True)
         rows += found
         if args.out:
             write(args.out, rows, where)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attention_engine.arch import Arch
+from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernel, Kernels, Maths, Target, Tiles, analyse
 from attention_engine.errors import (
     NoDevice,
@@ -49,6 +49,7 @@ from attention_engine.runtime.inputs import (
 )
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.tuning import Asked, Tuning, choose
+from attention_engine.target.compile import Resources
 
 MOST_SEEN = 4096
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
@@ -176,9 +177,7 @@ class AttentionEngine(torch.nn.Module):
             wanted: tuple[str, ...], problem: Problem, target: Target, lengths: tuple[int, int, int],
             device: torch.device, tiles: Tiles, backward: bool, custom: Sequence[Tensor],
         ) -> Tiles:  # fmt: skip
-            asked = Asked(
-                maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted
-            )
+            asked = Asked(maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted)
             return choose(tuning, asked, tiles, backward, custom)
 
         tuning, deterministic = self.tuning, self.deterministic
@@ -307,13 +306,25 @@ class AttentionEngine(torch.nn.Module):
         A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. Custom inputs
         are taken as fp32, and gradients through returned rows are left out. Raises NoCudaCompiler, TileDoesNotFit.
         """
-        kernels = self._asked(device, False).kernels_as_known(self.tuning)
-        wanted = kernels.of_forward()
-        if kernels.maths.backward is not None:
-            wanted |= kernels.of_backward()
-        for kernel in wanted.values():
+        kernels = self._all_kernels(device)
+        for kernel in kernels.values():
             _ = kernel.compiled
-        return list(wanted)
+        return list(kernels)
+
+    def resources(self, device: Arch | None = None) -> dict[str, Resources]:
+        """Registers, spills and shared memory of each kernel, as ptxas reports them, by the name of its function.
+
+        device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
+        NoCudaCompiler, TileDoesNotFit.
+        """
+        lowered = [k.compiled.lowered for k in self._all_kernels(device or self.device or detect()).values()]
+        return {kernel.symbol: kernel.resources() for kernel in lowered}
+
+    def _all_kernels(self, device: Arch) -> dict[str, Kernel]:
+        """The kernels of both directions on a GPU, by name."""
+        kernels = self._asked(device, False).kernels_as_known(self.tuning)
+        both = kernels.of_forward()
+        return both if kernels.maths.backward is None else both | kernels.of_backward()
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: Tensor | None
@@ -359,4 +370,3 @@ class AttentionEngine(torch.nn.Module):
         plain = {"layout": "bshd", "backend": "auto", "deterministic": False, "device": None}
         parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
         return f"AttentionEngine({', '.join(parts)})"
-

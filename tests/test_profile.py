@@ -1,0 +1,93 @@
+"""What a profile of the benchmarks reads and says, where there is no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_engine import arch
+from attention_engine.target.compile import Resources, find_nvcc
+from attention_engine.tuner.cases import CASES, Case
+from benchmarks import profile
+
+CASE = CASES["mha-64.softmax.causal.512"]
+COMPUTE, CLOCK = "sm__throughput.avg.pct_of_peak_sustained_elapsed", "gpc__cycles_elapsed.avg.per_second"
+REPORT = f"""\
+==PROF== Connected to process 7
+a line of the program
+"ID","Process ID","Kernel Name","{COMPUTE}","{CLOCK}"
+"","","","%","hz"
+"0","7","forward_kernel(CUtensorMap_st, float *)","71.60","1,700,000,000"
+"1","7","backward_kernel","66","1740000000"
+"""
+
+
+def test_counters_are_read_by_kernel():
+    found = profile.parse_counters(REPORT)
+    assert found["forward_kernel"] == {COMPUTE: 71.6, CLOCK: 1.7e9}
+    assert found["backward_kernel"][COMPUTE] == 66
+    assert profile.parse_counters("==ERROR== ERR_NVGPUCTRPERM") == {}
+
+
+def test_a_line_says_what_a_kernel_takes():
+    kernel = profile.KernelProfile("forward_kernel", Resources(168, 8, 4, 164864), 12.5, {COMPUTE: 71.6})
+    assert kernel.line().split() == (
+        "forward_kernel 12.5 us 168 registers 12 B spilled 164864 B shared compute % 71.6".split()
+    )
+    assert profile.KernelProfile("another", microseconds=1.0).line().split() == ["another", "1.0", "us"]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "ncu is not on the PATH"),
+        (subprocess.CompletedProcess([], 1, "==ERROR== ERR_NVGPUCTRPERM: no permission\n"), "==ERROR== ERR_NVGPUCTRPERM"),
+        (subprocess.CompletedProcess([], 9, ""), "ncu ended with 9 and counted nothing"),
+        (subprocess.TimeoutExpired("ncu", 1), "ncu took more than"),
+    ],
+)
+def test_missing_counters_have_a_reason(monkeypatch, found, said):
+    def run(*args, **options):
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(profile.shutil, "which", lambda name: found and "ncu")
+    monkeypatch.setattr(profile.subprocess, "run", run)
+    reason = profile.counters_of(CASE, torch.float16)
+    assert isinstance(reason, str) and reason.startswith(said)
+
+
+def test_ncu_runs_this_very_case(monkeypatch):
+    seen: list[str] = []
+
+    def run(command, **options):
+        seen.extend(command)
+        return subprocess.CompletedProcess(command, 0, REPORT)
+
+    monkeypatch.setattr(profile.shutil, "which", lambda name: "ncu")
+    monkeypatch.setattr(profile.subprocess, "run", run)
+    assert set(profile.counters_of(CASE, torch.bfloat16)) == {"forward_kernel", "backward_kernel"}
+    assert seen[-3:] == [CASE.name, "--dtype", "bfloat16"] and seen[seen.index("--clock-control") + 1] == "none"
+
+
+def test_no_file_no_proton():
+    with profile.proton(None):
+        pass
+    if not torch.cuda.is_available():
+        pytest.importorskip("triton", reason="Proton is triton's")
+    with pytest.raises(Exception), profile.proton(Path("nowhere/trace")):  # noqa: B017 - triton's own refusal
+        raise RuntimeError("stopped")
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+def test_an_engine_says_what_its_kernels_take(monkeypatch):
+    case = Case("mha-64", "softmax", "causal", 512)
+    engine = profile.engine_of(case, torch.float16)
+    monkeypatch.setattr("attention_engine.runtime.module.detect", arch.H100)
+    found = profile.resources_of(engine)
+    assert {"forward_kernel", "backward_kernel"} <= set(found)
+    assert all(not r.spills and 0 < r.registers <= 255 for r in found.values())
