@@ -20,11 +20,11 @@ from typing import Any
 FLAGS = ["-DATTENTION_ENGINE_PRINTED=1"]  # in the compiler's cache key: another text is another kernel
 CHAINS = 4
 
-# A loop over `step` whose only line joins a term to a total: total = max(total, term), or total = (total + term).
+# A loop over `step` whose only line joins a term to one total: total = max(total, term), or total = (total + term).
 _LOOP = re.compile(
     r"(?P<indent>[ \t]*)\#pragma\ unroll\n"
     r"[ \t]*for\ \(int\ (?P<step>\w+)\ =\ 0;\ \w+\ <\ (?P<count>\d+);\ \+\+\w+\)\ \{\n"
-    r"[ \t]*(?P<total>\w+\[\w+\])\ =\ "
+    r"[ \t]*(?P<total>\w+\[(?!(?P=step)\])\w+\])\ =\ "
     r"(?:(?P<greatest>max)\((?P=total),\ (?P<of>.+)\)|\((?P=total)\ \+\ (?P<term>.+)\));\n"
     r"[ \t]*\}\n",
     re.VERBOSE,
@@ -72,7 +72,7 @@ def in_chains(cuda: str) -> str:
 def _rewritten(loop: re.Match[str]) -> str:
     count, total, step, indent = int(loop["count"]), loop["total"], loop["step"], loop["indent"]
     declared = re.search(rf"\bfloat {re.escape(total.split('[')[0])}\[", loop.string)
-    if declared is None or count % CHAINS or count < 4 * CHAINS:
+    if declared is None or count % CHAINS or count < 4 * CHAINS or total in (loop["of"] or loop["term"]):
         return loop[0]
     part = f"{total.split('[')[0]}_part"
     each = f"{part}[{step} & {CHAINS - 1}]"

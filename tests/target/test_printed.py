@@ -43,6 +43,14 @@ def test_short_loops_and_integers_stay():
     assert in_chains(PRINTED.replace("rv < 32", "rv < 30")).count("part") == 0
 
 
+def test_totals_of_their_own_stay():
+    """Each turn of the loop adds to another number: no reduction."""
+    each = PRINTED.replace("most[i_5]", "most[rv]").replace("max(most[rv], ", "(most[rv] + ")
+    assert in_chains(each) == each
+    decayed = PRINTED.replace("max(most[i_5], scores", "(most[i_5] + most[i_5] * scores")
+    assert in_chains(decayed) == decayed
+
+
 def test_a_warpgroups_number_is_one_lanes():
     head = 'extern "C" __global__ void __launch_bounds__(384, 1) made(float* x) {\n'
     found = with_uniform_groups(f"{head}  tl::wgmma_ss(x + (((int)threadIdx.x) >> 7));\n}}\n")
