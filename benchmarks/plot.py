@@ -40,14 +40,18 @@ def bars(rows: list[dict[str, str]], length: int) -> Any:
     families = list(dict.fromkeys(split(row["case"])[0] for row in chosen))
     peers = [peer for peer in COLORS if any(row["peer"] == peer for row in chosen)]
     figure, axes = plt.subplots(2, 1, figsize=(max(6, 1.5 * len(families) + 2), 7), sharex=True, layout="constrained")
+    runs = {(r["direction"], split(r["case"])[0], r["peer"]): float(r["tflops"]) for r in chosen}
     width = 0.85 / max(len(peers), 1)
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
-        for n, peer in enumerate(peers):
-            found = {split(r["case"])[0]: float(r["tflops"]) for r in chosen
-                     if r["peer"] == peer and r["direction"] == direction}  # fmt: skip
-            places = [i + (n - (len(peers) - 1) / 2) * width for i, f in enumerate(families) if f in found]
-            heights = [found[f] for f in families if f in found]
-            drawn = axis.bar(places, heights, width, color=COLORS[peer], label=peer)
+        places: dict[str, list[float]] = {peer: [] for peer in peers}
+        heights: dict[str, list[float]] = {peer: [] for peer in peers}
+        for place, family in enumerate(families):
+            present = [peer for peer in peers if (direction, family, peer) in runs]
+            for n, peer in enumerate(present):
+                places[peer].append(place + (n - (len(present) - 1) / 2) * width)
+                heights[peer].append(runs[direction, family, peer])
+        for peer in peers:
+            drawn = axis.bar(places[peer], heights[peer], width, color=COLORS[peer], label=peer)
             axis.bar_label(drawn, fmt="%.0f", fontsize=7)
         axis.set_ylabel(f"{direction}, TFLOP/s")
         axis.spines[["top", "right"]].set_visible(False)
@@ -76,7 +80,7 @@ def curves(rows: list[dict[str, str]], family: str) -> Any:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("TFLOP/s")
     axes[0].set_ylim(bottom=0)
-    axes[1].legend(frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, ncols=6, loc="outside lower center")
     return figure
 
 

@@ -99,7 +99,9 @@ def measure(
         try:
             running = Running(case, PEERS[name], inputs, dtype)
             ratio, worst = worst_ratio(references, running.results())
-        except REFUSALS if name in OURS else Exception as error:
+        except Exception as error:
+            if name in OURS and not isinstance(error, REFUSALS):
+                raise
             reason = str(error).strip().split("\n")[0][:160]
             kind = "unavailable" if isinstance(error, Unavailable) else f"failed: {type(error).__name__}"
             rows += [Row(*label, name, d, f"{kind}: {reason}") for d in DIRECTIONS]

@@ -108,8 +108,8 @@ def _output(*command: str) -> str:
 class Ceilings:
     """What this device gave in this run: a large matrix product, TFLOP/s, and a large copy (read + write), GB/s.
 
-    highest_tflops: the same product of zeros. A GPU lowers its clock to keep its power, and zeros take less of it: so do
-    weights of ReLU, which may run faster than a product of random numbers.
+    highest_tflops: the same product of zeros. A GPU lowers its clock to keep its power, and zeros take less of it, as
+    do the weights of ReLU, which may be faster than a product of random numbers.
     """
 
     matmul_tflops: float
