@@ -20,8 +20,10 @@ from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.target.compile import UNIFORM_GROUPS
 
 Target = Arch | str  # an architecture, or "interpret"
+FORWARD_BY_HAND = "forward_hopper.forward_hopper"
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Kernels:
 
     def _kernel(self, builder: str, *given: object) -> Kernel:
         configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper"))
+        configs |= {UNIFORM_GROUPS: True} if builder == FORWARD_BY_HAND else {}
         return Kernel(builder, (self.problem, *given), self.target, self.problem, configs)
 
     @cached_property
@@ -179,7 +182,7 @@ class Kernels:
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
         tile = self.tiles.forward
-        builder = "forward_hopper.forward_hopper" if tile.specialised else "forward.forward"
+        builder = FORWARD_BY_HAND if tile.specialised else "forward.forward"
         return self._kernel(builder, self.maths.forward_schedule, tile)
 
     def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:

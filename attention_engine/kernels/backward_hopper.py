@@ -114,7 +114,6 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
-            held = {n: named(f"{n}_held", T.alloc_fragment([tile.q], FLOAT)) for n in early}
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             k_full = T.alloc_barrier(arrive_count=WARP)
             v_full = T.alloc_barrier(arrive_count=WARP)
@@ -162,8 +161,7 @@ def backward_hopper(
                     read = reader(buffers)
                     block_of_head = block_values(schedule.block, batch, head, read)
                     place = Place(batch, head, block_of_head, read, problem.approximate)
-                    staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in late}
-                    staged |= {row_variable(n): held[n] for n in early}
+                    staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
                     maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
                     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                     T.barrier_wait(q_full[stage], turn)
@@ -174,8 +172,6 @@ def backward_hopper(
                     T.wgmma_gemm(
                         v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
                     )
-                    for n in early:  # read while the products are made
-                        T.copy(shared[n][stage, :], held[n])
                     T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
                     maths.weigh(products, weights)
                     finish_before(weights, tile.kv * tile.q // tile.threads, q_full, stage, turn)

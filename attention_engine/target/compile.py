@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from attention_engine.target import fences, printed, wait_groups
 
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
+UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,9 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     and missing.
     """
     tilelang = load_tilelang()
-    configs = dict(pass_configs or {})
-    flags = work_arounds(arch, configs)
+    configs, rewriting, flags = _prepare(arch, pass_configs)
     try:
-        with printed.rewriting():
+        with rewriting:
             kernel = tilelang.compile(
                 prim_func,
                 target=tilelang_target(arch),
@@ -136,14 +137,23 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
     tilelang = load_tilelang()
     from tilelang import tvm
 
-    configs = dict(pass_configs or {})
-    flags = work_arounds(arch, configs)
+    configs, rewriting, flags = _prepare(arch, pass_configs)
     target = tvm.target.Target(tilelang_target(arch))
-    with printed.rewriting(), tvm.transform.PassContext(opt_level=3, config=configs), target:
+    with rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
     return LoweredKernel(
         prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)
     )
+
+
+def _prepare(
+    arch: Arch, pass_configs: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], AbstractContextManager[None], list[str]]:
+    """What TileLang is told, what is done to the text that it prints, and the flags for nvcc."""
+    configs = dict(pass_configs or {})
+    uniform = bool(configs.pop(UNIFORM_GROUPS, False))
+    flags = work_arounds(arch, configs)
+    return configs, printed.rewriting(uniform), [*flags, *(printed.UNIFORM_FLAGS if uniform else [])]
 
 
 def tilelang_target(arch: Arch) -> dict[str, str]:

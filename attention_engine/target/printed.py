@@ -6,7 +6,8 @@ another order, the same in every run.
 
 Descriptors of wgmma's operands are made from the thread's index. That it gives all threads of a warp the same number
 ptxas can't see, so it moves each descriptor to uniform registers (R2UR) before each product, which waits for it. An
-index that one lane tells the others is uniform to ptxas too.
+index that one lane tells the others is uniform to ptxas too. Only the hand-placed forward kernel asks for it: others
+have not gained by it, and walks of linear attention spilled.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 FLAGS = ["-DATTENTION_ENGINE_PRINTED=1"]  # in the compiler's cache key: another text is another kernel
+UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
 CHAINS = 4
 
 # A loop over `step` whose only line joins a term to one total: total = max(total, term), or total = (total + term).
@@ -50,18 +52,20 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def rewriting() -> Iterator[None]:
+def rewriting(uniform_groups: bool = False) -> Iterator[None]:
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
-    _ours.now = True
+    _ours.rules = [in_chains, *([with_uniform_groups] if uniform_groups else [])]
     try:
         yield
     finally:
-        _ours.now = False
+        _ours.rules = []
 
 
 def _printed(code: str, target: Any, before: Any) -> str:
     code = code if before is None else str(before(code, target))
-    return with_uniform_groups(in_chains(code)) if getattr(_ours, "now", False) else code
+    for rule in getattr(_ours, "rules", []):
+        code = rule(code)
+    return code
 
 
 def in_chains(cuda: str) -> str:
