@@ -17,9 +17,8 @@ from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile,
 from attention_engine.reference.linear import recur
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_plan import LinearKernels
-from attention_engine.runtime.trials import CHECKED
+from attention_engine.runtime.trials import CHECKED, Tensors
 from attention_engine.tuner.linear_space import linear_key, linear_space, tile_of, with_tile
-from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
 from attention_engine.tuner.space import Space
 
 STEADY = ("sums", "decay", "states")  # kernels that are not tuned: they take little, or their tile is another's
@@ -100,15 +99,12 @@ class LinearJob:
         return LinearPrepared(self, list(custom))
 
 
-class LinearPrepared:
+class LinearPrepared(Tensors):
     """The tensors of a job, and what is right on them. q, k, v and decays are random."""
 
     def __init__(self, job: LinearJob, custom: list[Tensor]) -> None:
-        self.job, self.custom, self.device = job, custom, torch.device(job.device)
-        self.dtype = getattr(torch, job.problem.dtype)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            torch.backends.cuda.matmul.allow_tf32 = job.problem.tf32
+        super().__init__(job.specs, custom, job.device, job.problem.dtype, job.problem.tf32)
+        self.job = job
 
     def _tensors(self, batch: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
         """q, k, v, decay (of 0, where mods read none), do; and the custom inputs cut to the lengths."""
@@ -118,14 +114,8 @@ class LinearPrepared:
             torch.randn(batch, length, *s, generator=make, device=self.device).to(self.dtype) for s in sizes
         )
         decay = -0.1 * torch.rand(batch, length, problem.heads, generator=make, device=self.device)
-        most = {"batch": batch, "seq_len": length, "seq_len_kv": length}
-        custom = []
-        for spec, tensor in zip(self.job.specs, self.custom, strict=True):
-            for axis, name in enumerate(spec.axes):
-                if isinstance(name, str) and name in most:
-                    tensor = tensor.narrow(axis, 0, min(most[name], tensor.shape[axis]))
-            custom.append(tensor.contiguous())
-        return [q, k, v, decay.to(getattr(torch, problem.decay_dtype or "float32")), do], custom
+        decay = decay.to(getattr(torch, problem.decay_dtype or "float32"))
+        return [q, k, v, decay, do], self.cut(batch, length, length)
 
     def _run(self, tiles: LinearTiles, given: list[Tensor], custom: list[Tensor]) -> Callable[[], list[Tensor]]:
         """What the tuned direction makes: the output, or the gradients of q, k, v."""
@@ -148,9 +138,7 @@ class LinearPrepared:
         """A small problem with what is right by the recurrence in float64."""
         given, custom = self._tensors(1, min(self.job.lengths[1], CHECKED))
         *leaves, do = [t.double() for t in given]
-        named = {
-            s.name: c.double() if c.is_floating_point() else c for s, c in zip(self.job.specs, custom, strict=True)
-        }
+        named = self.exactly(custom)
         if not self.job.backward:
             return given, custom, [recur(self.job.program, *leaves, named, None)[0]]
         of_decay = LinearKernels(self.job.program, self.job.problem, self.job.tiles, self.job.target).of_decay
@@ -170,10 +158,7 @@ class LinearPrepared:
     def measure(self, tile: LinearTile) -> tuple[float, float]:
         """(difference from what is right over what is allowed, microseconds of the whole direction)."""
         tiles = with_tile(self.job.tiles, self.job.kernel, tile)
-        allowed = TF32_TOLERANCE if self.job.problem.tf32 else TOLERANCES[self.dtype]
-        for given, custom, expected in (self._small, self._large):
-            call = self._run(tiles, given, custom)
-            off = worst_difference(call(), expected) / allowed
-            if not off <= 1:
-                return off, 0.0
-        return off, median_time_us(call, self.device)
+        prepared = (getattr(self, name) for name in ("_small", "_large"))
+        return self.check_and_time(
+            (self._run(tiles, given, custom), expected) for given, custom, expected in prepared
+        )

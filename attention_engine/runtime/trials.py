@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from attention_engine.tuner.search import Outcome, Trial
 from attention_engine.tuner.space import AnyTile, as_arch, judge
 from attention_engine.tuner.worker import RemoteError, Worker, WorkerDied, WorkerTimeout, call_all, worker_count
 
+Call = Callable[[], list[Tensor]]
 CHECKED = 2 * 128 + 33  # longest length held against the dense reference: several tiles and a rest
 COMPILE_SECONDS = 120.0
 MEASURE_SECONDS = 25.0  # of one tile, with what the process does first: a kernel that takes longer hangs
@@ -120,16 +121,49 @@ def measure_tile(token: str, tile: AnyTile) -> tuple[float, float]:
     return PREPARED[token].measure(tile)
 
 
-class Prepared:
+class Tensors:
+    """A job's custom inputs and device, in the process that measures; what a difference may be there."""
+
+    def __init__(self, specs: Sequence[CustomSpec], custom: list[Tensor], device: str, dtype: str, tf32: bool) -> None:
+        self.specs, self.custom, self.device = specs, custom, torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.allowed = TF32_TOLERANCE if tf32 else TOLERANCES[self.dtype]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+
+    def cut(self, batch: int, q_len: int, kv_len: int) -> list[Tensor]:
+        """The custom inputs of shorter lengths."""
+        most, found = {"batch": batch, "seq_len": q_len, "seq_len_kv": kv_len}, []
+        for spec, tensor in zip(self.specs, self.custom, strict=True):
+            for axis, name in enumerate(spec.axes):
+                if isinstance(name, str) and name in most:
+                    tensor = tensor.narrow(axis, 0, min(most[name], tensor.shape[axis]))
+            found.append(tensor.contiguous())
+        return found
+
+    def exactly(self, custom: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Custom inputs by name, as the reference takes them."""
+        given = zip(self.specs, custom, strict=True)
+        return {s.name: c.double() if c.is_floating_point() else c for s, c in given}
+
+    def check_and_time(self, runs: Iterable[tuple[Call, list[Tensor]]]) -> tuple[float, float]:
+        """(worst difference over what is allowed, microseconds of the last): each run is made when the ones before are
+        right, and none is timed behind a wrong one.
+        """
+        for call, expected in runs:
+            off = worst_difference(call(), expected) / self.allowed
+            if not off <= 1:
+                return off, 0.0
+        return off, median_time_us(call, self.device)
+
+
+class Prepared(Tensors):
     """The tensors of a job, and what is right on them. q, k, v are random: a caller's may all be alike."""
 
     def __init__(self, job: Job, custom: list[Tensor]) -> None:
-        self.job, self.custom, self.device = job, custom, torch.device(job.device)
-        self.maths = analyse(job.program)
-        self.dtype = getattr(torch, job.problem.dtype)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            torch.backends.cuda.matmul.allow_tf32 = job.problem.tf32
+        super().__init__(job.specs, custom, job.device, job.problem.dtype, job.problem.tf32)
+        self.job, self.maths = job, analyse(job.program)
 
     def _launcher(self, tiles: Tiles) -> Launcher:
         arch = None if isinstance(self.job.target, str) else self.job.target
@@ -141,14 +175,7 @@ class Prepared:
         sizes = [(q_len, problem.heads, problem.dim), (kv_len, problem.kv_heads, problem.dim),
                  (kv_len, problem.kv_heads, problem.dim_v), (q_len, problem.heads, problem.dim_v)]  # fmt: skip
         made = [torch.randn(batch, *s, generator=generator, device=self.device).to(self.dtype) for s in sizes]
-        most = {"batch": batch, "seq_len": q_len, "seq_len_kv": kv_len}
-        custom = []
-        for spec, tensor in zip(self.job.specs, self.custom, strict=True):
-            for axis, name in enumerate(spec.axes):
-                if isinstance(name, str) and name in most:
-                    tensor = tensor.narrow(axis, 0, min(most[name], tensor.shape[axis]))
-            custom.append(tensor.contiguous())
-        return made, custom
+        return made, self.cut(batch, q_len, kv_len)
 
     def _run(self, tiles: Tiles, given: list[Tensor], custom: list[Tensor], ahead: tuple[Tensor, list[Tensor]] | None):  # type: ignore[no-untyped-def]
         """What the tuned direction makes: the output, or the gradients of q, k, v."""
@@ -169,9 +196,7 @@ class Prepared:
         _, q_len, kv_len = self.job.lengths
         given, custom = self._tensors(1, min(q_len, CHECKED), min(kv_len, CHECKED))
         heads = [t.double().transpose(1, 2) for t in given]
-        named = {
-            s.name: c.double() if c.is_floating_point() else c for s, c in zip(self.job.specs, custom, strict=True)
-        }
+        named = self.exactly(custom)
         if self.job.kernel == "forward":
             exact = [attend(self.job.program, *heads[:3], named)[0]]
         else:
@@ -193,13 +218,10 @@ class Prepared:
     def measure(self, tile: Tile) -> tuple[float, float]:
         """See measure_tile."""
         tiles = self.job.with_tile(tile)
-        allowed = TF32_TOLERANCE if self.job.problem.tf32 else TOLERANCES[self.dtype]
-        for given, custom, ahead, expected in (self._small, self._large):
-            call = self._run(tiles, given, custom, ahead)
-            off = worst_difference(call(), expected) / allowed
-            if not off <= 1:
-                return off, 0.0
-        return off, median_time_us(call, self.device)
+        prepared = (getattr(self, name) for name in ("_small", "_large"))
+        return self.check_and_time(
+            (self._run(tiles, given, custom, ahead), expected) for given, custom, ahead, expected in prepared
+        )
 
 
 # ---- in the process that asks

@@ -26,9 +26,8 @@ from attention_engine.ir.linear import (
     tile_of_state,
 )
 from attention_engine.ir.problem import padded
-from attention_engine.target.cache import tilelang_version
 from attention_engine.tuner.cost import CLOCK, PEAK_TFLOPS
-from attention_engine.tuner.problems import bucket, gpu_name
+from attention_engine.tuner.problems import bucket, common_key
 from attention_engine.tuner.space import OTHER_REGISTERS, Demand, Space, as_arch
 
 STEP_CYCLES = 1500  # barriers, latencies and the arithmetic of rows of a step, which nothing hides in one block
@@ -83,15 +82,8 @@ def linear_key(
         "heads": [problem.heads, problem.q_heads, problem.k_heads],
         "batch": bucket(lengths[0]),
         "length": bucket(lengths[1]),
-        "arch": target.target if isinstance(target, Arch) else target,
-        "gpu": gpu_name(target),
-        "tilelang": tilelang_version(),
     }
-    if problem.custom:
-        key["custom"] = {name: dtype for name, dtype, _ in problem.custom}
-    if wanted and kernel.startswith("backward"):
-        key["gradients"] = sorted(wanted)
-    return key
+    return key | common_key(target, problem.custom, wanted if kernel.startswith("backward") else ())
 
 
 @dataclass(frozen=True)

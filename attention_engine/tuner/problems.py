@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from attention_engine.arch import Arch
@@ -54,12 +55,16 @@ def problem_key(
         "group": problem.group,
         "q_length": bucket(lengths[0]),
         "kv_length": bucket(lengths[1]),
+    }
+    return key | common_key(target, problem.custom, wanted if kernel != "forward" else ())
+
+
+def common_key(target: Target, custom: Iterable[tuple[str, str, Any]], gradients: Collection[str]) -> dict[str, Any]:
+    """What all keys end with: where a kernel runs, its custom inputs' dtypes, and which of their gradients it makes."""
+    key: dict[str, Any] = {
         "arch": target.target if isinstance(target, Arch) else target,
         "gpu": gpu_name(target),
         "tilelang": tilelang_version(),
     }
-    if problem.custom:
-        key["custom"] = {name: dtype for name, dtype, _ in problem.custom}
-    if wanted and kernel != "forward":
-        key["gradients"] = sorted(wanted)
-    return key
+    dtypes = {name: dtype for name, dtype, _ in custom}
+    return key | ({"custom": dtypes} if dtypes else {}) | ({"gradients": sorted(gradients)} if gradients else {})

@@ -46,6 +46,22 @@ def test_hand_placed_kernels_run_products_while_they_compute(kernel, dtype):
     assert used.notes == ()  # C7510 to C7519: wgmma serialised
     assert "warpgroup_reg_dealloc<24>" in cuda
     assert "tl::wait_wgmma<1>()" in cuda
+    assert ("const int warpgroup = __shfl_sync" in cuda) is (kernel == "forward")
+
+
+@pytest.mark.parametrize(("dim", "groups"), [(64, 3), (128, 2)])
+def test_three_warpgroups_take_turns_and_two_do_not(dim, groups):
+    cuda = lowered(arch.H100(), "forward", dim=dim)[0].cuda
+    assert f"__launch_bounds__({128 * (groups + 1)}" in cuda
+    assert ("__named_barrier_arrive" in cuda) is (groups == 3)
+
+
+def test_weights_are_made_before_the_wait_for_their_gradients():
+    """What keeps compilers from moving that wait up: a fence on the weights, and a wait that is over."""
+    cuda = lowered(arch.H100(), "backward", dim=128)[0].cuda
+    loop = cuda[cuda.index("tl::wait_wgmma<1>()") :]
+    between = loop[loop.index("exp2f") : loop.index("tl::wait_wgmma<0>()")]
+    assert "warpgroup_fence_operand(reinterpret_cast<float*>(weights + 0), 40)" in between and ".wait(" in between
 
 
 def test_fences_name_the_registers_that_a_thread_has():

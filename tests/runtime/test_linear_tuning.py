@@ -10,8 +10,9 @@ from attention_engine.errors import TuneFileUnreadable, UnknownOption
 from attention_engine.ir.linear import LinearTile
 from attention_engine.runtime import linear_tuning, tuning
 from attention_engine.tuner import measure, search
-from attention_engine.tuner.search import Budget, Outcome, Trial
+from attention_engine.tuner.search import Budget
 from attention_engine.tuner.store import TuneFile
+from tests.runtime.benches import SecondIsBest
 
 CUSTOM = {"dt": ("batch", "heads", "seq_len")}
 
@@ -24,26 +25,7 @@ def own_places(monkeypatch, tmp_path):
     monkeypatch.setattr(search, "ROUNDS", 1)
 
 
-class SecondIsBest:
-    """A bench that runs nothing: the second tile of each search is the fastest."""
-
-    def __init__(self, job, custom):
-        self.order = []
-        asked.append(job.kernel)
-
-    def compile(self, tiles, seconds):
-        self.order = list(tiles)
-        for tile in tiles:
-            yield Trial(tile, Outcome.OK)
-
-    def measure(self, tile, seconds):
-        return Trial(tile, Outcome.OK, 1.0 if tile == self.order[1] else 10.0)
-
-    def close(self):
-        pass
-
-
-asked: list[str] = []
+asked = SecondIsBest.asked
 
 
 def engine(file=None, bench=SecondIsBest, heads=2, **options):

@@ -12,7 +12,8 @@ from attention_engine.errors import TuneFileUnreadable, UnknownOption
 from attention_engine.runtime import launch, tuning
 from attention_engine.target import interpreter
 from attention_engine.tuner import measure, search
-from attention_engine.tuner.search import Budget, Outcome, Trial
+from attention_engine.tuner.search import Budget
+from tests.runtime.benches import SecondIsBest
 from tests.runtime.engines import build, causal, qkv, same, scaled
 
 HALF = torch.float16
@@ -24,26 +25,7 @@ def own_places(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "FOUND", {})
 
 
-class SecondIsBest:
-    """A bench that runs nothing: the second tile of each search is the fastest."""
-
-    def __init__(self, job, custom):
-        self.job, self.order = job, []
-        asked.append(job.kernel)
-
-    def compile(self, tiles, seconds):
-        self.order = list(tiles)
-        for tile in tiles:
-            yield Trial(tile, Outcome.OK)
-
-    def measure(self, tile, seconds):
-        return Trial(tile, Outcome.OK, 1.0 if tile == self.order[1] else 10.0)
-
-    def close(self):
-        pass
-
-
-asked: list[str] = []  # the kernels that were tuned
+asked = SecondIsBest.asked
 
 
 def engine(file=None, dtype=HALF, bench=SecondIsBest, **options):

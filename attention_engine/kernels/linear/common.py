@@ -109,6 +109,34 @@ class LinearSizes(Sizes):
         """A parameter with one fp32 state a head."""
         return T.Tensor([self.batch, self.problem.heads, self.problem.dim, self.problem.dim_v], FLOAT)
 
+    def of_states_walk(self, starts: bool, initial: bool, overlap: list[int] | None) -> dict[str, Any]:
+        """The parameters of a walk along chunks, behind its inputs: [first], [other], [initial], kept, last, [overlap].
+
+        overlap: its shape within a (batch, head, chunk); None: there is none.
+        """
+        found: dict[str, Any] = {}
+        if starts:
+            found["first"] = self.state()
+        if overlap is not None:
+            found["other"] = self.states()
+        if initial:
+            found["initial"] = self.state()
+        found |= {"kept": self.states(), "last": self.state()}
+        if overlap is not None:
+            found["overlap"] = T.Tensor([self.batch, self.problem.heads, self.chunks, *overlap], FLOAT)
+        return found
+
+
+def state_before(buffers: Any, batch: Any, head: Any, chunk: Any, i: Any, j: Any, kept: Any, problem: LinearProblem,
+                 initial: bool) -> Any:  # fmt: skip
+    """Entry (i, j) of the state before a chunk, of which `kept` is rounded: with `initial`, the first unrounded."""
+    kept = T.cast(kept, FLOAT)
+    if not initial:
+        return kept
+    inside = T.And(chunk == 0, T.And(i < problem.dim, j < problem.dim_v))
+    at = (batch, head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
+    return T.if_then_else(inside, buffers["initial"][at], kept)
+
 
 class Source:
     """One of q, k, v, do as a kernel loads it: its tiles, its mod, and the factor of a row where that is all there is.

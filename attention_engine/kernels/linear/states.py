@@ -22,6 +22,7 @@ from attention_engine.kernels.linear.common import (
     load_source,
     product_of,
     share_sm,
+    state_before,
 )
 
 
@@ -51,16 +52,7 @@ def states(
     parameters = {**sizes.inputs(*names), **sizes.custom()}
     if decays:
         parameters["sums"] = sizes.rows()
-    if starts:
-        parameters["first"] = sizes.state()
-    if overlaps:
-        parameters["other"] = sizes.states()
-    if initial:
-        parameters["initial"] = sizes.state()
-    parameters["kept"] = sizes.states()
-    parameters["last"] = sizes.state()
-    if overlaps:
-        parameters["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, tiles], FLOAT)
+    parameters |= sizes.of_states_walk(starts, initial, [tiles] if overlaps else None)
 
     def weigh(block: Block, sums: Any, weights: Any) -> None:
         """The factor of each token's k^T v (or q^T do): what decay leaves of it, and the row factors of both mods."""
@@ -82,14 +74,6 @@ def states(
 
         over_pairs(tile.chunk, dim_v, entry)
 
-    def state_before(buffers: Any, batch: Any, head: Any, chunk: Any, i: Any, j: Any, kept: Any) -> Any:
-        kept = T.cast(kept, FLOAT)
-        if not initial:
-            return kept
-        inside = T.And(chunk == 0, T.And(i < problem.dim, j < problem.dim_v))
-        at = (batch, head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
-        return T.if_then_else(inside, buffers["initial"][at], kept)
-
     @T.macro
     def note_overlap(
         buffers: Any, held: Any, sums: Any, batch: Any, head: Any, chunk: Any, part: Any, d0: Any, v0: Any
@@ -102,7 +86,9 @@ def states(
         whole = T.alloc_fragment([1], FLOAT)
         T.copy(buffers["other"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v], other)
         for i, j in T.Parallel(dim, dim_v):
-            products[i, j] = held[i, j] * state_before(buffers, batch, head, chunk, d0 + i, v0 + j, other[i, j])
+            products[i, j] = held[i, j] * state_before(
+                buffers, batch, head, chunk, d0 + i, v0 + j, other[i, j], problem, initial
+            )
         T.reduce_sum(products, of_rows, dim=1)
         T.copy(of_rows, across)
         T.copy(across, each)

@@ -21,7 +21,7 @@ from attention_engine.kernels.linear.channels.common import (
     WeighedTile,
     sums_window,
 )
-from attention_engine.kernels.linear.common import Block, Source, add_product
+from attention_engine.kernels.linear.common import Block, Source, add_product, state_before
 
 
 def value_tiles(problem: LinearProblem, tile: LinearTile) -> int:
@@ -47,29 +47,12 @@ def states(
     dim, dim_v = min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
     parts = value_tiles(problem, tile)
     parameters = {**sizes.inputs(*names), **sizes.custom(), "sums": sizes.sums()}
-    if starts:
-        parameters["first"] = sizes.state()
-    if overlaps:
-        parameters["other"] = sizes.states()
-    if initial:
-        parameters["initial"] = sizes.state()
-    parameters["kept"] = sizes.states()
-    parameters["last"] = sizes.state()
-    if overlaps:
-        parameters["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, parts, problem.dim], FLOAT)
+    parameters |= sizes.of_states_walk(starts, initial, [parts, problem.dim] if overlaps else None)
 
     def weigh(left: RawTile, weighed: WeighedTile, sums: Any) -> None:
         """Each token's share of the state, as decay leaves it."""
         last = chunk - 1
         weighed.fill(left.value, lambda i, d: sums[i, d] if reverse else sums[last, d] - sums[i, d])
-
-    def state_before(buffers: Any, batch: Any, head: Any, index: Any, i: Any, j: Any, kept: Any) -> Any:
-        kept = T.cast(kept, FLOAT)
-        if not initial:
-            return kept
-        inside = T.And(index == 0, T.And(i < problem.dim, j < problem.dim_v))
-        at = (batch, head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
-        return T.if_then_else(inside, buffers["initial"][at], kept)
 
     @T.macro
     def note_overlap(buffers: Any, held: Any, kept: Any, batch: Any, head: Any, index: Any, place: Any) -> None:
@@ -79,7 +62,9 @@ def states(
         d0, v0 = (place // parts) * dim, (place % parts) * dim_v
         T.copy(buffers["other"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v], other)
         for i, j in T.Parallel(dim, dim_v):
-            products[i, j] = held[i, j] * state_before(buffers, batch, head, index, d0 + i, v0 + j, other[i, j])
+            products[i, j] = held[i, j] * state_before(
+                buffers, batch, head, index, d0 + i, v0 + j, other[i, j], problem, initial
+            )
         T.reduce_sum(products, of_rows, dim=1)
         for i in T.Parallel(dim):
             of_rows[i] *= kept[i]
