@@ -146,9 +146,9 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
 
 
 def signature(*tensors: Tensor) -> object:
-    """All that the checks of a call look at, for tensors without autocast; None where something is no tensor."""
+    """All that the checks and the launch of a call look at, for tensors without autocast; None where one is none."""
     try:
-        return tuple([(t.shape, t.dtype, t.device) for t in tensors])
+        return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     except AttributeError:
         return None
 

@@ -18,7 +18,7 @@ from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
-from attention_engine.runtime.plans import MOST_PLANS, LaunchPlan, template, with_strides
+from attention_engine.runtime.plans import MOST_PLANS, Direct, LaunchPlan, as_parameter, template, with_strides
 from attention_engine.runtime.tile_maps import TileMaps
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.problems import bucket
@@ -42,16 +42,6 @@ def allows_tf32() -> bool:
 def stride_unit(*dims: int) -> int:
     """The unit that strides are counted in: 8 elements where head dims allow it."""
     return 8 if all(d % 8 == 0 for d in dims) else 1
-
-
-def as_parameter(tensor: Tensor) -> Tensor:
-    """A custom input as kernels take it."""
-    if tensor.dtype is torch.bool:
-        tensor = tensor.to(torch.uint8)
-    elif tensor.dtype is torch.float64:
-        tensor = tensor.float()
-    tensor = tensor.contiguous()
-    return tensor.view(1) if tensor.ndim == 0 else tensor
 
 
 Choose = Callable[
@@ -152,11 +142,21 @@ class Launcher:
             found = self._plans[key] = LaunchPlan.make(kernels, q, k, v, len(self.maths.forward_schedule.rows))
         return found
 
+    def direct(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Direct | None:
+        """The forward pass of all tensors with these shapes, strides and dtypes, nothing left to look up.
+
+        None where a call must look at more: torch's switch for tf32, where a bias lies, a tile map, or no entries.
+        """
+        if q.dtype is torch.float32 or self._biases or not (q.numel() and k.numel() and v.numel()):
+            return None
+        plan = self.plan(q, k, v, [as_parameter(c) for c in custom])
+        return None if plan.kernels.tile_plan.mapped else plan.forward
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""
         custom = [as_parameter(c) for c in custom] if custom else custom
         plan = self.plan(q, k, v, custom)
-        output, rows = torch.empty_like(plan.output), [torch.empty_like(row) for row in plan.rows]
+        output, rows = plan.results()
         maps = self._maps(plan.kernels, plan.kernels.tiles.forward, True, q, k, custom)
         plan.kernels.forward.run(*plan.inputs(q, k, v, custom), *maps, output, *rows)
         return output, rows

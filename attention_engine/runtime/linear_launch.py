@@ -28,9 +28,9 @@ from attention_engine.ir.linear import (
 )
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
-from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, as_parameter, stride_unit
+from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
 from attention_engine.runtime.linear_plan import LinearKernels
-from attention_engine.runtime.plans import with_strides
+from attention_engine.runtime.plans import as_parameter, with_strides
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.problems import bucket
 

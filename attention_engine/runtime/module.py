@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from attention_engine.runtime.inputs import (
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.plans import Direct
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 from attention_engine.target.compile import Resources
 
@@ -55,6 +56,14 @@ MOST_SEEN = 4096
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
 KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
 OF_THIS_PROCESS = ("_program", "_keys", "_seen")
+
+
+class Seen(NamedTuple):
+    """What a call of a known signature runs: the key of its op, and the launch where nothing else need be asked."""
+
+    key: str
+    device: str
+    direct: Direct | None
 
 
 class AttentionEngine(torch.nn.Module):
@@ -107,7 +116,7 @@ class AttentionEngine(torch.nn.Module):
         self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._keys: dict[object, str] = {}
-        self._seen: dict[object, str] = {}  # signatures of calls that passed every check, and their keys
+        self._seen: dict[object, Seen] = {}  # by the signatures of calls that passed every check
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, None))
         self._program = self._trace(self._types, None)
         check_online(self._program)
@@ -198,11 +207,12 @@ class AttentionEngine(torch.nn.Module):
         asked = None
         if block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling():
             asked = signature(q, k, v, *custom)
-            key = self._seen.get(asked)
-            if key is not None and not torch.is_autocast_enabled(q.device.type):  # as a call that all checks let pass
+            seen = self._seen.get(asked)
+            if seen is not None and not torch.is_autocast_enabled(seen.device):  # as a call that all checks let pass
                 if self.layout == "bhsd":
                     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                return self._results(*op.run(key, q, k, v, custom, return_rowscales), return_rowscales)
+                found = op.run(seen.key, q, k, v, custom, return_rowscales, seen.direct)
+                return self._results(*found, return_rowscales)
         tensors = order_custom(self.custom_io, custom, named)
         check_ranks(self.layout, q, k, v)
         cast, q, k, v = is_cast(q), *follow_autocast(q, k, v)
@@ -220,7 +230,9 @@ class AttentionEngine(torch.nn.Module):
         if asked is not None and not cast:
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
-            self._seen[asked] = key
+            launcher = op.ATTENTIONS[key].launcher
+            direct = launcher.direct(q, k, v, tensors) if launcher is not None else None
+            self._seen[asked] = Seen(key, q.device.type, direct)
         return self._results(*op.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
 
     def _results(self, output: Tensor, rows: Sequence[Tensor], return_rowscales: bool) -> Any:

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled as _profiles
+from torch._C._functorch import unwrap_if_dead
+from torch.compiler import is_compiling
 
 from attention_engine.compiler import Maths
 from attention_engine.errors import RowNotDifferentiable, UnknownProgram
@@ -21,6 +24,7 @@ from attention_engine.ir.program import Program
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
 from attention_engine.runtime.inputs import is_cast
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.plans import Direct
 
 
 @dataclass
@@ -164,16 +168,15 @@ FORWARD = torch.ops.attention_engine.forward.default
 BACKWARD = torch.ops.attention_engine.backward.default
 
 
-def skips_dispatch(attention: Attention) -> bool:
+def unwatched() -> bool:
     """May kernels be launched without the dispatcher (a third of a call's host time)? Not where something watches ops:
     a compiler, a dispatch mode, a functorch transform, a profiler."""
-    return (
-        attention.launcher is not None
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
-    )
+    return not (is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active() or _profiles())
+
+
+def skips_dispatch(attention: Attention) -> bool:
+    """Are kernels launched without the dispatcher?"""
+    return attention.launcher is not None and unwatched()
 
 
 def differentiable_gradients(
@@ -201,15 +204,18 @@ def differentiable_gradients(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(key, with the program's rows?, q, k, v, custom inputs...) -> (o, rows...)."""
+    """(key, with the program's rows?, the launch or None, q, k, v, custom inputs...) -> (o, rows...)."""
 
     @staticmethod
     def forward(
-        ctx: Any, key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
+        ctx: Any, key: str, with_rows: bool, direct: Direct | None, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
     ) -> tuple[Tensor, ...]:
         attention = ATTENTIONS[key]
-        run_forward = _forward if skips_dispatch(attention) else FORWARD
-        output, rows = run_forward(q, k, v, list(custom), key)
+        if direct is not None:
+            output, rows = direct(q, k, v, custom)
+        else:
+            run_forward = _forward if skips_dispatch(attention) else FORWARD
+            output, rows = run_forward(q, k, v, list(custom), key)
         ctx.save_for_backward(q, k, v, *custom, output, *rows)
         ctx.key, ctx.customs = key, len(custom)
         ctx.set_materialize_grads(False)
@@ -225,14 +231,14 @@ class AttentionFunction(torch.autograd.Function):
         if attention.maths.backward is None and attention.launcher is not None:
             assert attention.maths.refusal is not None
             raise attention.maths.refusal
-        wanted = ctx.needs_input_grad[5:]
+        wanted = ctx.needs_input_grad[6:]
         numbers = [n for n, want in enumerate(wanted) if want]
         if given:
             _refuse_rows(attention, given)
         if d_o is None:
             d_o = torch.zeros_like(output)
         arrived = [d_rows[n] for n in given]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if torch.is_grad_enabled() and not is_compiling():  # create_graph=True
             dq, dk, dv, *d_custom = GradientFunction.apply(
                 ctx.key, tuple(given), tuple(numbers), q, k, v, d_o, output, *custom, *arrived, *rows
             )
@@ -240,7 +246,7 @@ class AttentionFunction(torch.autograd.Function):
             dq, dk, dv, d_custom = _gradients(
                 attention, q, k, v, custom, output, rows, d_o, arrived, given, numbers, ctx.key
             )
-        return (None, None, dq, dk, dv, *[d if w else None for d, w in zip(d_custom, wanted, strict=True)])
+        return (None, None, None, dq, dk, dv, *[d if w else None for d, w in zip(d_custom, wanted, strict=True)])
 
 
 class TransformableFunction(torch.autograd.Function):
@@ -249,13 +255,15 @@ class TransformableFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(key: str, with_rows: bool, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        key: str, with_rows: bool, direct: None, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
+    ) -> tuple[Tensor, ...]:
         output, rows = FORWARD(q, k, v, list(custom), key)
         return (output, *rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        key, _, *tensors = inputs
+        key, _, _, *tensors = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.key, ctx.customs = key, len(tensors) - 3
         ctx.set_materialize_grads(False)
@@ -329,7 +337,7 @@ def _gradients(
     d_o: Tensor, d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     # under a dispatch mode an op is below autograd, by which the reference differentiates: there run its insides
-    opaque = attention.launcher is not None or torch.compiler.is_compiling() or not _len_torch_dispatch_stack()
+    opaque = attention.launcher is not None or is_compiling() or not _len_torch_dispatch_stack()
     run_backward = BACKWARD if opaque and not skips_dispatch(attention) else _backward
     return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, wanted, key)  # type: ignore[no-any-return]
 
@@ -349,16 +357,28 @@ def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
 
 
 def run(
-    key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool = True
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """The output and, where asked for, the program's rows; differentiable."""
+    key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool = True,
+    direct: Direct | None = None,
+) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
+    """The output and, where asked for, the program's rows; differentiable. direct: the launch, where it is known."""
     attention = ATTENTIONS[key]
+    direct = direct if direct is not None and unwatched() else None
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in custom])
     if wanted and torch.is_grad_enabled():
-        transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        if direct is not None:
+            output, *rows = _apply_once(key, with_rows, direct, *map(unwrap_if_dead, (q, k, v, *custom)))
+            return output, rows
+        transformed = not is_compiling() and _are_functorch_transforms_active()
         function = TransformableFunction if transformed else AttentionFunction
-        output, *rows = function.apply(key, with_rows, q, k, v, *custom)
+        output, *rows = function.apply(key, with_rows, None, q, k, v, *custom)
         return output, rows[: attention.returned]
-    run_forward = _forward if skips_dispatch(attention) else FORWARD
-    output, rows = run_forward(q, k, v, list(custom), key)
+    if direct is not None:
+        output, rows = direct(q, k, v, custom)
+    else:
+        run_forward = _forward if skips_dispatch(attention) else FORWARD
+        output, rows = run_forward(q, k, v, list(custom), key)
     return output, rows[: attention.returned]
+
+
+# apply without the look for functorch's transforms, of which there are none: 4 of its 13 us
+_apply_once = super(torch.autograd.Function, AttentionFunction).apply

@@ -6,7 +6,7 @@ Host time counts where kernels are short, and most of it went into asking tensor
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +15,20 @@ from torch import Tensor
 from attention_engine.compiler import Kernels
 from attention_engine.runtime.tile_maps import custom_arguments
 
+Direct = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
+
 MOST_PLANS = 4096
 ALIGNED = 16  # bytes: what a kernel's wide reads and TMA want of an address
+
+
+def as_parameter(tensor: Tensor) -> Tensor:
+    """A custom input as kernels take it."""
+    if tensor.dtype is torch.bool:
+        tensor = tensor.to(torch.uint8)
+    elif tensor.dtype is torch.float64:
+        tensor = tensor.float()
+    tensor = tensor.contiguous()
+    return tensor.view(1) if tensor.ndim == 0 else tensor
 
 
 @functools.lru_cache(maxsize=MOST_PLANS)
@@ -71,6 +83,17 @@ class LaunchPlan:
             template((batch, queries, heads, v.shape[3]), q.dtype, q.device),
             (template((batch, heads, queries), torch.float32, q.device),) * rows,
         )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The forward pass where no tile map is needed: the output, contiguous, and the rows."""
+        custom = [as_parameter(c) for c in custom] if custom else custom
+        output, rows = self.results()
+        self.kernels.forward.run(*self.inputs(q, k, v, custom), output, *rows)
+        return output, rows
+
+    def results(self) -> tuple[Tensor, list[Tensor]]:
+        """Memory for the output and the rows of the forward pass."""
+        return torch.empty_like(self.output), [torch.empty_like(row) for row in self.rows]
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[int | Tensor]) -> list[int | Tensor]:
         """The first arguments of every kernel; copies of tensors whose strides or addresses don't fit."""

@@ -1,44 +1,102 @@
-"""Compiles the kernels of test_numerics.py for a GPU that need not be here, so that a machine with one only runs them.
+"""Compiles the kernels of the GPU tests for a GPU that need not be here, so that a machine with one only runs them.
 
-    ATTENTION_ENGINE_CACHE_DIR=kernels python -m tests.gpu.compile --arch H100 --jobs 2 --only float16-heads_equal
+    ATTENTION_ENGINE_CACHE_DIR=kernels python -m tests.gpu.compile --arch H100 -n 2 tests/gpu -k "float16 or masks"
 
-The GPU's machine then runs the tests with the same ATTENTION_ENGINE_CACHE_DIR, from the same sources.
+The tests themselves run, on tensors of a CPU, with kernels that are compiled and do nothing, and with zeros for what
+they are compared with: what they ask for is what gets compiled. Their outcome says nothing. What isn't known (-k,
+paths, -n) goes to pytest. The GPU's machine then runs the tests with the same ATTENTION_ENGINE_CACHE_DIR, from the
+same sources.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
 
-from attention_engine import arch
-from tests.cases import CASES, Shape, engine_for
-from tests.gpu.test_numerics import CAUSAL, DIMS, DTYPES, HEADS, LENGTHS
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-Group = tuple[str, str, str, str]  # dtype, heads, dims, case, as in the test's name
+from attention_engine import arch, compiler
+from attention_engine.runtime import launch, linear, linear_launch, module
+from tests import linear_cases, plain
 
-
-def compile_group(group: Group, gpu: str) -> int:
-    """How many kernels a test runs, compiled."""
-    dtype, heads, dims, name = group
-    length = next(iter(LENGTHS))
-    shape = Shape(LENGTHS[length], length, length, *HEADS[heads], *DIMS[dims])
-    engines = [engine_for(CASES[name], shape, DTYPES[dtype], causal) for causal in CAUSAL.values()]
-    return sum(len(engine.compile_for(getattr(arch, gpu)())) for engine in engines)
+ARCH = "ATTENTION_ENGINE_TEST_ARCH"  # for the worker processes
+USELESS = "not compiled and not replays and not captured and not transformers and not script and not encoder"
 
 
-def main() -> None:
+class Compiled:
+    """A kernel that was compiled and does nothing."""
+
+    def __init__(self, kernel: Any):
+        self.lowered = kernel.lowered
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+
+class OnCpu(TorchFunctionMode):
+    """What is asked of a GPU's memory comes from the CPU's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.cuda:
+            return args[0]
+        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_on_cpu, args), **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are not skipped here."""
+    for item in items:
+        item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    device = getattr(arch, os.environ[ARCH])()
+    compile_now = compiler.Kernel.__dict__["compiled"].func
+
+    def compiled(kernel: Any) -> Any:
+        return Compiled(compile_now(kernel)) if isinstance(kernel.target, arch.Arch) else compile_now(kernel)
+
+    silent = cached_property(compiled)
+    silent.__set_name__(compiler.Kernel, "compiled")
+    monkeypatch.setattr(compiler.Kernel, "compiled", silent)
+    for user in (module, linear):
+        monkeypatch.setattr(user, "backend_for", lambda given, _: "tilelang" if given == "auto" else given)
+    for user in (launch, linear_launch):
+        monkeypatch.setattr(user, "detect", lambda *_: device)
+    monkeypatch.setattr(plain, "_dense", _no_pairs)
+    monkeypatch.setattr(plain, "compare", lambda *_, **__: [])
+    monkeypatch.setattr(linear_cases, "plain_results", lambda *_, **__: {})
+    with OnCpu():
+        yield
+
+
+def _no_pairs(q: Tensor, k: Tensor, v: Tensor, *_: object, rows: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Zeros, with gradients of zeros, for attention in plain torch."""
+    nothing = (q * 0).sum() + (k * 0).sum() + (v * 0).sum()
+    return q.new_zeros(*q.shape[:3], v.shape[3]) + nothing, q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=rows)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="H100", help="of attention_engine.arch")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="part of a test's name: dtype-heads-dims-case")
-    args = parser.parse_args()
-    groups = [g for g in itertools.product(DTYPES, HEADS, DIMS, CASES) if args.only in "-".join(g)]
-    with ProcessPoolExecutor(args.jobs) as pool:
-        running = {pool.submit(compile_group, group, args.arch): group for group in groups}
-        for done, future in enumerate(as_completed(running), 1):
-            print(f"{done}/{len(groups)} {'-'.join(running[future])}: {future.result()} kernels", flush=True)
+    args, rest = parser.parse_known_args()
+    os.environ[ARCH] = args.arch
+    chosen = rest if any("tests" in word for word in rest) else [*rest, "tests/gpu"]
+    return int(pytest.main(["-p", "tests.gpu.compile", "-m", "gpu", "-q", "--tb=line", *chosen]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

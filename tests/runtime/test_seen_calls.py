@@ -52,6 +52,31 @@ def test_a_seen_call_runs_no_check_and_gives_the_same(monkeypatch):
         engine(*qkv(12))  # another length has not been seen
 
 
+def test_a_seen_call_launches_without_a_look_at_its_problem(monkeypatch):
+    engine, given = build(dtype=torch.float16), qkv(dtype=torch.float16)
+    first = results(engine, *given)
+    monkeypatch.setattr("attention_engine.runtime.launch.Launcher.forward", None)
+    same(results(engine, *given), first)
+    with torch.no_grad():
+        assert torch.equal(engine(*given), first[0])
+        shifted = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in given]
+        assert torch.equal(engine(*shifted), first[0])
+
+
+def test_where_a_call_must_look_at_more_it_does():
+    """The switch for tf32, an address that decides what is staged, a tile map, no entries."""
+    q, k, v = (t.detach() for t in qkv(dtype=torch.float16))
+    bias = build({"bias": ("heads", "seq_len", "seq_len_kv")}, dtype=torch.float16, **WITH_BIAS)
+    bias(q, k, v, torch.zeros(q.shape[2], q.shape[1], k.shape[1]))
+    mapped = build(dtype=torch.float16, mask_mod=lambda b, h, i, j: (i * 7 + j) % 3 == 0)
+    mapped(q, k, v)
+    single, empty = build(), build(dtype=torch.float16)
+    single(q.float(), k.float(), v.float())
+    empty(q[:0], k[:0], v[:0])
+    for engine in (bias, mapped, single, empty):
+        assert [seen.direct for seen in engine._seen.values()] == [None]
+
+
 def test_autocast_is_followed_after_calls_without_it_and_the_reverse():
     engine = build(backend="reference")
     tensors = [t.detach() for t in qkv()]
