@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
+from attention_engine.compiler import Kernel
 from attention_engine.errors import TuneFileUnreadable, UnknownOption
 from attention_engine.ir.linear import LinearTile
 from attention_engine.runtime import linear_tuning, tuning
@@ -74,6 +75,21 @@ def test_backward_kernels_are_tuned_where_asked_states_first(tmp_path):
     assert all(a.startswith("backward") for a in asked) and asked  # no gradient of decays: another problem
 
 
+@pytest.fixture
+def traced_once(monkeypatch):
+    """Engines and trials share their kernels; each would trace its own, which takes most of the time."""
+    made, compiled = {}, Kernel.compiled.func
+
+    def shared(kernel):
+        key = (kernel.builder, kernel.given, kernel.target)
+        if key not in made:
+            made[key] = compiled(kernel)
+        return made[key]
+
+    monkeypatch.setattr(Kernel, "compiled", property(shared))
+
+
+@pytest.mark.usefixtures("traced_once")
 def test_measured_on_the_interpreter_end_to_end(tmp_path):
     file, leaves = tmp_path / "tiles.json", inputs()
     made = engine(file, bench=tuning.bench_for, tune_bwd=True)
