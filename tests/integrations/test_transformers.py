@@ -126,7 +126,8 @@ def test_logits_and_gradients_are_as_near_to_eager_as_sdpas(attention, name, dty
     def farthest(each):
         return max((each[n] - g).float().norm() / g.float().norm().clamp_min(1e-6) for n, g in eager_gradients.items())
 
-    assert farthest(gradients) <= max(2 * farthest(sdpa_gradients), 1e-6)
+    rounding = 16 * torch.finfo(torch.float32).eps  # eager's own sums differ by it with the number of threads
+    assert farthest(gradients) <= max(2 * farthest(sdpa_gradients), rounding)
 
 
 @pytest.mark.parametrize("make", [llama, gpt_oss])

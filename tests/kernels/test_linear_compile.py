@@ -5,7 +5,7 @@ Most of nvcc's time goes to headers, so what is tested together is compiled toge
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +21,7 @@ from attention_engine.tuner.linear_channels import default_channel_tiles
 pytest.importorskip("tilelang")
 from attention_engine.kernels.linear.common import COPYING, SM_REGISTERS, consumer_registers
 from attention_engine.target import compile as target_compile
+from tests.kernels.together import assert_fits, compile_together
 
 pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
 
@@ -61,14 +62,6 @@ def channels(gpu):
     }
 
 
-@dataclass(frozen=True)
-class Made:
-    """A kernel's CUDA text, and what ptxas and the launch say of it."""
-
-    cuda: str
-    used: target_compile.Resources
-
-
 def lower(kernel):
     configs = {**pass_configs(kernel.problem), **kernel.configs}
     return target_compile.lower_kernel(kernel.prim_func, kernel.target, pass_configs=configs)
@@ -77,21 +70,7 @@ def lower(kernel):
 @functools.cache
 def compiled(kernels, gpu):
     """Kernels by their names, of one source file."""
-    lowered = {name: lower(made()) for name, made in kernels(gpu).items()}
-    text, flags = "\n".join(k.cuda for k in lowered.values()), {f for k in lowered.values() for f in k.flags}
-    report = target_compile.ptxas_report(text, gpu, sorted(flags))
-    parts = dict(re.findall(r"entry function '(\w+)_kernel'(.*?)(?=Compiling entry|\Z)", report, re.DOTALL))
-    assert parts.keys() == lowered.keys()
-    return {
-        name: Made(k.cuda, target_compile.parse_resources(parts[name], k.launch_shared_bytes))
-        for name, k in lowered.items()
-    }
-
-
-def assert_fits(name, made, gpu):
-    used = made.used
-    assert (name, used.spill_stores, used.spill_loads, used.notes) == (name, 0, 0, ())
-    assert 0 < used.registers <= 255 and used.shared_bytes <= gpu.shared_memory_per_block
+    return compile_together({name: lower(made()) for name, made in kernels(gpu).items()}, gpu)
 
 
 def assert_numbers_of_rows_go_by_registers(cuda):
