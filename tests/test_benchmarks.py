@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -142,3 +144,15 @@ def test_the_table_shows_speeds_and_reasons():
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         run.main(["--case", "mha-128.softmax.full.512"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels would compile")
+def test_host_times_are_a_table_of_calls():
+    """In a process of its own: launches are left out there for good."""
+    code = "from benchmarks import host; host.CALLS = host.ROUNDS = 2; host.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    head, *lines = done.stdout.splitlines()
+    times = {line[:32].strip(): float(line[32:]) for line in lines}
+    assert "launches left out" in head
+    assert list(times) == ["a call", "a call with gradients", "a call and its backward", "the launch alone"]
+    assert all(us > times["the launch alone"] > 0 for name, us in times.items() if name != "the launch alone")
