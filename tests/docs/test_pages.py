@@ -1,5 +1,6 @@
 """The documents: every Python block runs, every picture is what the package draws, and the site builds strictly."""
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
-COUNTED = 37  # Python blocks that run; one that is lost, or fenced so that nobody runs it, is seen here
+COUNTED = 44  # Python blocks that run; one that is lost, or fenced so that nobody runs it, is seen here
 
 
 def blocks(page):
@@ -38,6 +39,15 @@ def test_every_block_of_a_page_runs(page, capsys):
     sys.modules[module.__name__] = module  # what a page defines can be pickled, as from any module
     for block in blocks(page):
         exec(compile(block, str(page), "exec"), module.__dict__)
+
+
+def test_the_kernels_of_the_gallery_agree_with_its_formulas():
+    """On the interpreter, where the page itself would run the reference on a CPU."""
+    engine = functools.partial(attention_engine.AttentionEngine, backend="interpret")
+    names: dict = {"__name__": "docs_gallery"}
+    for block in blocks(DOCS / "gallery.md"):
+        exec(compile(block, "gallery.md", "exec"), names)
+        names["AttentionEngine"] = engine
 
 
 def test_no_block_is_lost():
