@@ -14,6 +14,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
+from attention_engine.passes.by_hand import pairs_in_turn
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
@@ -23,7 +24,6 @@ from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.target.compile import UNIFORM_GROUPS
 
 Target = Arch | str  # an architecture, or "interpret"
-FORWARD_BY_HAND = "forward_hopper.forward_hopper"
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ class Kernels:
         self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
         self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
-    def _kernel(self, builder: str, *given: object) -> Kernel:
+    def _kernel(self, builder: str, *given: object, uniform: bool = False) -> Kernel:
         configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper"))
-        configs |= {UNIFORM_GROUPS: True} if builder == FORWARD_BY_HAND else {}
+        configs |= {UNIFORM_GROUPS: True} if uniform else {}
         return Kernel(builder, (self.problem, *given), self.target, self.problem, configs)
 
     @cached_property
@@ -182,8 +182,8 @@ class Kernels:
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
         tile = self.tiles.forward
-        builder = FORWARD_BY_HAND if tile.specialised else "forward.forward"
-        return self._kernel(builder, self.maths.forward_schedule, tile)
+        builder = "forward_hopper.forward_hopper" if tile.specialised else "forward.forward"
+        return self._kernel(builder, self.maths.forward_schedule, tile, uniform=tile.specialised)
 
     def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
         """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
@@ -230,6 +230,7 @@ class Kernels:
         builder = "backward_hopper.backward_hopper" if tile.specialised else "backward.backward"
         return self._kernel(
             builder, self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums,
+            uniform=tile.specialised and pairs_in_turn(self.problem, tile),  # whose registers are all taken
         )  # fmt: skip
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:

@@ -1,10 +1,16 @@
 """The backward pass over keys on Hopper: one warp copies ahead, two warpgroups compute, products run while they do.
 
 The algorithm and the arguments of backward.py, by hand: a block keeps its keys and values, and a producer warp streams
-queries, gradients of the output and rows through two stages of shared memory, with barriers in both directions. Each
-warpgroup has 64 keys. Products are issued without waiting, so that the exponentials of a step run while the tensor
-cores make its gradient of the weights, and dQ is added to the workspace while they make dK.
+queries, gradients of the output and rows through two stages of shared memory, with barriers in both directions.
+Products are issued without waiting, so that the exponentials of a step run while the tensor cores make its gradient of
+the weights, and dQ is added to the workspace while they make dK.
 Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), its section on the backward pass.
+
+Three forms, by the registers that dK and dV take of a thread (passes/by_hand.py):
+- each warpgroup has 64 keys, whose weights and gradients stay in registers as operands of dV and dK;
+- the same where dK and dV leave room for one tile of pairs (head dims 192 and 128, or 128 and 256): weights are packed
+  to 16 bits before their gradients are made, and both are handed to dV and dK through shared memory;
+- the warpgroups share 64 keys, queries of pairs and head dims of dK and dV halved between them (tile.shared_weights).
 """
 
 from __future__ import annotations
@@ -40,9 +46,17 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
-from attention_engine.kernels.tiles import QueryWalk
-from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP, finish_before, registers
-from attention_engine.passes.by_hand import backward_fits
+from attention_engine.kernels.tiles import QueryWalk, either
+from attention_engine.kernels.warps import (
+    COLUMNS_SHARED,
+    COMPUTE,
+    GROUP,
+    ROWS_WHOLE,
+    WARP,
+    finish_before,
+    registers,
+)
+from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, vanishes_with_weights
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -59,6 +73,16 @@ class Stage:
         return self.buffer[(self.stage, *index) if isinstance(index, tuple) else (self.stage, index)]
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A fragment of 16 bits, read as fp32."""
+
+    buffer: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return T.cast(self.buffer[index], FLOAT)
+
+
 def backward_hopper(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING,
@@ -71,7 +95,11 @@ def backward_hopper(
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     transposed = transposes_dq(tile, dim)
     shares = with_dq or len(summed.diagonals) > 0  # gradients of products with all threads
-    dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else T.GemmWarpPolicy.FullCol
+    dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else COLUMNS_SHARED
+    policy = COLUMNS_SHARED if tile.shared_weights else ROWS_WHOLE
+    in_turn = pairs_in_turn(problem, tile)
+    in_memory = tile.shared_weights or in_turn  # the operands of dV and dK
+    masks_gradients = not in_turn or not vanishes_with_weights(schedule)
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads)
     names = [n for n, _ in rows.rows]
@@ -105,12 +133,14 @@ def backward_hopper(
             }
             for n in names:
                 shared[n] = named(f"{n}_tile", T.alloc_shared([stages, tile.q], FLOAT))
-            gradients_out = named("gradients_out", T.alloc_shared([2, tile.kv, tile.q], dtype)) if shares else None
+            pairs_out = [2, tile.kv, tile.q]
+            gradients_out = named("gradients_out", T.alloc_shared(pairs_out, dtype)) if shares or in_memory else None
+            weights_out = named("weights_out", T.alloc_shared(pairs_out, dtype)) if in_memory else None
             products = T.alloc_fragment([tile.kv, tile.q], FLOAT)
             weights = T.alloc_fragment([tile.kv, tile.q], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.kv, tile.q], FLOAT)
-            weights_in = T.alloc_fragment([tile.kv, tile.q], dtype)
-            gradients_in = T.alloc_fragment([tile.kv, tile.q], dtype)
+            weights_in = None if tile.shared_weights else T.alloc_fragment([tile.kv, tile.q], dtype)
+            gradients_in = None if in_memory else T.alloc_fragment([tile.kv, tile.q], dtype)
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
@@ -166,32 +196,51 @@ def backward_hopper(
                     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                     T.barrier_wait(q_full[stage], turn)
                     T.wgmma_gemm(
-                        k, shared["q"][stage, :, :], products, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
+                        k, shared["q"][stage, :, :], products, transpose_B=True, policy=policy, clear_accum=True
                     )
+                    if in_turn:
+                        T.wait_wgmma(0)
+                        maths.weigh(products, weights)
+                        partial = either(walk.is_partial(step, q_tile), outside)
+                        where_partial(partial, bind(maths.mask, weights))
+                        T.copy(weights, weights_in)
                     T.barrier_wait(do_full[stage], turn)
                     T.wgmma_gemm(
-                        v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
+                        v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=policy, clear_accum=True
                     )
-                    T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
-                    maths.weigh(products, weights)
-                    finish_before(weights, tile.kv * tile.q // tile.threads, q_full, stage, turn)
+                    if in_turn:
+                        T.copy(weights_in, weights_out[step % 2, :, :])
+                    else:
+                        T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
+                        maths.weigh(products, weights)
+                        finish_before(weights, tile.kv * tile.q // tile.threads, q_full, stage, turn)
                     T.wait_wgmma(0)
-                    maths.differentiate(products, weights, gradients)
-                    if schedule.mask is not None:
-                        where_partial(walk.is_partial(step, q_tile), bind(maths.drop, weights, gradients))
-                    where_partial(outside, bind(maths.cut, weights, gradients))
-                    T.copy(weights, weights_in)
+                    maths.differentiate(products, Packed(weights_in) if in_turn else weights, gradients)
+                    cleared = (gradients,) if in_turn else (weights, gradients)
+                    if schedule.mask is not None and masks_gradients:
+                        where_partial(walk.is_partial(step, q_tile), bind(maths.drop, *cleared))
+                    if masks_gradients:
+                        where_partial(outside, bind(maths.cut, *cleared))
+                    if not in_turn:
+                        T.copy(weights, weights_out[step % 2, :, :] if in_memory else weights_in)
                     for number, (key_read, expr) in enumerate(summed.of_keys):
                         factor = factor_of(schedule, expr)
                         sum_keys(
                             key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
                         )
-                    T.copy(gradients, gradients_in)
-                    if shares:
-                        T.copy(gradients_in, gradients_out[step % 2, :, :])
+                    if in_memory:
+                        T.copy(gradients, gradients_out[step % 2, :, :])
+                    else:
+                        T.copy(gradients, gradients_in)
+                        if shares:
+                            T.copy(gradients_in, gradients_out[step % 2, :, :])
+                    if shares or in_memory:
                         T.fence_proxy_async()
                         T.sync_threads(COMPUTE, tile.threads)
-                    T.wgmma_gemm(weights_in, shared["do"][stage, :, :], dv, policy=ROWS_WHOLE)
+                    T.wgmma_gemm(
+                        weights_out[step % 2, :, :] if in_memory else weights_in,
+                        shared["do"][stage, :, :], dv, policy=policy,
+                    )  # fmt: skip
                     if with_dq:
                         if transposed:
                             T.wgmma_gemm(
@@ -203,7 +252,10 @@ def backward_hopper(
                                 gradients_out[step % 2, :, :], k, dq, transpose_A=True, policy=dq_policy,
                                 clear_accum=True,
                             )  # fmt: skip
-                    T.wgmma_gemm(gradients_in, shared["q"][stage, :, :], dk, policy=ROWS_WHOLE)
+                    T.wgmma_gemm(
+                        gradients_out[step % 2, :, :] if in_memory else gradients_in,
+                        shared["q"][stage, :, :], dk, policy=policy,
+                    )  # fmt: skip
                     for number, (_, expr) in enumerate(summed.diagonals):
                         source, factor = Stage(gradients_out, step % 2), factor_of(schedule, expr)
                         sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)

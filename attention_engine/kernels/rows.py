@@ -31,7 +31,7 @@ def workspace(sizes: Sizes, problem: Problem, tile: Tile) -> Any:
 
 def transposes_dq(tile: Tile, dim: int) -> bool:
     """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, 80 queries don't fit."""
-    return tile.specialised and dim >= 128
+    return tile.specialised and dim % 128 == 0
 
 
 def place_in_workspace(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> Any:

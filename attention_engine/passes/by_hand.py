@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from attention_engine.ir.expr import Op, topological
-from attention_engine.ir.problem import Problem
-from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX
+import itertools
+
+from attention_engine.ir.expr import Op, const, substitute, topological
+from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, WEIGHT, row_variable
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
+from attention_engine.passes.simplify import simplify
 
 FORWARD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)})
-BACKWARD_DIMS = frozenset({64, 128})
+BACKWARD_DIMS = frozenset({*itertools.product((64, 128), repeat=2), (192, 128), (128, 256), (256, 256)})
+KEY_SUM_DIMS = frozenset({(64, 64)})
+MOST_ROWS = 3  # for which 227 KB have room beside 256 KB of tiles
 LIGHT = frozenset({Op.CONST, Op.VAR, Op.DETACH, Op.ADD, Op.MUL, Op.EXP2, Op.MAXIMUM, Op.MINIMUM})
 
 
@@ -27,15 +32,36 @@ def backward_fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSu
 
     Two warpgroups share dQ by its 64 rows, or 64 head dims, each. Sums for custom inputs are made of the gradients of
     products; others would need a tile of their own, and atomics a pair wait for too long. Sums of keys need registers
-    that wider heads leave too few of (ptxas C7512).
+    that wider heads leave too few of (ptxas C7512). The widest heads leave shared memory for few rows.
     """
-    dims = {problem.dim, problem.dim_v}
-    if problem.dtype == "float32" or problem.staged or not dims <= BACKWARD_DIMS or summed.scattered:
+    dims = problem.dim, problem.dim_v
+    if problem.dtype == "float32" or problem.staged or dims not in BACKWARD_DIMS or summed.scattered:
         return False
-    if summed.of_keys and max(dims) > min(BACKWARD_DIMS):
+    if summed.of_keys and dims not in KEY_SUM_DIMS:
+        return False
+    if max(dims) > 128 and rows_read(schedule) > MOST_ROWS:
         return False
     summed_too = (*summed.of_keys, *summed.diagonals)
     return all(proportion(expr, schedule.product_gradient) is not None for _, expr in summed_too)
+
+
+def rows_read(schedule: BackwardSchedule) -> int:
+    """How many rows of numbers the pairs read."""
+    nodes = topological(schedule.weights, schedule.product_gradient)
+    return sum(node.op is Op.VAR and node is row_variable(node.name) for node in nodes)
+
+
+def pairs_in_turn(problem: Problem, tile: Tile) -> bool:
+    """Do dK and dV leave registers for one fp32 tile of pairs only, where warpgroups have their own keys? They may take
+    128 a thread; with more, weights are packed before their gradients are made."""
+    sums = tile.kv * (padded(problem.dim) + padded(problem.dim_v)) // tile.threads
+    return sums > 128 and not tile.shared_weights
+
+
+def vanishes_with_weights(schedule: BackwardSchedule) -> bool:
+    """Is the gradient of a product 0 where its weight is?"""
+    nothing = simplify(substitute(schedule.product_gradient, {WEIGHT: const(0.0)}))[0]
+    return nothing.op is Op.CONST and nothing.value == 0
 
 
 def scores_are_light(schedule: ForwardSchedule) -> bool:

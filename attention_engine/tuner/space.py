@@ -14,6 +14,7 @@ from attention_engine.arch import H100, Arch
 from attention_engine.compiler import Target
 from attention_engine.ir.linear import LinearTile
 from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.passes.by_hand import pairs_in_turn
 from attention_engine.target.compile import Resources
 from attention_engine.tuner.problems import KernelName
 
@@ -59,7 +60,9 @@ def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
             shared = (tile.q * dim + stages * tile.kv * (dim + dim_v)) * size
             sums = tile.q * dim_v + pairs + (pairs // held if held > 1 else 0)
         case "backward":
-            shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + pairs) * size
+            in_memory = tile.specialised and (tile.shared_weights or pairs_in_turn(problem, tile))
+            handed = 4 if in_memory else 1  # tiles of pairs: weights and gradients of two steps, or gradients
+            shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + handed * pairs) * size
             sums = tile.kv * (dim + dim_v) + 2 * pairs
         case "queries":
             shared = (tile.q * (dim + dim_v) + stages * tile.kv * (dim + dim_v)) * size
@@ -95,11 +98,22 @@ def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) 
     wgmma = arch.has_wgmma and problem.dtype != "float32"
     if wgmma and tile.threads % 128:
         return "wgmma wants whole warpgroups of 128 threads"
+    if tile.specialised and kernel == "backward" and (reason := _reason_by_hand(problem, tile)) is not None:
+        return reason
     if tile.shared_weights:
         return None if rows * tile.q % (256 * warps) == 0 else f"{warps} warps can't share so few pairs"
     step = 64 * (warps // 4) if wgmma else 16 * warps
     if rows % step:
         return f"{rows} rows don't cut into {step}, what {tile.threads} threads take at a time"
+    return None
+
+
+def _reason_by_hand(problem: Problem, tile: Tile) -> str | None:
+    """Against a tile of the kernel over keys that is placed by hand."""
+    if padded(problem.dim) % 128 and tile.q % 64:
+        return f"{tile.q} rows of dQ don't cut into 64, and dQ transposed wants head dims in units of 128"
+    if tile.shared_weights and (tile.q % 32 or tile.kv != 64):
+        return "warpgroups share 64 keys, and queries in units of 16 each"
     return None
 
 
@@ -128,14 +142,15 @@ def _tiles(kernel: KernelName, problem: Problem, arch: Arch) -> Iterator[Tile]:
 
 
 def _placed_by_hand(kernel: KernelName) -> Iterator[Tile]:
-    """Tiles of the kernels in kernels/*_hopper.py: 64 queries for each warpgroup forward, 64 keys backward."""
+    """Tiles of the kernels in kernels/*_hopper.py: 64 queries for each warpgroup forward; backward 64
+    keys for each, or for all."""
     match kernel:
         case "forward":
             for groups, kv in itertools.product((2, 3), MOVING):
                 yield Tile(64 * groups, kv, 128 * groups, 2, specialised=True)
         case "backward":
-            for q in MOVING:
-                yield Tile(q, 128, 256, 2, specialised=True)
+            for q, shared in itertools.product(MOVING, (False, True)):
+                yield Tile(q, 64 if shared else 128, 256, 2, shared, specialised=True)
         case "queries":
             return
 

@@ -16,7 +16,7 @@ from tests.kernels.together import assert_fits, compile_together
 pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-# Kernels by name: which, its dtype and its head dim.
+# Kernels by name: which, its dtype and its head dims.
 HOPPER = {
     "forward": ("forward", HALF, 64),
     "backward": ("backward", HALF, 64),
@@ -25,11 +25,15 @@ HOPPER = {
     "postprocess": ("backward_postprocess", HALF, 64),
     "wide_forward": ("forward", BRAIN, 128),
     "wide_backward": ("backward", HALF, 128),
+    "deep_backward": ("backward", BRAIN, 192, 128),
+    "broad_backward": ("backward", BRAIN, 128, 256),
+    "widest_backward": ("backward", BRAIN, 256),
 }
+IN_MEMORY = ("deep_backward", "broad_backward", "widest_backward")
 
 
-def lower(gpu, kernel, dtype, dim):
-    metas = [meta_tensor(1, heads, 256, dim, dtype=dtype) for heads in (4, 2, 2)]
+def lower(gpu, kernel, dtype, dim, dim_v=None):
+    metas = [meta_tensor(1, h, 256, d, dtype=dtype) for h, d in zip((4, 2, 2), (dim, dim, dim_v or dim), strict=True)]
     engine = AttentionEngine(metas, None, scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu)
     source = engine._source_kernel(kernel, "cuda")
     return target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
@@ -53,6 +57,13 @@ def test_hand_placed_kernels_run_products_while_they_compute():
         cuda = hopper()[name].cuda
         assert "warpgroup_reg_dealloc<24>" in cuda and "tl::wait_wgmma<1>()" in cuda
         assert ("const int warpgroup = __shfl_sync" in cuda) is name.endswith("forward")
+
+
+def test_backward_of_wide_heads_hands_pairs_over_in_shared_memory():
+    for name in IN_MEMORY:
+        cuda = hopper()[name].cuda
+        assert "warpgroup_reg_dealloc<24>" in cuda and cuda.count("tl::wgmma_ss<") == 5 and "wgmma_rs" not in cuda
+        assert ("const int warpgroup = __shfl_sync" in cuda) is (name != "widest_backward")
 
 
 def test_three_warpgroups_take_turns_and_two_do_not():

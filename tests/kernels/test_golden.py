@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
 
 
-def engine(dim=64):
-    metas = [meta_tensor(1, heads, 256, dim, dtype=torch.float16) for heads in (4, 2, 2)]
+def engine(dim=64, dim_v=None):
+    dims = (dim, dim, dim_v or dim)
+    metas = [meta_tensor(1, heads, 256, d, dtype=torch.float16) for heads, d in zip((4, 2, 2), dims, strict=True)]
     return AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=arch.H100())
 
 
@@ -30,6 +31,11 @@ def test_softmax_causal(kernel, golden):
 def test_softmax_causal_in_straight_lines(kernel, golden):
     """At a head dim for which nothing is placed by hand."""
     assert engine(dim=32).source(kernel, form="tilelang") == golden
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=["own keys", "shared keys"])
+def test_backward_of_wide_heads(dims, golden):
+    assert engine(*dims).source("backward", form="tilelang") == golden
 
 
 def test_two_processes_write_the_same_text():

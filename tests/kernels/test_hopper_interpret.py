@@ -17,6 +17,7 @@ def by_hand(queries, keys=128, threads=256):
     return Tile(queries, keys, threads, 2, specialised=True)
 
 
+SHARED_KEYS = Tile(64, 64, 256, 2, shared_weights=True, specialised=True)
 # Head dims, the tile of the forward kernel (None: the twin runs), queries of a tile over keys.
 KERNELS = {
     "forward-64": ((64, 64), by_hand(192, threads=384), None),
@@ -29,6 +30,11 @@ KERNELS = {
     "backward-128-heavy": ((128, 128), None, by_hand(64)),
     "backward-128-64": ((128, 64), None, by_hand(80)),
     "backward-64-128": ((64, 128), None, by_hand(64)),
+    "backward-192-128-light": ((192, 128), None, by_hand(64)),
+    "backward-192-128-heavy": ((192, 128), None, SHARED_KEYS),
+    "backward-128-256-light": ((128, 256), None, by_hand(32)),
+    "backward-128-256-heavy": ((128, 256), None, SHARED_KEYS),
+    "backward-256": ((256, 256), None, SHARED_KEYS),
 }
 PROGRAMS = ("softmax", "softcap", "relu", "retention")  # rows, gradients of products, no rows, gradients of indices
 LENGTHS = ((200, 131), (77, 260))  # of more than one tile, none whole
@@ -56,6 +62,9 @@ def ran(part):
     return [script.count("set_max_nreg") for script in scripts] == [2] * len(scripts) != []
 
 
+WIDE = {name: dims for name, (dims, _, backward) in KERNELS.items() if backward and max(dims) > 128}
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_keeps_the_rule(name, kernels):
     dims, forward, backward = KERNELS[name]
@@ -67,6 +76,17 @@ def test_every_kernel_keeps_the_rule(name, kernels):
         dtype = (torch.float16, torch.bfloat16)[turn % 2]
         assert errors(case, shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
     assert ran(name.split("-")[0])
+
+
+@pytest.mark.parametrize("program", ["softcap", "retention"])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_heads_run_any_maths(name, program, kernels):
+    """Products that are kept, masked gradients of pairs whose weight may be 0, and deterministic gradients."""
+    kernels.update(backward=KERNELS[name][2])
+    shape = Shape(1, 140, 150, 2, 1, *WIDE[name])
+    options = {"deterministic": program == "softcap", "backend": "interpret", "floor": 2e-3}
+    assert errors(CASES[program], shape, torch.bfloat16, program == "softcap", **options)
+    assert ran("backward")
 
 
 def test_twins_agree_to_a_rounding(kernels):

@@ -5,7 +5,16 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.compiler import analyse
-from attention_engine.library import OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal, dilated, scale, softcap
+from attention_engine.library import (
+    OnlineRetention,
+    OnlineSigmoid,
+    OnlineSoftmax,
+    causal,
+    dilated,
+    scale,
+    sliding_window,
+    softcap,
+)
 from attention_engine.tuner.defaults import default_tiles
 
 pytest.importorskip("tilelang")
@@ -26,8 +35,11 @@ def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=
         ({"dims": (64, 64)}, [(192, 128), (128, 128)]),
         ({"dims": (64, 64), "online": OnlineSigmoid}, [(128, 128), (128, 128)]),
         ({"dims": (64, 64), "score": softcap(20.0, 0.1)}, [(128, 128), (64, 128)]),
-        ({"dims": (192, 128)}, [(128, 128), None]),
-        ({"dims": (128, 256), "dtype": torch.bfloat16}, [(128, 96), None]),
+        ({"dims": (192, 128)}, [(128, 128), (64, 128)]),
+        ({"dims": (192, 128), "score": softcap(20.0, 0.1)}, [(128, 128), (64, 64)]),
+        ({"dims": (128, 256), "dtype": torch.bfloat16}, [(128, 96), (32, 128)]),
+        ({"dims": (192, 128), "mask": sliding_window(99)}, [(128, 128), (64, 128)]),
+        ({"dims": (256, 256)}, [(128, 80), (64, 64)]),
         ({"dims": (128, 64)}, [None, (80, 128)]),
         ({"dims": (96, 96)}, [None, None]),
         ({"online": OnlineRetention}, [(128, 128), (80, 128)]),

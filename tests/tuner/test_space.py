@@ -14,6 +14,7 @@ from attention_engine.tuner.space import MOST_SPILLED, demand, judge, reason_aga
 H100, A100, RTX4090 = arch.H100(), arch.A100(), arch.RTX4090()
 PROBLEM = Problem(16, 16, 128, 128, "float16")
 WIDE = Problem(16, 16, 256, 256, "float16")
+DEEP = Problem(16, 16, 192, 128, "float16")
 
 
 @pytest.mark.parametrize(("kernel", "problem", "gpu", "tile", "reason"), [
@@ -31,6 +32,14 @@ WIDE = Problem(16, 16, 256, 256, "float16")
     ("backward", PROBLEM, H100, Tile(80, 128, 256, 2, specialised=True), None),
     ("backward", PROBLEM, H100, Tile(256, 128, 256, 2, specialised=True),
      "needs at least 393216 bytes of shared memory, and there are 232448"),
+    ("backward", DEEP, H100, Tile(64, 128, 256, 2, specialised=True), None),
+    ("backward", DEEP, H100, Tile(80, 128, 256, 2, specialised=True),
+     "80 rows of dQ don't cut into 64, and dQ transposed wants head dims in units of 128"),
+    ("backward", DEEP, H100, Tile(128, 128, 256, 2, specialised=True),
+     "needs at least 376832 bytes of shared memory, and there are 232448"),
+    ("backward", WIDE, H100, Tile(64, 64, 256, 2, True, specialised=True), None),
+    ("backward", WIDE, H100, Tile(80, 64, 256, 2, True, specialised=True),
+     "warpgroups share 64 keys, and queries in units of 16 each"),
     ("backward", PROBLEM, H100, Tile(64, 64, 256, 2), "64 rows don't cut into 128, what 256 threads take at a time"),
     ("backward", PROBLEM, H100, Tile(64, 64, 256, 2, True), None),
     ("backward", PROBLEM, H100, Tile(16, 16, 256, 2, True), "8 warps can't share so few pairs"),
