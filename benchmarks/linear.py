@@ -185,6 +185,7 @@ def work(problem: Problem) -> dict[str, tuple[float, float]]:
             chunked("states_backward_kernel", tiles.states, shared + v, d * e, 2),
             chunked("chunk_dq_kernel", tiles.rows["dq"], 3 * shared + 2 * v, rows * (2 * d + e) + d * e, 1),
             chunked("chunk_dk_kernel", tiles.rows["dk"], 3 * shared + 2 * v, rows * (2 * d + e) + d * e, 1),
+            chunked("chunk_dq_dk_kernel", tiles.rows["dq"], 3 * shared + 2 * v, rows * (2 * d + e) + 2 * d * e, 2),
             chunked("chunk_dv_kernel", tiles.rows["dv"], 2 * shared + 2 * v, rows * (d + e) + d * e, 1),
         ]
     )

@@ -1,7 +1,8 @@
 """The tiles worth trying for a kernel of linear attention, and which to try first; as space.py and cost.py for others.
 
 Kernels are told by their direction and what they make: "forward walk", "forward states", "forward output";
-"backward states", "backward dq" and, in one walk, "backward walk dq" (dk, dv alike).
+"backward states", "backward dq" and, in one walk, "backward walk dq" (dk, dv alike). Some tiles of "backward dq" have
+its kernel make dk too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from attention_engine.ir.linear import (
     Role,
     column_tiles,
     heads_a_block,
+    parts_of,
     state_tiles,
     tile_of_state,
 )
@@ -110,9 +112,11 @@ def demand(kernel: str, problem: LinearProblem, tile: LinearTile) -> Demand:
     if is_walk(kernel):
         shared = stages * chunk * (2 * summed + width) + chunk * width + summed * width + weights
         return Demand(shared * size, (summed * width + 2 * chunk * width + chunk * chunk) // tile.threads)
-    inner = min(tile.inner, summed)
+    inner, total = min(tile.inner, summed), 2 if _shares(problem, form, tile) else 1
+    if tile.with_dk:
+        shared = stages * inner * 2 * (chunk + width) + 2 * chunk * width + chunk * chunk
+        return Demand(shared * size, (2 * total * chunk * width + chunk * max(chunk, width)) // tile.threads)
     shared = stages * inner * (2 * chunk + width) + chunk * width + weights
-    total = 2 if _shares(problem, form, tile) else 1
     return Demand(shared * size, (total * chunk * width + chunk * chunk * 3 // 2) // tile.threads)
 
 
@@ -183,12 +187,25 @@ def _tiles(kernel: str, problem: LinearProblem, default: LinearTile) -> Iterator
         ):
             yield LinearTile(chunk, inner, outer, many, stages, blocks=count)
         return
+    yield from _row_tiles(problem, default, role, threads)
+
+
+def _row_tiles(
+    problem: LinearProblem, default: LinearTile, role: str, threads: tuple[int, ...]
+) -> Iterator[LinearTile]:  # fmt: skip
+    """Tiles of results by chunks. Warps of their own copy only where all products stand in one loop, over heads."""
+    fp32, form, chunk = problem.dtype == "float32", ROLES[role], default.chunk
     group = min(problem.heads // n for n in (problem.q_heads, problem.k_heads))
-    for inner, outer, many, stages, heads, count in itertools.product(
-        (32, 64, 128), (32, 64, 128, 256), threads, (0,) if fp32 or group > 1 else (0, 2, 3),
-        (1, 8, 16, 40) if group > 1 else (1,), (1, 2, 3, 4),
+    ahead = ((1, True), (2, True)) if group > 1 else ((2, False), (3, False))
+    summed = padded(problem.dim_of(form.rows))
+    for inner, outer, many, (stages, copies), heads, blocks, joined in itertools.product(
+        (32, 64, 128), (32, 64, 128, 256), threads, ((0, False), *(() if fp32 else ahead)),
+        (1, 8, 16, 40) if group > 1 else (1,), (1, 2, 3, 4), (False, True) if role == "dq" else (False,),
     ):  # fmt: skip
-        yield LinearTile(default.chunk, inner, outer, many, stages, heads, default.in_registers, False, count)
+        held = chunk % (64 * max(many // 128, 1)) == 0 if joined else default.in_registers
+        tile = LinearTile(chunk, inner, outer, many, stages, heads, held, copies, blocks, joined)
+        if not copies or (inner >= summed and heads_a_block(problem, form, tile) > 1):
+            yield tile
 
 
 def _work(kernel: str, problem: LinearProblem, tile: LinearTile, tokens: int) -> _Work:
@@ -201,17 +218,21 @@ def _work(kernel: str, problem: LinearProblem, tile: LinearTile, tokens: int) ->
     form = ROLES[role]
     summed = padded(problem.dim_of(form.rows))
     width, tiles = column_tiles(problem, form, tile)
-    products = chunk * (chunk * (summed + width) + summed * width)
-    moved = chunk * (2 * summed + 2 * width)
+    both = 2 if tile.with_dk else 1
+    products = chunk * (chunk * (summed + both * width) + both * summed * width)
+    rows = chunk * 2 * summed
     if is_walk(kernel):
-        return _Work(products + chunk * summed * width, 2 * moved, chunks, tiles)
+        return _Work(products + chunk * summed * width, 2 * (rows + 2 * chunk * width), chunks, tiles)
     heads = heads_a_block(problem, form, tile)
-    return _Work(products, 2 * (moved + summed * width), heads, tiles * -(-chunks // heads))
+    entry = 2 + (8 if parts_of(problem, form, tile) > 1 else 2)  # loaded, and stored; parts are fp32 and read again
+    each = both * chunk * width * entry // heads
+    return _Work(products, 2 * (rows + both * summed * width) + each, heads, tiles * -(-chunks // heads))
 
 
 def cycles(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile, lengths: tuple[int, int]) -> float:
     """The model's cycles for one call. A step's products and copies add up, unless copies run ahead or blocks share an
-    SM; so do the latencies of a step. Blocks run in waves. Its order is what counts: measuring decides."""
+    SM; so do the latencies of a step. Blocks run in waves. Of a kernel for dq and dk, half. Its order is what counts:
+    measuring decides."""
     batch, tokens = lengths
     work, needs = _work(kernel, problem, tile, tokens), demand(kernel, problem, tile)
     rate = (arch.peak_tflops or PEAK_TFLOPS) * 1e12 / arch.sm_count / CLOCK
@@ -223,4 +244,4 @@ def cycles(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile, le
     alone = (max(matrix, copies) if tile.stages else matrix + copies) + STEP_CYCLES
     step = max(alone, together * max(matrix, copies))
     waves = -(-work.blocks * batch * problem.heads // (arch.sm_count * together))
-    return waves * work.steps * step
+    return waves * work.steps * step / (2 if tile.with_dk else 1)

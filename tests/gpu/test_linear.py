@@ -3,9 +3,13 @@
 A run ends with the worst ratio of each case and dtype. Most of the time is compiling: `-n 12` on many cores.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from attention_engine.ir.linear import LinearTile
+from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
 from tests import plain
 from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors
 
@@ -50,6 +54,32 @@ def test_runs_are_alike_bit_for_bit(dtype, name):
     for _ in range(5):
         again = engine_results(engine, inputs)
         assert all(torch.equal(first[n], again[n]) for n in first)
+
+
+@pytest.mark.parametrize("dims", ["dim_128_64", "dim_256_512"])
+@pytest.mark.parametrize("name", ["plain", "mamba2", "shifted"])
+def test_one_kernel_for_the_gradients_of_q_and_k_makes_what_two_make(name, dims):
+    """With copies ahead by warps of their own where heads share q and k."""
+    case, groups = CASES[name], GROUPS["one_group" if dims == "dim_128_64" else "own_heads"]
+    shape = Shape(2, 1000, *groups, *DIMS[dims])
+    engine, inputs = engine_for(case, shape, torch.bfloat16), shape.inputs(case, torch.bfloat16, "cuda")
+    apart = engine_results(engine, inputs)
+    tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
+    launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
+    tiles = launcher.kernels(*tensors, custom).tiles
+    shared = LinearTile(64, 64, 64, 128, 2, heads=4, blocks=2, with_dk=True)
+    joined = shared if dims == "dim_128_64" else replace(tiles.rows["dq"], stages=2, with_dk=True)
+    launcher.tiles = replace(tiles, rows={**tiles.rows, "dq": joined})
+    launcher._kernels.clear()
+    try:
+        together = engine_results(engine, inputs)
+        again = engine_results(engine, inputs)
+    finally:
+        launcher.tiles = None
+        launcher._kernels.clear()
+    for key, value in apart.items():
+        off = (together[key].double() - value.double()).abs().mean() / value.double().abs().mean()
+        assert off <= 2e-3 and torch.equal(together[key], again[key]), key
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gla"])

@@ -33,10 +33,13 @@ WIDE = LinearProblem(4, 4, 4, 256, 512, "bfloat16")
 
 def narrow(gpu):
     kernels = LinearKernels(PROGRAM, NARROW, default_linear_tiles(NARROW, gpu), gpu)
+    joined = LinearTile(64, 64, 64, 128, 2, heads=40, blocks=2, with_dk=True)
+    tiles = replace(kernels.tiles, rows={**kernels.tiles.rows, "dq": joined})
     return {
         "forward": lambda: kernels.walk("output", starts=True, ends=True),
         "states_backward": lambda: kernels.states(reverse=True, starts=True, overlaps=True),
         "chunk_dq": lambda: kernels.rows("dq", True, ()),
+        "chunk_dq_dk": lambda: LinearKernels(PROGRAM, NARROW, tiles, gpu).both_rows(True, (), ()),
         "chunk_dv": lambda: kernels.rows("dv", False, PROGRAM.loads("v")),
         "step": lambda: kernels.step(starts=True),
     }

@@ -96,3 +96,18 @@ def test_a_key_tells_problems_apart(changed):
     assert key(**usual) != key(**{**usual, **KEYS[changed]})
     assert key(**usual) == key(**{**usual, "lengths": (1, 128)})  # one bucket
     assert "gradients" not in key(**usual) and key(**{**usual, "kernel": "backward dq"})["gradients"] == ["decay"]
+
+
+@pytest.mark.parametrize("problem", [WIDE, SHARED], ids=["wide", "shared"])
+def test_one_kernel_for_dq_and_dk_is_tried(problem):
+    tiles = walking(problem)
+    joined = [t for t in linear_space("backward dq", problem, H100, tiles, (8, 2048)).tiles if t.with_dk]
+    assert len(joined) > 3
+    assert not any(t.with_dk for t in linear_space("backward dk", problem, H100, tiles, (8, 2048)).tiles)
+
+
+def test_warps_of_their_own_copy_where_heads_are_walked_in_one_loop():
+    tiles = default_linear_tiles(SHARED, H100)
+    for tile in linear_space("backward dq", SHARED, H100, tiles, (8, 2048)).tiles[1:]:
+        assert not tile.specialize or (tile.stages > 0 and tile.heads > 1 and tile.inner >= SHARED.dim_v)
+    assert any(t.specialize and t.with_dk for t in linear_space("backward dq", SHARED, H100, tiles, (8, 2048)).tiles)
