@@ -58,6 +58,7 @@ class Tile:
     shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers,
     so that warps can share rows where a tile has fewer rows than the warps of a block need.
     specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
+    skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
     """
 
     q: int
@@ -66,6 +67,7 @@ class Tile:
     stages: int
     shared_weights: bool = False
     specialised: bool = False
+    skewed_sums: bool = False
 
     @property
     def row_pad(self) -> int:

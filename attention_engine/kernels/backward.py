@@ -36,6 +36,7 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
+from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.rows import place_in_workspace, workspace
 from attention_engine.kernels.splice import both
@@ -362,28 +363,3 @@ def sum_keys(read: Expr, problem: Problem, contribution: Any, total: Any, tile: 
         for j in T.Parallel(tile.kv):
             if kv0 + j < buffers[f"key_sum{number}"].shape[2]:
                 buffers[f"key_sum{number}"][place.batch, place.head, kv0 + j] += total[j] * factor
-
-
-@T.macro
-def sum_diagonals(summed: CustomSums, source: Any, tile: Tile, buffers: Any, number: int, place: Place, q0: Any,
-                  kv0: Any, sizes: Sizes, factor: float) -> None:  # fmt: skip
-    """Adds the sums of a tile's diagonals (keys, queries) to those of their heads.
-
-    A lane walks down its diagonal; lanes start at different columns, so that they read different banks.
-    """
-    target = buffers[f"diagonal{number}"]
-    strip = kv0 // tile.kv if summed.ordered else 0
-    for d in T.Parallel(-(-(tile.kv + tile.q) // tile.threads) * tile.threads):
-        total = T.alloc_var(FLOAT)
-        total = 0.0
-        for i in T.serial(tile.q):
-            column = (i + d) % tile.q
-            row = column - d + (tile.kv - 1)
-            if T.And(row >= 0, row < tile.kv):
-                total = total + T.cast(source[T.max(T.min(row, tile.kv - 1), 0), column], FLOAT)
-        at = q0 - kv0 + d - (tile.kv - 1) + sizes.kv - 1  # query - key + keys - 1
-        if T.And(T.And(d < tile.kv + tile.q - 1, at >= 0), at < sizes.q + sizes.kv):
-            if summed.ordered:
-                target[place.batch, place.head, strip, at] += total * factor
-            else:
-                T.atomic_add(target[place.batch, place.head, strip, at], total * factor)

@@ -31,7 +31,6 @@ from attention_engine.kernels.backward import (
     factor_of,
     keeps_products,
     shared_between_heads,
-    sum_diagonals,
     sum_keys,
 )
 from attention_engine.kernels.common import (
@@ -45,6 +44,7 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
+from attention_engine.kernels.diagonals import SkewedSums, add_held, hold, sum_diagonals
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
 from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.warps import (
@@ -99,6 +99,7 @@ def backward_hopper(
     policy = COLUMNS_SHARED if tile.shared_weights else ROWS_WHOLE
     in_turn = pairs_in_turn(problem, tile)
     in_memory = tile.shared_weights or in_turn  # the operands of dV and dK
+    factors = [factor_of(schedule, expr) for _, expr in summed.diagonals]
     masks_gradients = not in_turn or not vanishes_with_weights(schedule)
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads)
@@ -144,6 +145,8 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
+            skewed = SkewedSums(summed, tile) if tile.skewed_sums and summed.diagonals else None
+            sums_of_tile = T.alloc_fragment([tile.kv], FLOAT) if skewed is not None else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             k_full = T.alloc_barrier(arrive_count=WARP)
             v_full = T.alloc_barrier(arrive_count=WARP)
@@ -193,6 +196,7 @@ def backward_hopper(
                     place = Place(batch, head, block_of_head, read, problem.approximate)
                     staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
                     maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
+                    corners = (q0, kv0), (q0 + tile.q - 1, kv0 + tile.kv - 1)
                     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
                     T.barrier_wait(q_full[stage], turn)
                     T.wgmma_gemm(
@@ -228,6 +232,8 @@ def backward_hopper(
                         sum_keys(
                             key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
                         )
+                    if skewed is not None:
+                        hold(skewed, gradients, sums_of_tile, place, corners)
                     if in_memory:
                         T.copy(gradients, gradients_out[step % 2, :, :])
                     else:
@@ -256,9 +262,12 @@ def backward_hopper(
                         gradients_out[step % 2, :, :] if in_memory else gradients_in,
                         shared["q"][stage, :, :], dk, policy=policy,
                     )  # fmt: skip
-                    for number, (_, expr) in enumerate(summed.diagonals):
-                        source, factor = Stage(gradients_out, step % 2), factor_of(schedule, expr)
-                        sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
+                    if skewed is not None:
+                        add_held(skewed, sums_of_tile, buffers, factors, place, corners, sizes)
+                    else:
+                        for number, factor in enumerate(factors):
+                            source = Stage(gradients_out, step % 2)
+                            sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
                     T.wait_wgmma(1)  # all but dK
                     if thread % WARP == 0:
                         T.barrier_arrive(do_empty[stage])

@@ -25,6 +25,12 @@ def at_ends(place: Place, ends: Ends | None, corners: Corners, expr: Expr, actio
     _choose(most <= ends.least, least >= ends.most, actions)
 
 
+def past_ends(place: Place, ends: Ends, corners: Corners) -> Any:
+    """Is the index at one of its ends in the whole tile?"""
+    least, most = (_extreme(place, ends, corners, highest) for highest in (False, True))
+    return T.Or(most <= ends.least, least >= ends.most)
+
+
 def _extreme(place: Place, ends: Ends, corners: Corners, highest: bool) -> Any:
     """The lowest or highest index in the tile, which is at one of its corners."""
     query, key = (corners[(factor > 0) is highest][side] for side, factor in enumerate(ends.factors()))

@@ -72,7 +72,9 @@ def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
     summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
     if schedule and backward_fits(problem, schedule, summed):
         light, heavy = BACKWARD[problem.dim, problem.dim_v]
-        tiles = replace(tiles, backward=light if pairs_are_light(schedule, summed) else heavy)
+        skewed = SKEWED_SUMS and bool(summed.diagonals)
+        tile = light if pairs_are_light(schedule, summed) else heavy
+        tiles = replace(tiles, backward=replace(tile, skewed_sums=skewed))
     return tiles
 
 
@@ -87,6 +89,7 @@ def _own_keys(q: int) -> Tile:
     return Tile(q, 128, 256, 2, specialised=True)
 
 
+SKEWED_SUMS = False  # a quarter of the instructions that sums along diagonals take, but not measured yet
 SHARED_KEYS = Tile(64, 64, 256, 2, shared_weights=True, specialised=True)  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others. Those of 192 and wider were not measured, but spill nothing.
 BACKWARD = {

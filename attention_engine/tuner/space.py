@@ -63,6 +63,7 @@ def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
             in_memory = tile.specialised and (tile.shared_weights or pairs_in_turn(problem, tile))
             handed = 4 if in_memory else 1  # tiles of pairs: weights and gradients of two steps, or gradients
             shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + handed * pairs) * size
+            shared += pairs * 4 if tile.skewed_sums else 0
             sums = tile.kv * (dim + dim_v) + 2 * pairs
         case "queries":
             shared = (tile.q * (dim + dim_v) + stages * tile.kv * (dim + dim_v)) * size
@@ -121,7 +122,7 @@ def space(kernel: KernelName, problem: Problem, target: Target, default: Tile) -
     """The tiles to try, the default first whatever it is."""
     arch = as_arch(target)
     kept, rejected = [default], []
-    by_hand = _placed_by_hand(kernel) if default.specialised else ()  # a default is, where there is such a kernel
+    by_hand = _placed_by_hand(kernel, problem) if default.specialised else ()  # it is, where there is such a kernel
     for tile in (*by_hand, *_tiles(kernel, problem, arch)):
         if tile == default:
             continue
@@ -141,7 +142,7 @@ def _tiles(kernel: KernelName, problem: Problem, arch: Arch) -> Iterator[Tile]:
         yield Tile(q, kv, threads, count, shared)
 
 
-def _placed_by_hand(kernel: KernelName) -> Iterator[Tile]:
+def _placed_by_hand(kernel: KernelName, problem: Problem) -> Iterator[Tile]:
     """Tiles of the kernels in kernels/*_hopper.py: 64 queries for each warpgroup forward; backward 64
     keys for each, or for all."""
     match kernel:
@@ -149,8 +150,9 @@ def _placed_by_hand(kernel: KernelName) -> Iterator[Tile]:
             for groups, kv in itertools.product((2, 3), MOVING):
                 yield Tile(64 * groups, kv, 128 * groups, 2, specialised=True)
         case "backward":
-            for q, shared in itertools.product(MOVING, (False, True)):
-                yield Tile(q, 64 if shared else 128, 256, 2, shared, specialised=True)
+            skewed = (False, True) if problem.custom else (False,)
+            for q, shared, skew in itertools.product(MOVING, (False, True), skewed):
+                yield Tile(q, 64 if shared else 128, 256, 2, shared, specialised=True, skewed_sums=skew)
         case "queries":
             return
 

@@ -2,12 +2,15 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, arch, meta_tensor
-from attention_engine.library import OnlineSoftmax, causal, scale
+from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
+from attention_engine.compiler import Kernels
+from attention_engine.ir.problem import Tile
+from attention_engine.library import OnlineSoftmax, causal, relative_bias, scale
 
 pytest.importorskip("tilelang")
 from attention_engine.target import compile as target_compile
@@ -39,9 +42,23 @@ def lower(gpu, kernel, dtype, dim, dim_v=None):
     return target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
 
 
+def lower_sums_of_diagonals():
+    metas = [meta_tensor(1, heads, 256, 128, dtype=HALF) for heads in (4, 2, 2)]
+    custom = CustomIO({"table": ("heads", 65)})
+    score = relative_bias("table", 32, 0.1)
+    engine = AttentionEngine(metas, custom, score, causal, OnlineSoftmax(), device=arch.H100())
+    kernels = engine._kernels("cuda")
+    maths = kernels.maths.wanting(("table",))
+    tile = Tile(64, 128, 256, 2, specialised=True, skewed_sums=True)
+    tiles = replace(kernels.tiles, backward=tile)
+    source = Kernels(maths, kernels.problem, tiles, arch.H100(), deterministic=False).backward
+    return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
+
+
 @functools.cache
 def hopper():
-    return compile_together({name: lower(arch.H100(), *given) for name, given in HOPPER.items()}, arch.H100())
+    lowered = {name: lower(arch.H100(), *given) for name, given in HOPPER.items()}
+    return compile_together({**lowered, "table_backward": lower_sums_of_diagonals()}, arch.H100())
 
 
 def test_hopper_kernels_fit_and_use_its_instructions():

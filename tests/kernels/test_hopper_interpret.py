@@ -18,6 +18,12 @@ def by_hand(queries, keys=128, threads=256):
 
 
 SHARED_KEYS = Tile(64, 64, 256, 2, shared_weights=True, specialised=True)
+
+
+def skew(tile):
+    return replace(tile, skewed_sums=True)
+
+
 # Head dims, the tile of the forward kernel (None: the twin runs), queries of a tile over keys.
 KERNELS = {
     "forward-64": ((64, 64), by_hand(192, threads=384), None),
@@ -163,17 +169,28 @@ SUMMED = {
 }
 
 
+SKEWED = {
+    "of keys": [((64, 64), by_hand(64))],
+    "of diagonals": [
+        ((64, 64), by_hand(64)), ((64, 64), skew(by_hand(64))), ((128, 128), skew(by_hand(80))),
+        ((128, 128), skew(by_hand(192))), ((192, 128), skew(SHARED_KEYS)),
+    ],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
-@pytest.mark.parametrize("name", SUMMED)
-def test_sums_for_custom_inputs_agree_with_the_twin(name, deterministic, kernels):
+@pytest.mark.parametrize(
+    ("name", "dims", "tile"), [(name, *kernel) for name, some in SKEWED.items() for kernel in some]
+)
+def test_sums_for_custom_inputs_agree_with_the_twin(name, dims, tile, deterministic, kernels):
     axes, bias = SUMMED[name]
-    shape = Shape(1, 150, 140, 2, 1, 64, 64)
+    shape = Shape(1, 150, 140, 2, 1, *dims)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     sizes = {"batch": 1, "heads": 2, "seq_len_kv": 140, 300: 300}
     leaves = [*(tensors[n].requires_grad_() for n in "qkv"), torch.randn([sizes[a] for a in axes["bias"]])]
     leaves[3].requires_grad_()
     found = []
-    for tiles in ({}, {"backward": by_hand(64)}):
+    for tiles in ({"backward": Tile(64, 64, 256, 2, True)}, {"backward": tile}):
         op.ATTENTIONS.clear()
         kernels.update(tiles)
         engine = AttentionEngine(
@@ -182,7 +199,7 @@ def test_sums_for_custom_inputs_agree_with_the_twin(name, deterministic, kernels
             online_func=OnlineSoftmax(), backend="interpret", deterministic=deterministic,
         )  # fmt: skip
         found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"]))
-        assert ran("backward") is bool(tiles)
+        assert ran("backward") is tiles["backward"].specialised
     for mine, twin in zip(*found):
         torch.testing.assert_close(mine, twin, rtol=4e-3, atol=4e-3)
 
@@ -195,19 +212,28 @@ def test_deterministic_engines_use_it_for_keys_alone(kernels):
     assert ran("backward") and "atomic" not in made.backward.prim_func.script()
 
 
-@pytest.mark.parametrize("tiles", [{}, {"forward": by_hand(128), "backward": by_hand(64)}], ids=["twins", "by hand"])
-def test_tiles_at_either_end_of_a_relative_bias(tiles, kernels):
+ENDS = {
+    "twins": {},
+    "by hand": {"forward": by_hand(128), "backward": by_hand(64)},
+    "skewed": {"forward": by_hand(128), "backward": skew(by_hand(64))},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
+@pytest.mark.parametrize("name", ENDS)
+def test_tiles_at_either_end_of_a_relative_bias(name, deterministic, kernels):
     """Of three by four tiles some are past the reach on one side, some on the other, some on neither."""
     shape = Shape(1, 300, 420, 2, 1, 128, 128)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     table = torch.randn(2, 61, generator=torch.Generator().manual_seed(1))
+    tiles = ENDS[name]
     kernels.update(tiles)
 
     def results(backend, dtype):
         leaves = [*(tensors[n].to(dtype).requires_grad_() for n in "qkv"), table.clone().requires_grad_()]
         engine = AttentionEngine(
             shape.meta(torch.float16), CustomIO({"table": ("heads", 61)}), relative_bias("table", 30, 0.1),
-            online_func=OnlineSoftmax(), backend=backend,
+            online_func=OnlineSoftmax(), backend=backend, deterministic=deterministic,
         )  # fmt: skip
         o = engine(*leaves)
         return [o, *torch.autograd.grad(o, leaves, tensors["do"].to(dtype))]

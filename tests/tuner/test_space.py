@@ -79,6 +79,13 @@ def test_kernels_placed_by_hand_are_tried_where_the_default_is_one(kernel, defau
     assert not any(tile.specialised for tile in space(kernel, PROBLEM, H100, straight).tiles)
 
 
+def test_walks_down_diagonals_are_tried_where_there_are_custom_inputs():
+    table = Problem(16, 16, 128, 128, "float16", custom=(("table", "float32", (257,)),))
+    default = Tile(64, 128, 256, 2, specialised=True)
+    skewed = [[t for t in space("backward", p, H100, default).tiles if t.skewed_sums] for p in (PROBLEM, table)]
+    assert not skewed[0] and Tile(64, 128, 256, 2, specialised=True, skewed_sums=True) in skewed[1]
+
+
 def test_compiled_kernels_are_judged_by_what_they_really_take():
     assert judge(Resources(168, 0, 0, 232448), H100) is None
     assert judge(Resources(168, 0, 0, 232449), H100) == "needs 232449 bytes of shared memory, and there are 232448"

@@ -1,0 +1,169 @@
+"""Sums along the diagonals of a tile of pairs (keys, queries): gradients of reads at query - key.
+
+target: fp32 (batch, heads, strips, queries + keys), where entry query - key + keys - 1 is a diagonal's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.problem import Tile
+from attention_engine.kernels.common import FLOAT, Place, Sizes, named
+from attention_engine.kernels.ends import Corners, past_ends
+from attention_engine.kernels.warps import COMPUTE
+from attention_engine.passes.ends import find_ends
+from attention_engine.passes.read_places import CustomSums
+
+PITCH = 8  # numbers between the rows of a held tile: four rows of eight then lie in different banks
+
+
+@T.macro
+def sum_diagonals(summed: CustomSums, source: Any, tile: Tile, buffers: Any, number: int, place: Place, q0: Any,
+                  kv0: Any, sizes: Sizes, factor: float) -> None:  # fmt: skip
+    """Adds the sums of a tile's diagonals (keys, queries) to those of their heads.
+
+    A lane walks down its diagonal; lanes start at different columns, so that they read different banks.
+    """
+    target = buffers[f"diagonal{number}"]
+    strip = kv0 // tile.kv if summed.ordered else 0
+    for d in T.Parallel(-(-(tile.kv + tile.q) // tile.threads) * tile.threads):
+        total = T.alloc_var(FLOAT)
+        total = 0.0
+        for i in T.serial(tile.q):
+            column = (i + d) % tile.q
+            row = column - d + (tile.kv - 1)
+            if T.And(row >= 0, row < tile.kv):
+                total = total + T.cast(source[T.max(T.min(row, tile.kv - 1), 0), column], FLOAT)
+        at = q0 - kv0 + d - (tile.kv - 1) + sizes.kv - 1  # query - key + keys - 1
+        if T.And(T.And(d < tile.kv + tile.q - 1, at >= 0), at < sizes.q + sizes.kv):
+            if summed.ordered:
+                target[place.batch, place.head, strip, at] += total * factor
+            else:
+                T.atomic_add(target[place.batch, place.head, strip, at], total * factor)
+
+
+@T.macro
+def add_to_diagonal(summed: CustomSums, target: Any, place: Place, strip: Any, at: Any, value: Any) -> None:
+    """Adds to the sum of a diagonal, if there is such a one; in the same order in every run, or by an atomic."""
+    if T.And(at >= 0, at < target.shape[3]):
+        if summed.ordered:
+            target[place.batch, place.head, strip, at] += value
+        else:
+            T.atomic_add(target[place.batch, place.head, strip, at], value)
+
+
+class SkewedSums:
+    """The same sums at a quarter of the instructions, in kernels whose copying warp is apart (`Tile.skewed_sums`).
+
+    The fp32 tile is held in shared memory. A thread walks down part of the rows, a column further in each, and back to
+    the first column once: so all threads walk as far, each over two diagonals. The parts of a diagonal are then joined
+    in their order. A tile in which every read is clamped adds its pairs key by key, to diagonals that are read at the
+    same entry.
+    """
+
+    def __init__(self, summed: CustomSums, tile: Tile) -> None:
+        self.summed, self.tile = summed, tile
+        self.parts = tile.threads // tile.q
+        self.rows = -(-tile.kv // self.parts)  # that a thread walks down: no more than there are columns
+        self.ends = [find_ends(read) for read, _ in summed.diagonals]
+        self.clamped = all(e is not None for e in self.ends) and not tile.shared_weights  # keys whole in a warpgroup
+        self.held = named("held_gradients", T.alloc_shared([tile.kv, tile.q + PITCH], FLOAT))
+        self.walked = named("walked_sums", T.alloc_shared([2, tile.threads], FLOAT))
+
+    def is_clamped(self, place: Place, corners: Corners) -> Any:
+        """Is every read at one end of its table in the whole tile?"""
+        past: Any = None
+        for ends in self.ends:
+            assert ends is not None
+            one = past_ends(place, ends, corners)
+            past = one if past is None else T.And(past, one)
+        return past
+
+    def targets(self, buffers: Any, factors: Sequence[float]) -> list[tuple[Any, float]]:
+        """The sums to add to, and the factors of what is added."""
+        return [(buffers[f"diagonal{number}"], factor) for number, factor in enumerate(factors)]
+
+
+@T.macro
+def hold(sums: SkewedSums, gradients: Any, key_sums: Any, place: Place, corners: Corners) -> None:
+    """Before the threads meet: keeps the tile, or the sums of its keys where it is clamped."""
+    if sums.clamped:
+        if sums.is_clamped(place, corners):
+            T.reduce_sum(gradients, key_sums, dim=1)
+        else:
+            T.copy(gradients, sums.held[:, 0 : sums.tile.q])
+    else:
+        T.copy(gradients, sums.held[:, 0 : sums.tile.q])
+
+
+@T.macro
+def add_held(sums: SkewedSums, key_sums: Any, buffers: Any, factors: Any, place: Place, corners: Corners,
+             sizes: Sizes) -> None:  # fmt: skip
+    """After the threads met, so that steps add to a diagonal in turn: adds what is held."""
+    if sums.clamped:
+        if sums.is_clamped(place, corners):
+            _add_clamped(sums, key_sums, buffers, factors, place, corners, sizes)
+        else:
+            _walk(sums)
+            _join(sums, buffers, factors, place, corners, sizes)
+    else:
+        _walk(sums)
+        _join(sums, buffers, factors, place, corners, sizes)
+
+
+@T.macro
+def _add_clamped(sums: SkewedSums, key_sums: Any, buffers: Any, factors: Any, place: Place, corners: Corners,
+                 sizes: Sizes) -> None:  # fmt: skip
+    """Adds the sum of each key to its diagonal with the tile's first query."""
+    (q0, kv0), _ = corners
+    strip = kv0 // sums.tile.kv if sums.summed.ordered else 0
+    for j in T.Parallel(sums.tile.kv):
+        for target, factor in sums.targets(buffers, factors):
+            at = q0 - kv0 - j + sizes.kv - 1
+            add_to_diagonal(sums.summed, target, place, strip, at, key_sums[j] * factor)
+
+
+@T.macro
+def _walk(sums: SkewedSums) -> None:
+    tile, rows, held = sums.tile, sums.rows, sums.held
+    for d in T.Parallel(tile.threads):
+        before = T.alloc_var(FLOAT)
+        after = T.alloc_var(FLOAT)
+        before = 0.0
+        after = 0.0
+        row0 = d // tile.q * rows
+        column0 = d % tile.q
+        for i in T.unroll(rows):
+            if T.And(d < sums.parts * tile.q, row0 + i < tile.kv):
+                if column0 + i < tile.q:
+                    before = before + held[row0 + i, column0 + i]
+                else:
+                    after = after + held[row0 + i, column0 + i - tile.q]
+        sums.walked[0, d] = before
+        sums.walked[1, d] = after
+    T.sync_threads(COMPUTE, tile.threads)
+
+
+@T.macro
+def _join(sums: SkewedSums, buffers: Any, factors: Any, place: Place, corners: Corners, sizes: Sizes) -> None:
+    tile = sums.tile
+    (q0, kv0), _ = corners
+    strip = kv0 // tile.kv if sums.summed.ordered else 0
+    turns = -(-tile.kv // tile.q) * tile.q  # whole rounds of columns, so that none is negative
+    for d in T.Parallel(-(-(tile.kv + tile.q) // tile.threads) * tile.threads):
+        total = T.alloc_var(FLOAT)
+        total = 0.0
+        diagonal = d - (tile.kv - 1)  # query - key in the tile
+        for part in T.unroll(sums.parts):
+            column0 = (diagonal + part * sums.rows + turns) % tile.q
+            if diagonal == column0 - part * sums.rows:
+                total = total + sums.walked[0, part * tile.q + column0]
+            if diagonal == column0 - part * sums.rows - tile.q:
+                total = total + sums.walked[1, part * tile.q + column0]
+        if d < tile.kv + tile.q - 1:
+            for target, factor in sums.targets(buffers, factors):
+                at = q0 - kv0 + diagonal + sizes.kv - 1
+                add_to_diagonal(sums.summed, target, place, strip, at, total * factor)
