@@ -58,6 +58,7 @@ class Tile:
     shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers,
     so that warps can share rows where a tile has fewer rows than the warps of a block need.
     specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
+    persistent: of that kernel forward, the form in which as many blocks as the GPU runs at once walk over all work.
     """
 
     q: int
@@ -66,6 +67,7 @@ class Tile:
     stages: int
     shared_weights: bool = False
     specialised: bool = False
+    persistent: bool = False
 
     @property
     def row_pad(self) -> int:

@@ -38,7 +38,10 @@ def test_the_file_reads_as_the_design_says(tmp_path):
         "schema": 1,
         "entries": [{
             "key": {"kernel": "forward", "program": "a"},
-            "tile": {"q": 128, "kv": 64, "threads": 256, "stages": 2, "shared_weights": False, "specialised": False},
+            "tile": {
+                "q": 128, "kv": 64, "threads": 256, "stages": 2, "shared_weights": False, "specialised": False,
+                "persistent": False,
+            },
             "time_us": 10.0, "tried": 3, "when": "2026-01-01T00:00:00Z",
         }],
     }  # fmt: skip
