@@ -24,6 +24,7 @@ from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.target.compile import UNIFORM_GROUPS
 
 Target = Arch | str  # an architecture, or "interpret"
+INTERPRETED_PLACES = 3  # blocks that the interpreter's GPU runs at once: few, so that each has several work items
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,11 @@ def analyse(program: Program) -> Maths:
     )
 
 
+def places_of(target: Target) -> int:
+    """How many blocks of a kernel that fills an SM run at once."""
+    return target.sm_count if isinstance(target, Arch) else INTERPRETED_PLACES
+
+
 class Kernels:
     """The kernels of a program for one problem, tile choice and target."""
 
@@ -182,8 +188,12 @@ class Kernels:
     def forward(self) -> Kernel:
         """q, k, v -> o and rows."""
         tile = self.tiles.forward
-        builder = "forward_hopper.forward_hopper" if tile.specialised else "forward.forward"
-        return self._kernel(builder, self.maths.forward_schedule, tile, uniform=tile.specialised)
+        if not tile.specialised:
+            return self._kernel("forward.forward", self.maths.forward_schedule, tile)
+        places = (places_of(self.target),) if tile.persistent else ()
+        return self._kernel(
+            "forward_hopper.forward_hopper", self.maths.forward_schedule, tile, *places, uniform=True
+        )
 
     def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
         """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.

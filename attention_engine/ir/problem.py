@@ -59,6 +59,7 @@ class Tile:
     so that warps can share rows where a tile has fewer rows than the warps of a block need.
     specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
     skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
+    persistent: of that kernel forward, the form in which as many blocks as the GPU runs at once walk over all work.
     """
 
     q: int
@@ -68,6 +69,7 @@ class Tile:
     shared_weights: bool = False
     specialised: bool = False
     skewed_sums: bool = False
+    persistent: bool = False
 
     @property
     def row_pad(self) -> int:

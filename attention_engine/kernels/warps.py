@@ -9,16 +9,17 @@ import tilelang.language as T
 WARP, GROUP = 32, 128  # threads
 COMPUTE = 1  # the named barrier on which the computing threads meet
 TURN = 2  # the first of those on which each group waits for its turn to start products
+LEAVE = 5  # the first of those on which each group meets before its rows leave
 ROWS_WHOLE, COLUMNS_SHARED = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol  # by groups: 64 rows each, or columns
 REGISTERS_PER_SM = 65536
+SHARED_BYTES = 232448 - 1024  # for a block's tiles; the rest is for barriers
 
 
-def registers(threads: int) -> tuple[int, int]:
+def registers(threads: int, copying: int = 24) -> tuple[int, int]:
     """Registers of a copying thread, and of each of so many computing ones, in the units of 8 that setmaxnreg takes.
 
-    A copying thread of a block of 512 starts with 128, and gives back all but 24.
+    A copying thread of a block of 512 starts with 128, and gives back all but so many.
     """
-    copying = 24
     return copying, min(240, (REGISTERS_PER_SM - GROUP * copying) // threads // 8 * 8)
 
 

@@ -139,10 +139,10 @@ def _copy(compiler: Compiler, call: Any) -> Run:
 
 
 def _tma_copy(compiler: Compiler, call: Any) -> Run:
-    """A load that lands when its barrier says so; one without a barrier (a store) is a copy."""
+    """A load that lands when its barrier says so; without one, a store that reads until it is waited for."""
     found = [value for name, value in call.annotations.items() if str(name) == "barrier"]
     if not found:
-        return _copy(compiler, call)
+        return _tma_store(compiler, call)
     barrier, target = _barrier(compiler, found[0]), compiler.region(call.args[1])
     source, bad = compiler.region(call.args[0]), poison(target.buffer.dtype)
 
@@ -152,6 +152,21 @@ def _tma_copy(compiler: Compiler, call: Any) -> Run:
         barrier(frame).copies.append(lambda: view.copy_(tile))
 
     return run
+
+
+def _tma_store(compiler: Compiler, call: Any) -> Run:
+    copy, source = _copy(compiler, call), compiler.region(call.args[0])
+
+    def run(frame: Frame) -> None:
+        copy(frame)
+        frame[ROLE].copy_out(source.read(frame))
+
+    return run
+
+
+def _wait_stores(compiler: Compiler, call: Any) -> Run:
+    left = int(call.args[0])
+    return lambda frame: frame[ROLE].wait_stores(left)
 
 
 def _product(compiler: Compiler, call: Any) -> Run:
@@ -189,6 +204,7 @@ WARP_OPS: dict[str, Callable[[Any, Any], Run]] = {
     "tl.tileop.tma_copy": _tma_copy,
     "tl.tileop.wgmma_gemm": _product,
     "tl.wait_wgmma": _wait_products,
+    "tl.tma_store_wait": _wait_stores,
     "tl.mbarrier_wait_parity": _wait,
     "tirx.ptx_arrive_barrier": _arrive,
     "tl.fence_proxy_async": _fence,

@@ -3,7 +3,8 @@
 Where a condition splits a block's threads in two, its cases run as roles, in turns: a role runs until it waits on a
 barrier that is not there yet. A copy lands when a barrier that it arrives at is waited for, a product is there when it
 is waited for; until then their targets are NaN. Raises HazardInKernel for a deadlock, an operand that changes while a
-product reads it, a product nobody waits for, and shared memory handed over without a fence or a meeting of threads.
+product or a copy reads it, a product or copy nobody waits for, and shared memory handed over without a fence or a
+meeting of threads.
 
 Not modelled: the layout of tiles, and races between the threads of one role other than by shared memory.
 """
@@ -155,6 +156,20 @@ class Product:
         self.total.copy_(self.result)
 
 
+@dataclass(frozen=True, eq=False)
+class Store:
+    """A copy out of shared memory on its way: the tile must stay as it is. One of the threads issued it."""
+
+    tile: torch.Tensor
+    seen: torch.Tensor
+    threads: torch.Tensor
+
+    def complete(self) -> None:
+        """The tile has been read."""
+        if not torch.equal(self.tile.nan_to_num(7e30), self.seen.nan_to_num(7e30)):
+            raise HazardInKernel("shared memory changed while a copy out of it was reading it")
+
+
 @dataclass
 class Role:
     """The threads that run one piece of code together, and what they have under way."""
@@ -164,7 +179,8 @@ class Role:
     products: list[Product] = field(default_factory=list)
     unfenced: list[Extent] = field(default_factory=list)  # stored by threads, unseen by copies and products
     unmet: list[Extent] = field(default_factory=list)  # stored since the threads last met
-    read: list[Extent] = field(default_factory=list)  # by products, since they last met
+    read: list[Extent] = field(default_factory=list)  # by products and copies, since they last met
+    stores: list[Store] = field(default_factory=list)
 
     def wait(self, barrier: Barrier, parity: int) -> None:
         """Until a barrier's phase is over."""
@@ -192,13 +208,26 @@ class Role:
             if any(extent_of(p.total) == extent_of(product.total) for p in self.products):
                 product.total.fill_(torch.nan)
 
+    def copy_out(self, tile: torch.Tensor) -> None:
+        """Start a copy out of shared memory."""
+        self.stores.append(Store(tile, tile.clone(), self.threads))
+
+    def wait_stores(self, left: int) -> None:
+        """Until no more than so many copies have still to be read, of those that only these threads can have issued."""
+        mine = [s for s in self.stores if torch.isin(s.threads, self.threads).all()]
+        for store in mine[: len(mine) - left]:
+            store.complete()
+            self.read.append(extent_of(store.tile))
+            self.stores.remove(store)
+
     def store(self, tile: torch.Tensor) -> None:
         """The threads stored a tile in shared memory; TileLang orders that itself where threads don't split."""
         if self.turns is None:
             return
         place = extent_of(tile)
         if _meets(place, self.read):
-            raise HazardInKernel("shared memory is written before the threads met after a product that reads it")
+            what = "before the threads met after a product or copy that reads it"
+            raise HazardInKernel(f"shared memory is written {what}")
         self.unfenced.append(place)
         self.unmet.append(place)
 
@@ -223,3 +252,5 @@ class Role:
         """Nothing may be left under way."""
         if self.products:
             raise HazardInKernel(f"{len(self.products)} products that nobody waits for")
+        if self.stores:
+            raise HazardInKernel(f"{len(self.stores)} copies out of shared memory that nobody waits for")

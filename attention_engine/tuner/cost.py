@@ -9,8 +9,9 @@
 7. Waves: blocks over the SMs' places, rounded up; the last wave is as long as a full one.
 8. A step costs 300 cycles of barriers and loop besides, more where copies don't run two stages ahead, and an eighth of
    its time where weights go through shared memory. A third stage buys little and costs memory.
-9. The time is waves * blocks an SM holds * steps of a block * the time of a step.
-10. Its order is what counts: measuring decides.
+9. Where an SM holds one block, nothing hides some 3000 cycles of its start and end, but a persistent kernel does.
+10. The time is waves * blocks an SM holds * steps of a block * the time of a step.
+11. Its order is what counts: measuring decides.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from attention_engine.tuner.space import OTHER_REGISTERS, demand
 
 CLOCK = 1.7e9  # cycles a second
 PEAK_TFLOPS = 100.0  # of a GPU whose peak nobody has looked up: it cancels in the order
+UNHIDDEN = 3000  # cycles: a launch, the way of the first tiles, the output's
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "queries": (2, 1)}  # products over dim, over dim_v
 
 
@@ -67,6 +69,8 @@ def cycles(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile, work: W
     heads = problem.kv_heads if kernel == "backward" else problem.heads
     turns = problem.group if kernel == "backward" else 1
     steps = turns * work.kept * -(-columns // walked) + held / walked / 2 + held * dims * size / 40 / step
+    if together == 1 and not tile.persistent:
+        steps += UNHIDDEN / step
     blocks = -(-rows // held) * heads * work.batch
     waves = -(-blocks // (arch.sm_count * together))
     return waves * together * steps * step

@@ -19,14 +19,17 @@ from tests.kernels.together import assert_fits, compile_together
 pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-# Kernels by name: which, its dtype and its head dims.
+# Kernels by name: which, its dtype, its head dims, and whether it is persistent.
 HOPPER = {
     "forward": ("forward", HALF, 64),
+    "persistent_forward": ("forward", HALF, 64, 64, True),
     "backward": ("backward", HALF, 64),
     "backward_queries": ("backward_queries", HALF, 64),
     "preprocess": ("backward_preprocess", HALF, 64),
     "postprocess": ("backward_postprocess", HALF, 64),
     "wide_forward": ("forward", BRAIN, 128),
+    "wide_persistent_forward": ("forward", HALF, 128, 128, True),
+    "deep_persistent_forward": ("forward", BRAIN, 192, 128, True),
     "wide_backward": ("backward", HALF, 128),
     "deep_backward": ("backward", BRAIN, 192, 128),
     "broad_backward": ("backward", BRAIN, 128, 256),
@@ -35,10 +38,14 @@ HOPPER = {
 IN_MEMORY = ("deep_backward", "broad_backward", "widest_backward")
 
 
-def lower(gpu, kernel, dtype, dim, dim_v=None):
+def lower(gpu, kernel, dtype, dim, dim_v=None, persistent=False):
     metas = [meta_tensor(1, h, 256, d, dtype=dtype) for h, d in zip((4, 2, 2), (dim, dim, dim_v or dim), strict=True)]
     engine = AttentionEngine(metas, None, scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu)
     source = engine._source_kernel(kernel, "cuda")
+    if persistent:
+        made = engine._kernels("cuda")
+        tiles = replace(made.tiles, forward=replace(made.tiles.forward, persistent=True))
+        source = Kernels(made.maths, made.problem, tiles, gpu, False).forward
     return target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
 
 
@@ -88,6 +95,16 @@ def test_three_warpgroups_take_turns_and_two_do_not():
         cuda = hopper()[name].cuda
         assert f"__launch_bounds__({128 * (groups + 1)}" in cuda
         assert ("__named_barrier_arrive" in cuda) is (groups == 3)
+
+
+def test_persistent_forward_kernels_copy_ahead_of_the_next_item():
+    for name in ("persistent_forward", "wide_persistent_forward", "deep_persistent_forward"):
+        cuda = hopper()[name].cuda
+        assert "blockIdx.x" in cuda and "blockIdx.y" not in cuda
+        copying = cuda[cuda.index("warpgroup_reg_dealloc") : cuda.index("warpgroup_reg_alloc")]
+        assert copying.index("for (int turn") < copying.index("q_empty[0].wait") < copying.index("q_full[0].arrive")
+        own_tile = "tma_store(o_desc, (&(((half_t*)o)" in cuda
+        assert own_tile is not name.startswith("deep")  # which has no room for a tile of o
 
 
 def test_weights_are_made_before_the_wait_for_their_gradients():

@@ -7,7 +7,16 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine.ir.problem import Tile
-from attention_engine.library import OnlineSoftmax, relative_bias, scale, sliding_window
+from attention_engine.library import (
+    OnlineSoftmax,
+    and_masks,
+    causal,
+    causal_from,
+    document,
+    relative_bias,
+    scale,
+    sliding_window,
+)
 from attention_engine.runtime import launch, op
 from tests import plain
 from tests.cases import CASES, Shape, engine_for, errors
@@ -139,6 +148,77 @@ def test_masks_by_bounds_and_by_lists(mask, lengths, kernels):
         results(lambda q, k, v: plain.eager(q, k, v, "softmax", **given), torch.float16), torch.float16, 2e-3,
     )  # fmt: skip
     assert found and ran("forward") and ran("backward")
+
+
+PERSISTENT = {  # head dims and tiles: with an output tile of its own, through the queries' tile, and from registers
+    "64": ((64, 64), by_hand(192, threads=384)),
+    "128": ((128, 128), by_hand(128)),
+    "128-through-queries": ((128, 128), by_hand(128, 176)),
+    "192-128": ((192, 128), by_hand(128)),
+    "192-128-narrow": ((192, 128), by_hand(128, 96)),
+    "128-256": ((128, 256), by_hand(128, 96)),
+    "256": ((256, 256), by_hand(128, 80)),
+}
+MANY = (((400, 131), (3, 3), 1), ((77, 260), (4, 2), 2))  # lengths, heads, batch: more items than the three blocks
+
+
+@pytest.mark.parametrize("name", PERSISTENT)
+def test_persistent_forms_keep_the_rule(name, kernels):
+    dims, tile = PERSISTENT[name]
+    kernels.update(forward=replace(tile, persistent=True))
+    for turn, (lengths, heads, batch) in enumerate(MANY):
+        case = CASES[PROGRAMS[(list(PERSISTENT).index(name) + turn) % len(PROGRAMS)]]
+        dtype = (torch.float16, torch.bfloat16)[turn]
+        shape = Shape(batch, *lengths, *heads, *dims)
+        assert errors(case, shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
+    assert ran("forward")
+
+
+def later_half(b, h, q_idx, kv_idx):
+    """A mask of bounds under which the first rows of tiles see no keys."""
+    return q_idx - 260 >= kv_idx
+
+
+WALKS = {
+    "full": (None, (300, 290)), "causal": (causal, (300, 290)), "window": (sliding_window(70, 5), (300, 290)),
+    "shifted": (causal_from(-40), (300, 200)), "lists": (by_head, (200, 131)), "one": (by_head, (1, 1)),
+    "no keys for some": (later_half, (400, 150)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", WALKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_persistent_forms_are_the_others_bit_for_bit(mask, dim, kernels):
+    keep, lengths = WALKS[mask]
+    shape = Shape(2, *lengths, 4, 2, dim, dim)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    found = []
+    for persistent in (False, True):
+        op.ATTENTIONS.clear()
+        tile = by_hand(192, threads=384) if dim == 64 else by_hand(128)
+        kernels.update(forward=replace(tile, persistent=persistent))
+        engine = AttentionEngine(
+            shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
+        )
+        o, rows = engine(*(tensors[n] for n in "qkv"), return_rowscales=True)
+        found.append([o, *rows.values()])
+    assert len(found[0]) > 1 and all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(*found, strict=True))
+
+
+def test_documents_in_a_persistent_form(kernels):
+    shape, ids = Shape(1, 400, 400, 3, 3, 128, 128), torch.tensor([0] * 30 + [1] * 250 + [2] * 120).view(1, 400)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    found = []
+    for persistent in (False, True):
+        op.ATTENTIONS.clear()
+        kernels.update(forward=replace(by_hand(128), persistent=persistent))
+        mask = and_masks(causal, document("ids"))
+        engine = AttentionEngine(
+            shape.meta(torch.float16), CustomIO({"ids": ("batch", "seq_len")}), scale(0.1), mask, OnlineSoftmax(),
+            backend="interpret",
+        )
+        found.append(engine(*(tensors[n] for n in "qkv"), ids))
+    assert torch.equal(*found)
 
 
 def test_a_key_and_a_query_alone(kernels):

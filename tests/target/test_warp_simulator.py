@@ -157,8 +157,49 @@ def test_a_tile_is_not_stored_into_while_products_may_read_it():
                 T.copy(part, a)
                 T.copy(total, O)
 
-    with pytest.raises(HazardInKernel, match="before the threads met after a product that reads it"):
+    with pytest.raises(HazardInKernel, match="before the threads met after a product or copy that reads it"):
         Interpreter(overwritten)(torch.randn(64, 64).half(), torch.zeros(64, 64))
+
+
+@pytest.mark.parametrize(("defect", "message"), [
+    ("", None),
+    ("nobody waits", "1 copies out of shared memory that nobody waits for"),
+    ("another thread waits", "shared memory changed while a copy out of it was reading it"),
+    ("a copy is not awaited", "shared memory changed while a copy out of it was reading it"),
+    ("threads do not meet", "shared memory is written before the threads met after a product or copy that reads it"),
+])  # fmt: skip
+def test_a_copy_out_reads_until_it_is_waited_for(defect, message):
+    @T.prim_func
+    def leaves(A: T.Tensor((64, 64), "float16"), O: T.Tensor((2, 64, 64), "float16")):
+        with T.Kernel(1, threads=256):
+            a = T.alloc_shared([64, 64], "float16")
+            part = T.alloc_fragment([64, 64], "float16")
+            thread = T.get_thread_binding()
+            if thread < 128:
+                T.sync_warp()
+            else:
+                for turn in T.serial(2):
+                    T.fill(part, turn)
+                    if defect != "a copy is not awaited":  # noqa: SIM102 - Python's condition, then the kernel's
+                        if thread < 160 or defect != "another thread waits":
+                            T.tma_store_wait(0)
+                    if defect != "threads do not meet":
+                        T.sync_threads(1, 128)
+                    T.copy(part, a)
+                    T.fence_proxy_async()
+                    T.sync_threads(1, 128)
+                    T.tma_copy(a, O[turn, :, :])
+                if defect != "nobody waits":
+                    T.tma_store_wait(0)
+
+    run = Interpreter(leaves)
+    out = torch.zeros(2, 64, 64).half()
+    if message is None:
+        run(torch.zeros(64, 64).half(), out)
+        assert [out[0].unique().tolist(), out[1].unique().tolist()] == [[0], [1]]
+    else:
+        with pytest.raises(HazardInKernel, match=message):
+            run(torch.zeros(64, 64).half(), out)
 
 
 def test_an_error_in_a_role_ends_the_others():

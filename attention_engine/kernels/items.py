@@ -1,0 +1,81 @@
+"""Work items, a block of queries of one head and batch each: which of them a persistent block walks over, and when.
+
+Items are dealt like cards: in each wave every block gets one, and every other wave is dealt backwards, so that those
+who got a long item get a short one. Where later queries see more keys, items go longest first in sections of several
+heads, of whose keys and values the L2 cache holds all. Counted on paper, an H100's causal work then ends within some
+2 % of a dealer's who hands an item to whoever is free, from 512 to 32768 queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.kernels.common import Sizes
+from attention_engine.kernels.splice import name_value
+
+L2_BYTES = 32 * 1024 * 1024  # for keys and values, of the 50 MB that an H100 has
+
+
+class Items:
+    """All work items of a call, for a GPU that runs so many blocks at once.
+
+    longest_last: do later blocks of queries walk over more keys? Then the last go first.
+    """
+
+    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_last: bool, places: int) -> None:
+        self.heads, self.group, self.longest_last, self.places = problem.heads, problem.group, longest_last, places
+        self.blocks, self.pairs = T.ceildiv(sizes.q, tile.q), sizes.batch * problem.heads
+        self.kv_length = sizes.kv
+        self.keys_in_cache = L2_BYTES // (2 * (padded(problem.dim) + padded(problem.dim_v)))
+
+    @property
+    def grid(self) -> Any:
+        """How many blocks share the items."""
+        return T.min(self.blocks * self.pairs, self.places)
+
+
+class Deal:
+    """The turns of one block: `turns` of them, in each of which it has one item or none."""
+
+    def __init__(self, items: Items, place: Any) -> None:
+        self.items, self.place = items, place
+        self.grid = name_value(items.grid)
+        self.together = name_value(self._pairs_of_a_section() if items.longest_last else items.pairs)
+        self.waves = name_value(_ceiling(self.together * items.blocks, self.grid))
+        self.turns = name_value(_ceiling(items.pairs, self.together) * self.waves)
+
+    def _pairs_of_a_section(self) -> Any:
+        """As many as make an even number of waves, the nearest to what the cache holds; sections of one size."""
+        items, blocks, pairs, two_waves = self.items, self.items.blocks, self.items.pairs, 2 * self.grid
+        cached = T.max(T.truncdiv(items.keys_in_cache, T.max(items.kv_length, 1)), 1) * items.group
+        rounds = T.max(T.truncdiv(T.min(cached, pairs) * blocks + self.grid, two_waves), 1)
+        most = name_value(T.max(T.min(T.truncdiv(rounds * two_waves, blocks), pairs), 1))
+        return _ceiling(pairs, T.max(T.truncdiv(pairs + T.truncdiv(most, 2), most), 1))
+
+    def position(self, turn: Any) -> tuple[Any, Any, Any]:
+        """The section of a turn, how many (batch, head) pairs it has, and this block's place in it: beyond its end
+        where the turn has no item."""
+        section = name_value(T.truncdiv(turn, self.waves))
+        dealt = T.if_then_else(turn % 2 == 0, self.place, self.grid - 1 - self.place)
+        pairs = T.min(self.together, self.items.pairs - section * self.together)
+        return section, name_value(pairs), name_value((turn - section * self.waves) * self.grid + dealt)
+
+    def item(self, section: Any, pairs: Any, position: Any) -> tuple[Any, Any, Any]:
+        """Block of queries, head and batch at a position of a section."""
+        blocks = self.items.blocks
+        if self.items.longest_last:
+            row = name_value(T.truncdiv(position, pairs))
+            block, pair = blocks - 1 - row, section * self.together + (position - row * pairs)
+        else:
+            pair = name_value(T.truncdiv(position, blocks))
+            block = position - pair * blocks
+        batch = name_value(T.truncdiv(pair, self.items.heads))
+        return name_value(block), name_value(pair - batch * self.items.heads), batch
+
+
+def _ceiling(a: Any, b: Any) -> Any:
+    """a / b rounded up; what rounds towards zero is shorter in CUDA, and nothing here is negative."""
+    return T.truncdiv(a + b - 1, b)

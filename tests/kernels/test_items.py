@@ -1,0 +1,70 @@
+"""Work items of persistent kernels: each is dealt once, and causal work evenly."""
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+import tilelang.language as T
+
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.kernels.common import Sizes, build
+from attention_engine.kernels.items import Deal, Items
+from attention_engine.target.interpreter import Interpreter
+
+TILE = Tile(128, 128, 256, 2)
+
+
+def dealt(batch, heads, length, longest_last, places=132, dim=128, group=1):
+    """Who gets each item (batch, head, block), counted from 1, and in which of its turns."""
+    problem, sizes = Problem(heads, heads // group, dim, dim, "float16"), Sizes()
+    found = [torch.zeros(batch, heads, -(-length // TILE.q), dtype=torch.int32) for _ in range(2)]
+    shape = [sizes.batch, heads, T.ceildiv(sizes.q, TILE.q)]
+    parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
+    parameters |= {"owner": T.Tensor(shape, "int32"), "turn": T.Tensor(shape, "int32")}
+
+    @T.macro
+    def body(buffers):
+        items = Items(problem, TILE, sizes, longest_last, places)
+        with T.Kernel(items.grid, threads=128) as place:
+            deal = Deal(items, place)
+            for turn in T.serial(deal.turns):
+                section, pairs, position = deal.position(turn)
+                if position < pairs * items.blocks:
+                    block, head, sequence = deal.item(section, pairs, position)
+                    buffers["owner"][sequence, head, block] = buffers["owner"][sequence, head, block] * 1000 + place + 1
+                    buffers["turn"][sequence, head, block] = turn
+
+    Interpreter(build("deal", parameters, body))(batch, length, length, *found)
+    return found
+
+
+SIZES = [(1, 1, 128), (2, 3, 1000), (1, 5, 300), (3, 4, 5000), (2, 16, 2048), (1, 3, 12288), (1, 24, 40), (7, 2, 1)]
+
+
+@pytest.mark.parametrize("longest_last", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "length"), SIZES)
+def test_each_item_is_dealt_once(batch, heads, length, longest_last):
+    for places in (3, 132):
+        owner, _ = dealt(batch, heads, length, longest_last, places)
+        assert int(owner.min()) >= 1 and int(owner.max()) <= places
+
+
+@pytest.mark.parametrize(("batch", "heads", "length"), [(8, 16, 2048), (4, 16, 4096), (2, 16, 8192), (1, 16, 16384)])
+def test_causal_work_is_dealt_evenly(batch, heads, length):
+    owner, _ = dealt(batch, heads, length, longest_last=True)
+    steps = torch.arange(1, length // 128 + 1, dtype=torch.float64).expand_as(owner)
+    work = torch.zeros(132, dtype=torch.float64).index_add_(0, owner.flatten() - 1, steps.flatten())
+    assert work.max() < 1.06 * work.mean()
+
+
+def test_the_longest_go_first_in_sections_of_heads_that_the_cache_holds():
+    _, turn = dealt(2, 16, 8192, longest_last=True)
+    by_pair = turn.flatten(0, 1)
+    assert (by_pair[:, 1:] <= by_pair[:, :-1]).all()  # later blocks, earlier turns
+    assert (by_pair[:8, -1] == 0).all() and (by_pair[8:, -1] > 0).all()  # 4 MB of keys and values each
+
+
+def test_equal_work_goes_head_after_head():
+    owner, turn = dealt(1, 4, 8192, longest_last=False)
+    order = (turn * 132 + torch.where(turn % 2 == 0, owner - 1, 132 - owner)).flatten()
+    assert (order[1:] == order[:-1] + 1).all()
