@@ -15,9 +15,13 @@ from attention_engine.ir.linear import (
     column_tiles,
     state_tiles,
 )
-from attention_engine.passes.mods import reads_own
+from attention_engine.ir.problem import padded
+from attention_engine.passes.differentiate import ONE
+from attention_engine.passes.mods import reads_own, row_factor
+from attention_engine.tuner.space import as_arch
 
 DISABLE_SPECIALIZATION = "tl.disable_warp_specialized"
+ROWS = 8  # the most numbers a token that a walk keeps, fp32
 
 
 class LinearKernels:
@@ -82,9 +86,9 @@ class LinearKernels:
     def walks(self, role: str, batch: int, length: int, wanted: Collection[str]) -> bool:
         """Is a result made in one walk? That moves the least memory; a head and tile of columns is a block.
 
-        Where blocks are too few for the GPU and the walk is long, the states' walk is shorter and all chunks then run
-        at once. Heads that share a tensor sum its gradient in chunks, and there too arises what the gradient of decays
-        is made of.
+        Where it doesn't fit shared memory, chunks with the state in parts do. Where blocks are too few for the GPU and
+        the walk is long, the states' walk is shorter and all chunks then run at once. Heads that share a tensor sum its
+        gradient in chunks, and there too arises what the gradient of decays is made of.
         """
         tiles, own = self.tiles, ROLES[role].own
         if own and (role not in tiles.walks or self.problem.heads_of(own) < self.problem.heads):
@@ -96,6 +100,9 @@ class LinearKernels:
         if own and reads_own(self.program, own, self.reads(own, wanted)):
             return False  # with two blocks on an H100's SM the sums of such rows differed from run to run, rarely
         tile = tiles.walks[role] if own else tiles.forward
+        room = as_arch(self.target).shared_memory_per_block
+        if walk_shared_bytes(self.program, self.problem, role, tile, self.reads(own, wanted)) > room:
+            return False
         blocks = batch * self.problem.heads * column_tiles(self.problem, ROLES[role], tile)[1]
         return length <= 8 * tile.chunk or isinstance(self.target, str) or 2 * blocks >= self.target.sm_count
 
@@ -137,3 +144,31 @@ class LinearKernels:
 
     def _sums(self, tile: LinearTile) -> dict[str, Kernel]:
         return {f"sums of {tile.chunk}": self.sum_decays(tile.chunk)} if self.program.decays else {}
+
+
+def walk_shared_bytes(
+    program: LinearProgram, problem: LinearProblem, role: str, tile: LinearTile, reads: tuple[Expr, ...]
+) -> int:
+    """What a walk (kernels/linear/walk.py) takes of shared memory: rows and columns whole, and M, for a tile's columns.
+
+    A tensor whose mod is more than a factor stands there twice, as it came and as products read it; fp32 operands have
+    a high and a low part.
+    """
+    form, size = ROLES[role], 4 if problem.dtype == "float32" else 2
+    operand, stages = size * (2 if problem.splits else 1), max(tile.stages, 1)
+    chunk, width, dim = tile.chunk, column_tiles(problem, form, tile)[0], padded(problem.dim_of(form.rows))
+
+    def copied(name: str, columns: int) -> int:
+        factor = ONE if name == "do" else row_factor(program.mod(name))
+        kept = stages * operand if factor is not None else stages * size + operand
+        return chunk * columns * kept
+
+    total = copied(form.rows, dim) + copied(form.columns, dim) + copied(form.others, width)
+    if form.own and reads_own(program, form.own, reads):
+        total += copied(form.own, width)
+    total += (dim + chunk) * width * operand  # M, and the others as it takes them
+    if problem.splits:
+        total += chunk * width * size  # results on their way out
+    if not tile.in_registers or size == 4:
+        total += chunk * chunk * operand
+    return total + ROWS * chunk * 4

@@ -16,23 +16,17 @@ STEP = LinearTile(1, 0, 32, 128, 0)
 def default_linear_tiles(problem: LinearProblem, target: Target) -> LinearTiles:
     """Tiles that fit the target and are good for the problem."""
     if problem.dtype == "float32":
-        return _fp32(problem, target)
+        return _fp32(problem)
     if isinstance(target, Arch) and not target.has_wgmma:
         return _ampere(problem)
     return _hopper(problem)
 
 
-def _fp32(problem: LinearProblem, target: Target) -> LinearTiles:
-    """Each operand stands in shared memory twice (high and low part), so tiles are small; no pipeline.
-
-    One walk holds q, k and the state whole: where those don't fit, chunks with the state in parts do.
-    """
-    room = target.shared_memory_per_block if isinstance(target, Arch) else 232448
-    walk = 8 * (3 * 32 * max(problem.dim, 32) + 4 * 32 * 32)
+def _fp32(problem: LinearProblem) -> LinearTiles:
+    """Each operand stands in shared memory twice (high and low part), so tiles are small; no pipeline."""
     row = LinearTile(32, 32, 32, 64, 0, heads=8)
-    plan = "auto" if walk <= room else "chunks"
     forward, states = LinearTile(32, problem.dim, 32, 128, 0), LinearTile(32, 64, 32, 128, 0)
-    return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row), plan)
+    return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row))
 
 
 def _ampere(problem: LinearProblem) -> LinearTiles:
