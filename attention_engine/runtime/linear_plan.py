@@ -21,6 +21,9 @@ from attention_engine.passes.mods import reads_own, row_factor
 from attention_engine.tuner.space import as_arch
 
 DISABLE_SPECIALIZATION = "tl.disable_warp_specialized"
+# Of gradients that need their own tensor: when it was copied to shared memory, with two blocks on an H100's SM the sums
+# of its rows differed from run to run, rarely. It is held in registers since, which was not run on a GPU.
+WALKS_READ_OWN = False
 ROWS = 8  # the most numbers a token that a walk keeps, fp32
 
 
@@ -30,6 +33,7 @@ class LinearKernels:
     def __init__(self, program: LinearProgram, problem: LinearProblem, tiles: LinearTiles, target: Target) -> None:
         self.program, self.problem, self.tiles, self.target = program, problem, tiles, target
         self._made: dict[object, Kernel] = {}
+        self._fitting: dict[str, bool] = {}
 
     def _kernel(self, builder: str, *given: object, tile: LinearTile | None = None) -> Kernel:
         key = (builder, *given)
@@ -97,14 +101,20 @@ class LinearKernels:
             return False
         if tiles.plan != "auto":
             return tiles.plan == "walk"
-        if own and reads_own(self.program, own, self.reads(own, wanted)):
-            return False  # with two blocks on an H100's SM the sums of such rows differed from run to run, rarely
+        if own and not WALKS_READ_OWN and reads_own(self.program, own, self.reads(own, wanted)):
+            return False
         tile = tiles.walks[role] if own else tiles.forward
-        room = as_arch(self.target).shared_memory_per_block
-        if walk_shared_bytes(self.program, self.problem, role, tile, self.reads(own, wanted)) > room:
+        if not self._fits(role, tile):
             return False
         blocks = batch * self.problem.heads * column_tiles(self.problem, ROLES[role], tile)[1]
         return length <= 8 * tile.chunk or isinstance(self.target, str) or 2 * blocks >= self.target.sm_count
+
+    def _fits(self, role: str, tile: LinearTile) -> bool:
+        """Does a walk fit a block's shared memory? Asked at every call, found out once."""
+        if role not in self._fitting:
+            needed = walk_shared_bytes(self.program, self.problem, role, tile)
+            self._fitting[role] = needed <= as_arch(self.target).shared_memory_per_block
+        return self._fitting[role]
 
     def joins(self, chunks: Collection[str]) -> bool:
         """Does one kernel make dq and dk, of the roles that are made by chunks?"""
@@ -146,9 +156,7 @@ class LinearKernels:
         return {f"sums of {tile.chunk}": self.sum_decays(tile.chunk)} if self.program.decays else {}
 
 
-def walk_shared_bytes(
-    program: LinearProgram, problem: LinearProblem, role: str, tile: LinearTile, reads: tuple[Expr, ...]
-) -> int:
+def walk_shared_bytes(program: LinearProgram, problem: LinearProblem, role: str, tile: LinearTile) -> int:
     """What a walk (kernels/linear/walk.py) takes of shared memory: rows and columns whole, and M, for a tile's columns.
 
     A tensor whose mod is more than a factor stands there twice, as it came and as products read it; fp32 operands have
@@ -164,8 +172,6 @@ def walk_shared_bytes(
         return chunk * columns * kept
 
     total = copied(form.rows, dim) + copied(form.columns, dim) + copied(form.others, width)
-    if form.own and reads_own(program, form.own, reads):
-        total += copied(form.own, width)
     total += (dim + chunk) * width * operand  # M, and the others as it takes them
     if problem.splits:
         total += chunk * width * size  # results on their way out

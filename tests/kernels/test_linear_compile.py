@@ -35,7 +35,9 @@ def narrow(gpu):
     kernels = LinearKernels(PROGRAM, NARROW, default_linear_tiles(NARROW, gpu), gpu)
     joined = LinearTile(64, 64, 64, 128, 2, heads=40, blocks=2, with_dk=True)
     tiles = replace(kernels.tiles, rows={**kernels.tiles.rows, "dq": joined})
+    walking = LinearKernels(PROGRAM, NARROW, replace(kernels.tiles, walks={"dv": kernels.tiles.forward}), gpu)
     return {
+        "walk_dv": lambda: walking.walk("dv", False, False, PROGRAM.loads("v")),
         "forward": lambda: kernels.walk("output", starts=True, ends=True),
         "states_backward": lambda: kernels.states(reverse=True, starts=True, overlaps=True),
         "chunk_dq": lambda: kernels.rows("dq", True, ()),
@@ -92,6 +94,7 @@ def test_hopper_kernels_of_narrow_heads_fit_and_share_an_sm():
         assert_fits(name, kernel, arch.H100())
         assert ("wgmma" in kernel.cuda) is (name != "step")
     assert_numbers_of_rows_go_by_registers(made["forward"].cuda)
+    assert "v_tile" not in made["walk_dv"].cuda  # registers hold what is read once: no copy could overtake its readers
     assert tiles.forward.blocks == 2 and tiles.states.blocks == 3
     assert_asks_for_registers(made["forward"].cuda, tiles.forward)
     assert_asks_for_registers(made["states_backward"].cuda, tiles.states)

@@ -246,6 +246,22 @@ class SourceTile:
         return self.value(i, d) if self.raw is None else T.cast(self.raw[i, d], FLOAT)
 
 
+class HeldTile:
+    """A chunk's tile of a source in registers, as it came: for what only meets results of the same layout, once.
+
+    In shared memory, warps that copy would write the next chunk's tile there, told to by a barrier that threads reach
+    with their reads of this one issued, not ended: in machine code it waits for none of them.
+    """
+
+    def __init__(self, source: Source, chunk: int, columns: int) -> None:
+        self.source = source
+        self.held = named(f"{source.name}_held", T.alloc_fragment((chunk, columns), source.problem.dtype))
+
+    def raw_value(self, i: Any, d: Any) -> Any:
+        """An entry before the mod, in fp32."""
+        return T.cast(self.held[i, d], FLOAT)
+
+
 @T.macro
 def load_source(tile: SourceTile, block: Block, column0: Any) -> None:
     """Fills the tile with columns from column0 on."""

@@ -25,7 +25,16 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, LinearTile, Role, X, column_tiles
 from attention_engine.kernels.common import FLOAT, named, over_pairs, over_rows, store
-from attention_engine.kernels.linear.common import Block, LinearSizes, Source, SourceTile, copy, product_of, reduce_sum
+from attention_engine.kernels.linear.common import (
+    Block,
+    HeldTile,
+    LinearSizes,
+    Source,
+    SourceTile,
+    copy,
+    product_of,
+    reduce_sum,
+)
 from attention_engine.passes.differentiate import ONE, differentiate
 from attention_engine.passes.mods import differentiate_mod, reads_own
 from attention_engine.passes.simplify import mul
@@ -147,7 +156,9 @@ class RoleKernel:
         value = own.value(i, d)
         return value * rows.own[i] if self.by_own else value
 
-    def sum_reads(self, block: Block, own: SourceTile, result: Any, rows: Rows, place: Any) -> None:
+    def sum_reads(
+        self, block: Block, own: SourceTile | HeldTile, result: Any, rows: Rows, place: Any
+    ) -> None:  # fmt: skip
         """The row sums of the reads' gradients."""
         for number, read in enumerate(self.reads):
             if number == 0 or read.summand is not self.reads[number - 1].summand:
@@ -182,7 +193,7 @@ class RoleKernel:
         target, stop = block.buffers[f"{self.label}{name}"], block.token0 + self.tile.chunk
         copy(values, target[place % self.width_tiles, block.batch, block.head, block.token0 : stop])
 
-    def chain(self, block: Block, own: SourceTile | None, result: Any, rows: Rows, column0: Any) -> None:
+    def chain(self, block: Block, own: SourceTile | HeldTile | None, result: Any, rows: Rows, column0: Any) -> None:
         """The gradient of the own tensor from that of what its mod made of it."""
         if self.own is None or self.own.mod is X:
             return

@@ -14,7 +14,15 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import ROLES, LinearProblem, LinearProgram, LinearTile, Role
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, named, over_pairs, store
-from attention_engine.kernels.linear.common import Block, SourceTile, add_product, copy, load_source, share_sm
+from attention_engine.kernels.linear.common import (
+    Block,
+    HeldTile,
+    SourceTile,
+    add_product,
+    copy,
+    load_source,
+    share_sm,
+)
 from attention_engine.kernels.linear.roles import RoleKernel, Rows
 
 
@@ -62,7 +70,7 @@ class _Walk(RoleKernel):
                 share_sm(tile)
                 x, y = (SourceTile(s, chunk, self.dim) for s in (self.x, self.y))
                 z = SourceTile(self.z, chunk, width)
-                own = SourceTile(self.own, chunk, width) if self.needs_own else None
+                own = HeldTile(self.own, chunk, width) if self.needs_own else None
                 weighted = T.alloc_fragment([chunk, width], FLOAT) if self.weighs else None
                 values = Operand("values", problem, (chunk, width)) if self.weighs else None
                 weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
@@ -86,7 +94,7 @@ class _Walk(RoleKernel):
                     load_source(y, block, 0)
                     load_source(z, block, column0)
                     if self.needs_own:
-                        load_source(own, block, column0)
+                        T.copy(block.window(self.own, column0, width), own.held)
                     if self.decays:
                         T.copy(buffers["sums"][batch, head, index * chunk : (index + 1) * chunk], rows.sums)
                     self.find_factors(block, rows)
