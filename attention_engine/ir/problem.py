@@ -60,6 +60,7 @@ class Tile:
     specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
     skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
     persistent: of that kernel forward, the form in which as many blocks as the GPU runs at once walk over all work.
+    bulk_dq: such a kernel adds dQ to its sums by bulk copies from shared memory (kernels/bulk_sums.py).
     """
 
     q: int
@@ -70,6 +71,7 @@ class Tile:
     specialised: bool = False
     skewed_sums: bool = False
     persistent: bool = False
+    bulk_dq: bool = False
 
     @property
     def row_pad(self) -> int:
