@@ -19,6 +19,7 @@ from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
 
 pytest.importorskip("tilelang")
+from attention_engine.kernels.linear.channels.common import APART_BY_COLUMNS, APART_BY_PAIRS
 from attention_engine.kernels.linear.common import COPYING, SM_REGISTERS, consumer_registers
 from attention_engine.target import compile as target_compile
 from tests.kernels.together import assert_fits, compile_together
@@ -127,3 +128,24 @@ def test_blocks_that_share_an_sm_ask_for_no_more_registers_than_there_are(blocks
     at_launch = SM_REGISTERS // blocks // (threads + COPYING) // 8 * 8
     assert handed * threads + 24 * COPYING <= at_launch * (threads + COPYING)
     assert handed <= 240 and handed % 8 == 0
+
+
+def most_in_a_bank(places):
+    """How many of these bytes' words, each counted once, share one of the 32 banks."""
+    words = {place // 4 for place in places}
+    return max(sum(word % 32 == bank for word in words) for bank in range(32))
+
+
+@pytest.mark.parametrize(("size", "columns"), [(2, 64), (4, 64), (4, 32)])
+def test_pairs_of_entries_as_fragments_lie_meet_in_no_bank(size, columns):
+    """Lane 4 r + c of a warp reads entries 2 c and 2 c + 1 of row r; of 8 bytes a thread, half a warp at a time."""
+    for apart, most in ((0, 8 if size == 2 else 4), (APART_BY_PAIRS, 1)):
+        lanes = [(r * (columns + apart) + 2 * c) * size for r in range(8) for c in range(4)]
+        together = lanes if size == 2 else lanes[:16]
+        read = [lane + 4 * word for lane in together for word in range(2 * size // 4)]
+        assert most_in_a_bank(read) == most, apart
+
+
+def test_columns_that_are_summed_meet_in_few_banks():
+    for apart, most in ((0, 32), (APART_BY_COLUMNS, 2)):
+        assert most_in_a_bank([row * (64 + apart) * 4 for row in range(32)]) == most

@@ -40,6 +40,23 @@ class ChannelSizes(LinearSizes):
         return T.Tensor([self.batch, self.length, self.problem.heads, dim], dtype)
 
 
+# Entries that rows in shared memory have beyond a tile's width, so that a warp's threads meet in few banks: a pair of
+# entries a thread and 8 rows, as fragments lie; or columns that are summed a row a thread, with pairs still aligned.
+APART_BY_PAIRS = 8
+APART_BY_COLUMNS = 2
+
+
+def spaced_rows(rows: int, columns: int, dtype: str, apart: int) -> Any:
+    """A tile in shared memory whose rows are that far apart; it is addressed as one without."""
+    return T.alloc_shared((rows, columns + apart), dtype)
+
+
+@T.macro
+def copy_spaced(source: Any, target: Any) -> None:
+    """T.copy from or to such a tile, which TMA can't: its tiles have no gaps."""
+    T.copy(source, target, disable_tma=True)
+
+
 class RawTile:
     """A chunk's tile of a source in shared memory as it came; its entries are read through the mod, in fp32."""
 
@@ -47,12 +64,13 @@ class RawTile:
         self.source, self.columns = source, columns
         self.block: Block
         self.column0: Any
-        self.raw = named(f"{source.name}_raw", T.alloc_shared((chunk, columns), source.problem.dtype))
+        self.raw = named(f"{source.name}_raw", spaced_rows(chunk, columns, source.problem.dtype, APART_BY_PAIRS))
 
     def load(self, block: Block, column0: Any) -> None:
         """Fills the tile with columns of the block's chunk from column0 on."""
         self.block, self.column0 = block, column0
-        copy(block.window(self.source, column0, self.columns), self.raw)
+        window = block.window(self.source, column0, self.columns)
+        copy_spaced(window, self.raw[0 : block.sizes.chunk, 0 : self.columns])
 
     def raw_value(self, i: Any, d: Any) -> Any:
         """An entry before the mod."""
@@ -167,6 +185,16 @@ class Levels:
             return T.if_then_else(self.is_query(level, i), q.value(i, d), k.value(i, d))
 
         tile.fill(value, lambda i, d: self.distance(level, i, d))
+
+
+def sums_tile(chunk: int, columns: int) -> Any:
+    """A tile of sums in shared memory, for load_sums."""
+    return named("sums_tile", spaced_rows(chunk, columns, FLOAT, APART_BY_PAIRS))
+
+
+def load_sums(tile: Any, block: Block, column0: Any, columns: int) -> None:
+    """Fills a tile with the chunk's sums."""
+    copy_spaced(sums_window(block, column0, columns), tile[0 : block.sizes.chunk, 0:columns])
 
 
 def sums_window(block: Block, column0: Any, columns: int) -> Any:

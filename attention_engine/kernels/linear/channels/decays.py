@@ -9,7 +9,13 @@ import tilelang.language as T
 from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, build, over_pairs, store
-from attention_engine.kernels.linear.channels.common import ChannelSizes, sums_window
+from attention_engine.kernels.linear.channels.common import (
+    APART_BY_COLUMNS,
+    ChannelSizes,
+    copy_spaced,
+    spaced_rows,
+    sums_window,
+)
 from attention_engine.kernels.linear.common import Block
 from attention_engine.kernels.linear.decays import LOG2_E, decay_parameter
 
@@ -39,11 +45,11 @@ def sum_decays(problem: LinearProblem, program: LinearProgram, tile: LinearTile)
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(tiles * sizes.chunks, problem.heads, sizes.batch, threads=tile.threads) as (place, head, batch):
-            logs = T.alloc_shared([tile.chunk, width], FLOAT)
+            logs = spaced_rows(tile.chunk, width, FLOAT, APART_BY_COLUMNS)
             d0 = (place % tiles) * width
             block = Block(buffers, sizes, batch, head, (place // tiles) * tile.chunk)
             read(block, logs, d0)
             T.cumsum(logs, dim=0)
-            T.copy(logs, sums_window(block, d0, width))
+            copy_spaced(logs[0 : tile.chunk, 0:width], sums_window(block, d0, width))
 
     return build("sum_channel_decays", parameters, body)

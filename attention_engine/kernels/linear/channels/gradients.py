@@ -36,6 +36,7 @@ from attention_engine.kernels.common import (
     store,
 )
 from attention_engine.kernels.linear.channels.common import (
+    APART_BY_COLUMNS,
     ChannelSizes,
     ExactOperand,
     Levels,
@@ -45,9 +46,11 @@ from attention_engine.kernels.linear.channels.common import (
     RowSums,
     WeighedTile,
     load_exact,
+    load_sums,
     multiply_exact,
     read_names,
-    sums_window,
+    spaced_rows,
+    sums_tile,
 )
 from attention_engine.kernels.linear.channels.decays import decay_entry
 from attention_engine.kernels.linear.common import Block, Source, add_product, copy
@@ -129,7 +132,7 @@ class _Gradients:
                 masked = named("masked", T.alloc_fragment([chunk, chunk], FLOAT))
                 meeting = WeighedTile("meeting", problem, chunk, width)
                 moved = named("moved", T.alloc_fragment([chunk, width], FLOAT))
-                sums = named("sums_tile", T.alloc_shared([chunk, width], FLOAT))
+                sums = sums_tile(chunk, width)
                 own = named("own_weights", T.alloc_shared([chunk], FLOAT))
                 levels, decays = Levels(chunk, sums), _Decays(self, block) if self.of_decay else None
                 T.clear(weights.sum)
@@ -146,7 +149,7 @@ class _Gradients:
                     add_product(v.operand, after, dk, transpose_B=True)
                 q.load(block, d0)
                 k.load(block, d0)
-                T.copy(sums_window(block, d0, width), sums)
+                load_sums(sums, block, d0, width)
                 self.weigh_states(dq.sum, dk.sum, sums)
                 if decays is not None:
                     decays.start(q, k, dq.sum, dk.sum)
@@ -217,8 +220,8 @@ class _Decays:
 
     def __init__(self, kernel: _Gradients, block: Block) -> None:
         self.kernel, self.block, self.shape = kernel, block, (kernel.chunk, kernel.width)
-        self.later = named("later", T.alloc_shared(self.shape, FLOAT))
-        self.earlier = named("earlier", T.alloc_shared(self.shape, FLOAT))
+        self.later = named("later", spaced_rows(*self.shape, FLOAT, APART_BY_COLUMNS))
+        self.earlier = named("earlier", spaced_rows(*self.shape, FLOAT, APART_BY_COLUMNS))
 
     def start(self, q: RawTile, k: RawTile, dq: Any, dk: Any) -> None:
         """What states give; dq and dk are the states' parts still."""

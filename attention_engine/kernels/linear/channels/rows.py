@@ -27,7 +27,8 @@ from attention_engine.kernels.linear.channels.common import (
     RowSums,
     WeighedTile,
     load_exact,
-    sums_window,
+    load_sums,
+    sums_tile,
 )
 from attention_engine.kernels.linear.common import Block, Source, add_product
 
@@ -90,7 +91,7 @@ def channel_rows(
             left = RawTile(left_source, chunk, inner)
             weighed = WeighedTile("left", problem, chunk, inner)
             other = ModifiedTile(other_source, chunk, width)
-            sums = T.alloc_shared([chunk, inner], FLOAT)
+            sums = sums_tile(chunk, inner)
             state = Operand("state", problem, (inner, width))
             pairs = T.alloc_fragment([chunk, chunk], FLOAT)
             weights = ExactOperand("weights", problem, (chunk, chunk))
@@ -99,7 +100,7 @@ def channel_rows(
             for step in loop(tiled(problem.dim, inner), 0):
                 d0, v0 = step * inner, part * width
                 left.load(block, d0)
-                T.copy(sums_window(block, d0, inner), sums)
+                load_sums(sums, block, d0, inner)
                 weigh(left, weighed, sums)
                 load(state, buffers["states"][batch, head, index, d0 : d0 + inner, v0 : v0 + width])
                 add_product(weighed.operand, state, result)

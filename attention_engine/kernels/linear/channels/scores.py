@@ -15,7 +15,8 @@ from attention_engine.kernels.linear.channels.common import (
     RawTile,
     RowSums,
     WeighedTile,
-    sums_window,
+    load_sums,
+    sums_tile,
 )
 from attention_engine.kernels.linear.common import Block, Source
 
@@ -42,7 +43,7 @@ def scores(problem: LinearProblem, program: LinearProgram, tile: LinearTile) -> 
         with T.Kernel(sizes.chunks, problem.heads, sizes.batch, threads=tile.threads) as (index, head, batch):
             block = Block(buffers, sizes, batch, head, index * chunk)
             q, k = (RawTile(s, chunk, width) for s in sources)
-            sums = T.alloc_shared([chunk, width], FLOAT)
+            sums = sums_tile(chunk, width)
             meeting = WeighedTile("meeting", problem, chunk, width)
             pairs = named("pairs", T.alloc_fragment([chunk, chunk], FLOAT))
             total = named("total", T.alloc_fragment([chunk, chunk], FLOAT))
@@ -53,7 +54,7 @@ def scores(problem: LinearProblem, program: LinearProgram, tile: LinearTile) -> 
             for step in loop(tiled(problem.dim, width), 0):
                 q.load(block, step * width)
                 k.load(block, step * width)
-                T.copy(sums_window(block, step * width, width), sums)
+                load_sums(sums, block, step * width, width)
                 add_own(rows, own, q, k)
                 for level in loop(levels.count, 0):
                     levels.fill(meeting, level, q, k)

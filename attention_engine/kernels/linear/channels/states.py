@@ -19,7 +19,8 @@ from attention_engine.kernels.linear.channels.common import (
     ModifiedTile,
     RawTile,
     WeighedTile,
-    sums_window,
+    load_sums,
+    sums_tile,
 )
 from attention_engine.kernels.linear.common import Block, Source, add_product, state_before
 
@@ -80,7 +81,7 @@ def states(
             left = RawTile(left_source, chunk, dim)
             weighed = WeighedTile("left", problem, chunk, dim)
             right = ModifiedTile(right_source, chunk, dim_v)
-            sums = T.alloc_shared([chunk, dim], FLOAT)
+            sums = sums_tile(chunk, dim)
             kept = T.alloc_shared([dim], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
             held = state.sum
@@ -95,7 +96,7 @@ def states(
                 T.copy(held, buffers["kept"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v])
                 left.load(block, d0)
                 right.load(block, v0)
-                T.copy(sums_window(block, d0, dim), sums)
+                load_sums(sums, block, d0, dim)
                 for i in T.Parallel(dim):
                     kept[i] = T.exp2(sums[chunk - 1, i])
                 if overlaps:
