@@ -147,7 +147,7 @@ def backward_hopper(
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
             bulk = BulkSums(tile, dim) if tile.bulk_dq and with_dq else None
-            skewed = SkewedSums(summed, tile) if tile.skewed_sums and summed.diagonals else None
+            skewed = SkewedSums(summed, tile) if tile.skewed_sums and len(summed.diagonals) > 0 else None
             sums_of_tile = T.alloc_fragment([tile.kv], FLOAT) if skewed is not None else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             k_full = T.alloc_barrier(arrive_count=WARP)
