@@ -47,7 +47,7 @@ def backward_fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSu
 
 def rows_read(schedule: BackwardSchedule) -> int:
     """How many rows of numbers the pairs read."""
-    nodes = topological(schedule.weights, schedule.product_gradient)
+    nodes = topological(schedule.weights, schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
     return sum(node.op is Op.VAR and node is row_variable(node.name) for node in nodes)
 
 

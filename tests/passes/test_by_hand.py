@@ -1,10 +1,14 @@
 """Which programs get a kernel placed by hand on Hopper, and with which tile."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.compiler import analyse
+from attention_engine.ir.problem import Tile
+from attention_engine.ir.program import row_variable
 from attention_engine.library import (
     OnlineRetention,
     OnlineSigmoid,
@@ -15,6 +19,9 @@ from attention_engine.library import (
     sliding_window,
     softcap,
 )
+from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, rows_read, vanishes_with_weights
+from attention_engine.passes.read_places import CustomSums
+from attention_engine.passes.simplify import add
 from attention_engine.tuner.defaults import default_tiles
 
 pytest.importorskip("tilelang")
@@ -50,6 +57,19 @@ def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=
 )
 def test_tiles_follow_the_registers_that_the_maths_needs(problem, expected):
     assert tiles(**problem) == expected
+
+
+@pytest.mark.parametrize(
+    ("online", "rows", "vanishes"), [(OnlineSoftmax, 2, True), (OnlineSigmoid, 0, True), (OnlineRetention, 1, False)]
+)
+def test_what_wide_heads_ask_of_a_backward_pass(online, rows, vanishes):
+    metas = [meta_tensor(1, 2, 256, dim, dtype=torch.float16) for dim in (192, 192, 128)]
+    kernels = AttentionEngine(metas, None, scale(0.1), causal, online(), device=arch.H100())._kernels("cuda")
+    schedule = kernels.maths.backward_schedule
+    assert (rows_read(schedule), vanishes_with_weights(schedule)) == (rows, vanishes)
+    assert [pairs_in_turn(kernels.problem, Tile(64, kv, 256, 2, kv == 64)) for kv in (64, 128)] == [False, True]
+    crowded = replace(schedule, weights=add(schedule.weights, *(row_variable(f"row{n}") for n in range(4))))
+    assert [backward_fits(kernels.problem, s, CustomSums()) for s in (schedule, crowded)] == [True, False]
 
 
 def test_atomics_of_a_pair_are_left_to_the_straight_line_kernel():
