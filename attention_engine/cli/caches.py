@@ -41,7 +41,7 @@ def describe(record: Mapping[str, Any]) -> str:
     words += [f"heads {problem['heads']}/{problem['kv_heads']}", f"dims {problem['dim']}/{problem['dim_v']}"]
     if tile:
         words.append("tile {}x{}, {} threads, {} stages".format(*tile.groups()))
-        words += ["persistent"] if "persistent=True" in given else []
+        words += [form for form in ("persistent", "lazy_rescale") if f"{form}=True" in given]
     return " ".join([*words, f"TileLang {record['tilelang']}"])
 
 

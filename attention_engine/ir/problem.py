@@ -61,6 +61,8 @@ class Tile:
     skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
     persistent: of that kernel forward, the form in which as many blocks as the GPU runs at once walk over all work.
     bulk_dq: such a kernel adds dQ to its sums by bulk copies from shared memory (kernels/bulk_sums.py).
+    lazy_rescale: of that kernel forward, the form in which a warp rescales the output only where one of its rows has a
+    factor that is not 1, as after a new maximum.
     """
 
     q: int
@@ -72,6 +74,7 @@ class Tile:
     skewed_sums: bool = False
     persistent: bool = False
     bulk_dq: bool = False
+    lazy_rescale: bool = False
 
     @property
     def row_pad(self) -> int:

@@ -202,6 +202,23 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             T.copy(memory.output, window(buffers["o"], item.batch, item.head, q0, tile.q, dim_v))
 
     @T.macro
+    def multiply_rows(output: Any, factors: Any) -> None:
+        for i, d in T.Parallel(tile.q, dim_v):
+            output[i, d] *= factors[i]
+
+    @T.macro
+    def rescale(output: Any, factors: Any) -> None:
+        if tile.lazy_rescale:
+            changed = T.alloc_var("bool")
+            changed = False
+            for i in T.Parallel(tile.q):
+                changed = T.Or(changed, factors[i] != 1)
+            if T.any_sync(changed) != 0:
+                multiply_rows(output, factors)
+        else:
+            multiply_rows(output, factors)
+
+    @T.macro
     def compute_item(buffers: Any, memory: Memory, item: Item) -> None:
         q, k, v, weights, scores, output = (
             memory.q, memory.k, memory.v, memory.weights, memory.scores, memory.output
@@ -249,8 +266,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
                 T.wait_wgmma(0)
                 give_back(thread, memory.v_empty, before)
                 if schedule.rescale is not None:
-                    for i, d in T.Parallel(tile.q, dim_v):
-                        output[i, d] *= memory.rows[schedule.rescale][i]
+                    rescale(memory.output, memory.rows[schedule.rescale])
                 T.copy(scores, weights)
             last, last_turn = item.stage(steps - 1, stages)
             T.barrier_wait(memory.v_full[last], last_turn)

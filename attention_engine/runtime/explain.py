@@ -62,8 +62,8 @@ def spell(tile: Tile | LinearTile) -> str:
     if isinstance(tile, LinearTile):
         return f"chunks of {tile.chunk}, {tile.inner} x {tile.outer}, {tile.threads} threads, {tile.stages} stages"
     shared = ", weights through shared memory" if tile.shared_weights else ""
-    persistent = ", persistent" if tile.persistent else ""
-    return f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages{shared}{persistent}"
+    forms = (", persistent" if tile.persistent else "") + (", lazy rescaling" if tile.lazy_rescale else "")
+    return f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages{shared}{forms}"
 
 
 def _others(asked: Any, tuning: Tuning, name: Any, tiles: Any) -> list[str]:

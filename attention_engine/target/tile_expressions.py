@@ -231,6 +231,9 @@ class ExpressionCompiler(BufferCompiler):
                 if code.lanes or is_float(dtype):
                     return bits
                 return bits._replace(run=lambda frame: bits.run(frame).item())
+            case "tl.any_sync":  # of the threads that run together here, more than a warp: where one asks, all do
+                code = self.expression(arguments[1])
+                return Code(lambda frame: int(torch.as_tensor(code.run(frame)).any()), dtype)
             case "tirx.fma" | "tl.fma":
                 a, b, c = (self.expression(argument) for argument in arguments[:3])
                 return Code(lambda f: a.run(f) * b.run(f) + c.run(f), dtype, a.lanes | b.lanes | c.lanes)

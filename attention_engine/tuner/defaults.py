@@ -66,8 +66,8 @@ def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
     if forward_fits(problem, maths.forward_schedule):
         light, heavy = FORWARD[problem.dim, problem.dim_v]
         q, kv = light if scores_are_light(maths.forward_schedule) else heavy
-        persistent = (problem.dim, problem.dim_v) in PERSISTENT
-        tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True, persistent=persistent))
+        forms = {form: (problem.dim, problem.dim_v) in dims for form, dims in FORMS.items()}
+        tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True, **forms))
     schedule = maths.backward_schedule
     axes = {name: axes for name, _, axes in problem.custom}
     summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
@@ -83,8 +83,8 @@ def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
 # each warpgroup, of which three have 160 registers a thread, and two 240.
 FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
            (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
-# Head dims whose forward kernel is persistent: none, until it is measured.
-PERSISTENT: frozenset[tuple[int, int]] = frozenset()
+# Head dims whose forward kernel has these forms by default: none, until they are measured.
+FORMS: dict[str, tuple[tuple[int, int], ...]] = {"persistent": (), "lazy_rescale": ()}
 
 
 def _own_keys(q: int) -> Tile:

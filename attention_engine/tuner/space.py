@@ -150,8 +150,10 @@ def _placed_by_hand(kernel: KernelName, problem: Problem) -> Iterator[Tile]:
     keys for each, or for all."""
     match kernel:
         case "forward":
-            for groups, kv, persistent in itertools.product((2, 3), MOVING, (False, True)):
-                yield Tile(64 * groups, kv, 128 * groups, 2, specialised=True, persistent=persistent)
+            for groups, kv, persistent, lazy in itertools.product((2, 3), MOVING, (False, True), (False, True)):
+                yield Tile(
+                    64 * groups, kv, 128 * groups, 2, specialised=True, persistent=persistent, lazy_rescale=lazy
+                )
         case "backward":
             skewed = (False, True) if problem.custom else (False,)
             for q, shared, skew, bulk in itertools.product(MOVING, (False, True), skewed, (False, True)):

@@ -19,17 +19,19 @@ from tests.kernels.together import assert_fits, compile_together
 pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-# Kernels by name: which, its dtype, its head dims, and whether it is persistent.
+PERSISTENT, BOTH = {"persistent": True}, {"persistent": True, "lazy_rescale": True}
+# Kernels by name: which, its dtype, its head dims, and what differs from the default tile of the forward pass.
 HOPPER = {
     "forward": ("forward", HALF, 64),
-    "persistent_forward": ("forward", HALF, 64, 64, True),
+    "persistent_forward": ("forward", HALF, 64, 64, BOTH),
     "backward": ("backward", HALF, 64),
     "backward_queries": ("backward_queries", HALF, 64),
     "preprocess": ("backward_preprocess", HALF, 64),
     "postprocess": ("backward_postprocess", HALF, 64),
     "wide_forward": ("forward", BRAIN, 128),
-    "wide_persistent_forward": ("forward", HALF, 128, 128, True),
-    "deep_persistent_forward": ("forward", BRAIN, 192, 128, True),
+    "lazy_forward": ("forward", HALF, 128, 128, {"lazy_rescale": True}),
+    "wide_persistent_forward": ("forward", HALF, 128, 128, PERSISTENT),
+    "deep_persistent_forward": ("forward", BRAIN, 192, 128, PERSISTENT),
     "wide_backward": ("backward", HALF, 128),
     "deep_backward": ("backward", BRAIN, 192, 128),
     "broad_backward": ("backward", BRAIN, 128, 256),
@@ -38,13 +40,13 @@ HOPPER = {
 IN_MEMORY = ("deep_backward", "broad_backward", "widest_backward")
 
 
-def lower(gpu, kernel, dtype, dim, dim_v=None, persistent=False):
+def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None):
     metas = [meta_tensor(1, h, 256, d, dtype=dtype) for h, d in zip((4, 2, 2), (dim, dim, dim_v or dim), strict=True)]
     engine = AttentionEngine(metas, None, scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu)
     source = engine._source_kernel(kernel, "cuda")
-    if persistent:
+    if forms is not None:
         made = engine._kernels("cuda")
-        tiles = replace(made.tiles, forward=replace(made.tiles.forward, persistent=True))
+        tiles = replace(made.tiles, forward=replace(made.tiles.forward, **forms))
         source = Kernels(made.maths, made.problem, tiles, gpu, False).forward
     return target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
 
@@ -120,6 +122,11 @@ def test_persistent_forward_kernels_copy_ahead_of_the_next_item():
         assert copying.index("for (int turn") < copying.index("q_empty[0].wait") < copying.index("q_full[0].arrive")
         own_tile = "tma_store(o_desc, (&(((half_t*)o)" in cuda
         assert own_tile is not name.startswith("deep")  # which has no room for a tile of o
+
+
+def test_the_output_is_rescaled_where_a_row_of_the_warp_has_a_new_maximum():
+    for name, lazy in (("wide_forward", False), ("lazy_forward", True), ("persistent_forward", True)):
+        assert (hopper()[name].cuda.count("if (__any_sync(") == 1) is lazy
 
 
 def test_weights_are_made_before_the_wait_for_their_gradients():

@@ -178,6 +178,14 @@ def test_persistent_forms_keep_the_rule(name, kernels):
     assert ran("forward")
 
 
+def test_lazy_rescaling_keeps_the_rule(kernels):
+    for name, lengths in (("softmax", (150, 600)), ("retention", (130, 300))):
+        kernels.update(forward=replace(by_hand(128), lazy_rescale=True))
+        shape = Shape(1, *lengths, 2, 1, 128, 128)
+        assert errors(CASES[name], shape, torch.float16, causal=False, backend="interpret", floor=2e-3)
+    assert ran("forward")
+
+
 def later_half(b, h, q_idx, kv_idx):
     """A mask of bounds under which the first rows of tiles see no keys."""
     return q_idx - 260 >= kv_idx
@@ -192,15 +200,15 @@ WALKS = {
 
 @pytest.mark.parametrize("mask", WALKS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_persistent_forms_are_the_others_bit_for_bit(mask, dim, kernels):
+def test_persistent_and_lazy_forms_are_the_others_bit_for_bit(mask, dim, kernels):
     keep, lengths = WALKS[mask]
     shape = Shape(2, *lengths, 4, 2, dim, dim)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     found = []
-    for persistent in (False, True):
+    for forms in ({}, {"persistent": True, "lazy_rescale": True}):
         op.ATTENTIONS.clear()
         tile = by_hand(192, threads=384) if dim == 64 else by_hand(128)
-        kernels.update(forward=replace(tile, persistent=persistent))
+        kernels.update(forward=replace(tile, **forms))
         engine = AttentionEngine(
             shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
         )

@@ -323,3 +323,22 @@ def test_three_tf32_products_reach_float32_accuracy() -> None:
     once, thrice = (c.double() - a.double() @ b.double()).abs().amax(dim=(1, 2))
     assert once > 1e-3
     assert thrice < 3e-5
+
+
+def test_a_vote_asks_all_threads_that_run_together() -> None:
+    @T.prim_func
+    def main(X: T.Tensor((3, 64), "float32"), O: T.Tensor((3,), "int32")):
+        with T.Kernel(3, threads=128) as row:
+            x = T.alloc_fragment([64], "float32")
+            found = T.alloc_var("bool")
+            T.copy(X[row, :], x)
+            found = False
+            for i in T.Parallel(64):
+                found = T.Or(found, x[i] != 1)
+            if T.any_sync(found) != 0:
+                O[row] = 1
+
+    x, out = torch.ones(3, 64), torch.zeros(3, dtype=torch.int32)
+    x[1, 17], x[2, 63] = 2.0, torch.nan
+    Interpreter(main)(x, out)
+    assert out.tolist() == [0, 1, 1]
