@@ -59,7 +59,8 @@ def test_runs_are_alike_bit_for_bit(dtype, name):
 @pytest.mark.parametrize("dims", ["dim_128_64", "dim_256_512"])
 @pytest.mark.parametrize("name", ["plain", "mamba2", "shifted"])
 def test_one_kernel_for_the_gradients_of_q_and_k_makes_what_two_make(name, dims):
-    """With copies ahead by warps of their own where heads share q and k."""
+    """With copies ahead by warps of their own where heads share q and k. Only the gradient of decays is made otherwise:
+    from weights rounded to 16 bits."""
     case, groups = CASES[name], GROUPS["one_group" if dims == "dim_128_64" else "own_heads"]
     shape = Shape(2, 1000, *groups, *DIMS[dims])
     engine, inputs = engine_for(case, shape, torch.bfloat16), shape.inputs(case, torch.bfloat16, "cuda")
@@ -68,7 +69,7 @@ def test_one_kernel_for_the_gradients_of_q_and_k_makes_what_two_make(name, dims)
     launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
     tiles = launcher.kernels(*tensors, custom).tiles
     shared = LinearTile(64, 64, 64, 128, 2, heads=4, blocks=2, with_dk=True)
-    joined = shared if dims == "dim_128_64" else replace(tiles.rows["dq"], stages=2, with_dk=True)
+    joined = shared if dims == "dim_128_64" else replace(tiles.rows["dq"], outer=64, stages=2, with_dk=True)
     launcher.tiles = replace(tiles, rows={**tiles.rows, "dq": joined})
     launcher._kernels.clear()
     try:
@@ -79,7 +80,8 @@ def test_one_kernel_for_the_gradients_of_q_and_k_makes_what_two_make(name, dims)
         launcher._kernels.clear()
     for key, value in apart.items():
         off = (together[key].double() - value.double()).abs().mean() / value.double().abs().mean()
-        assert off <= 2e-3 and torch.equal(together[key], again[key]), key
+        assert off <= (1e-2 if key in ("d_decay", "d_dt", "d_A") else 1e-3), key
+        assert torch.equal(together[key], again[key]), key
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gla"])
