@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attention_engine import settings
+from attention_engine.ir.problem import TILE_FORMS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def describe(record: Mapping[str, Any]) -> str:
     words += [f"heads {problem['heads']}/{problem['kv_heads']}", f"dims {problem['dim']}/{problem['dim_v']}"]
     if tile:
         words.append("tile {}x{}, {} threads, {} stages".format(*tile.groups()))
-        words += [form for form in ("persistent", "lazy_rescale") if f"{form}=True" in given]
+        words += [form for form in TILE_FORMS if f"{form}=True" in given]
     return " ".join([*words, f"TileLang {record['tilelang']}"])
 
 

@@ -51,6 +51,9 @@ class Problem:
         return self.dtype == "float32" and not self.tf32
 
 
+TILE_FORMS = ("persistent", "lazy_rescale", "skewed_sums", "bulk_dq")  # switches of Tile, for kernels placed by hand
+
+
 @dataclass(frozen=True)
 class Tile:
     """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline (0: no).

@@ -8,7 +8,7 @@ from typing import Any
 
 from attention_engine.errors import BackwardNotDerived
 from attention_engine.ir.linear import LinearTile
-from attention_engine.ir.problem import Tile
+from attention_engine.ir.problem import TILE_FORMS, Tile
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Asked, Tuning, look_up
 from attention_engine.tuner.defaults import default_tiles, where_from
@@ -60,9 +60,10 @@ def _of_kernel(asked: Any, tuning: Tuning, name: Any, tiles: Any, entry: Entry |
 def spell(tile: Tile | LinearTile) -> str:
     """A tile in words."""
     if isinstance(tile, LinearTile):
-        return f"chunks of {tile.chunk}, {tile.inner} x {tile.outer}, {tile.threads} threads, {tile.stages} stages"
+        sizes = f"chunks of {tile.chunk}, {tile.inner} x {tile.outer}, {tile.threads} threads, {tile.stages} stages"
+        return f"{sizes}, dq with dk" if tile.with_dk else sizes
     shared = ", weights through shared memory" if tile.shared_weights else ""
-    forms = (", persistent" if tile.persistent else "") + (", lazy rescaling" if tile.lazy_rescale else "")
+    forms = "".join(f", {name.replace('_', ' ')}" for name in TILE_FORMS if getattr(tile, name))
     return f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages{shared}{forms}"
 
 

@@ -227,7 +227,7 @@ class AttentionEngine(torch.nn.Module):
         check_custom(specs, tensors, q, k)
         types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
         key = self._key(backend, types, variant)
-        if asked is not None and not cast:
+        if asked is not None and not cast and op.unwatched():  # nothing that others look at may be kept, nor fakes
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
             launcher = op.ATTENTIONS[key].launcher

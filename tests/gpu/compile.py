@@ -27,7 +27,6 @@ from attention_engine.runtime import launch, linear, linear_launch, module
 from tests import linear_cases, plain
 
 ARCH = "ATTENTION_ENGINE_TEST_ARCH"  # for the worker processes
-USELESS = "not compiled and not replays and not captured and not transformers and not script and not encoder"
 
 
 class Compiled:

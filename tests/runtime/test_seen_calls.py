@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_engine.errors import BadInput
 from attention_engine.runtime import inputs, op
 from attention_engine.runtime.plans import LaunchPlan, template, with_strides
-from tests.runtime.engines import BACKENDS, HEADS, build, close, qkv, results, same
+from tests.runtime.engines import BACKENDS, DIM_V, HEADS, build, close, qkv, results, same
 from tests.runtime.test_errors import WRONG, K, Q, V
 
 WITH_BIAS = {"score_mod": lambda score, custom, b, h, q_idx, kv_idx: score * 0.25 + custom["bias"]}
@@ -75,6 +76,19 @@ def test_where_a_call_must_look_at_more_it_does():
     empty(q[:0], k[:0], v[:0])
     for engine in (bias, mapped, single, empty):
         assert [seen.direct for seen in engine._seen.values()] == [None]
+
+
+def test_what_a_first_call_only_pretends_is_not_kept():
+    """Fake tensors, and those of a transform, may come first; what is remembered is for real ones."""
+    given = [t.detach() for t in qkv(13, dtype=torch.float16)]
+    engine = build(dtype=torch.float16)
+    with FakeTensorMode() as fakes:
+        assert engine(*(fakes.from_tensor(t) for t in given)).shape == (2, 13, HEADS, DIM_V)
+    torch.func.grad(lambda *t: engine(*t).float().sum())(*given)
+    assert engine._seen == {}
+    again = engine(*given)
+    assert type(again) is torch.Tensor and torch.equal(again, build(dtype=torch.float16)(*given))
+    assert len(engine._seen) == 1
 
 
 def test_autocast_is_followed_after_calls_without_it_and_the_reverse():
