@@ -35,7 +35,7 @@ from attention_engine.target.compile import CompiledKernel, LoweredKernel, load_
 SCHEMA = 1
 LIBRARY, CUDA, HOST, SCRIPT, KEY = "kernel.so", "device.cu", "host.c", "tilelang.py", "key.json"
 # What turns a key into a kernel.
-WORK_AROUNDS = ("wait_groups", "fences", "printed")
+WORK_AROUNDS = ("wait_groups", "fences", "printed", "proofs")
 MAKERS = ("ir", "passes", "kernels", "target/compile.py", *(f"target/{name}.py" for name in WORK_AROUNDS))
 
 

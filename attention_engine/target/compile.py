@@ -18,6 +18,7 @@ from attention_engine import settings
 from attention_engine.arch import Arch
 from attention_engine.errors import NoCudaCompiler
 from attention_engine.target import fences, printed, wait_groups
+from attention_engine.target.proofs import quick_proofs
 
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
@@ -106,7 +107,7 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     tilelang = load_tilelang()
     configs, rewriting, flags = _prepare(arch, pass_configs)
     try:
-        with rewriting:
+        with rewriting, quick_proofs():
             kernel = tilelang.compile(
                 prim_func,
                 target=tilelang_target(arch),
@@ -139,7 +140,7 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
 
     configs, rewriting, flags = _prepare(arch, pass_configs)
     target = tvm.target.Target(tilelang_target(arch))
-    with rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
+    with rewriting, quick_proofs(), tvm.transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
     return LoweredKernel(
         prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)

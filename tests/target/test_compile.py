@@ -16,6 +16,7 @@ import tilelang.language as T  # noqa: E402
 from attention_engine import arch  # noqa: E402
 from attention_engine.errors import NoCudaCompiler  # noqa: E402
 from attention_engine.target import compile as target_compile  # noqa: E402
+from attention_engine.target import proofs  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
 
@@ -157,3 +158,21 @@ def test_the_wait_fix_is_for_targets_without_tma_pipelines() -> None:
     fixed = {gpu().target for gpu in arch.KNOWN_GPUS if target_compile.needs_wait_fix(gpu(), {})}
     assert fixed == {"sm_80", "sm_86", "sm_89", "sm_120a"}
     assert target_compile.needs_wait_fix(arch.H100(), {target_compile.DISABLE_WARP_SPECIALIZATION: True})
+
+
+def test_z3_is_as_before_after_a_kernel_was_lowered() -> None:
+    z3 = pytest.importorskip("z3")
+    z3.set_param("smt.relevancy", 1)
+    try:
+        with pytest.raises(KeyError), proofs.quick_proofs():
+            assert {name: z3.get_param(name) for name in proofs.QUICK} == {
+                "smt.arith.solver": "2",
+                "smt.arith.propagation_mode": "0",
+                "smt.arith.propagate_eqs": "false",
+                "smt.relevancy": "0",
+            }
+            raise KeyError
+        assert z3.get_param("smt.relevancy") == "1"
+        assert z3.get_param("smt.arith.propagate_eqs") == "true"
+    finally:
+        z3.set_param("smt.relevancy", 2)
