@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
+from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.linear import ROLES, LinearProblem, column_tiles
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
@@ -159,7 +160,7 @@ def work(problem: Problem) -> dict[str, tuple[float, float]]:
         return work_of_channels(problem)
     tokens = problem.batch * problem.length * problem.heads
     described = LinearProblem(problem.heads, problem.groups, problem.groups, problem.dim, problem.dim_v, "bfloat16")
-    tiles = default_linear_tiles(described, arch.detect())
+    tiles = default_linear_tiles(trace_mods({}, CustomIO({})), described, arch.detect())  # chunks are those of all mods
     shared, v = 2 * tokens * problem.dim * problem.groups / problem.heads, 2 * tokens * problem.dim_v
 
     def chunked(name: str, tile, reads: float, products: float, states: float) -> tuple[str, tuple[float, float]]:
@@ -185,7 +186,6 @@ def work(problem: Problem) -> dict[str, tuple[float, float]]:
             chunked("states_backward_kernel", tiles.states, shared + v, d * e, 2),
             chunked("chunk_dq_kernel", tiles.rows["dq"], 3 * shared + 2 * v, rows * (2 * d + e) + d * e, 1),
             chunked("chunk_dk_kernel", tiles.rows["dk"], 3 * shared + 2 * v, rows * (2 * d + e) + d * e, 1),
-            chunked("chunk_dq_dk_kernel", tiles.rows["dq"], 3 * shared + 2 * v, rows * (2 * d + e) + 2 * d * e, 2),
             chunked("chunk_dv_kernel", tiles.rows["dv"], 2 * shared + 2 * v, rows * (d + e) + d * e, 1),
         ]
     )

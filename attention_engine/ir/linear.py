@@ -113,8 +113,7 @@ class LinearTile:
     the most heads of a group that one block sums the gradient of. in_registers: weights go from registers into their
     product, each warp keeping whole rows; else through shared memory, for blocks with more warps than rows for them.
     specialize: on Hopper, warps of their own copy (only where all products stand in the pipelined loop).
-    blocks: how many the compiler leaves registers for on each SM. with_dk: of dq's tile by chunks: its kernel makes dk
-    too, by this tile.
+    blocks: how many the compiler leaves registers for on each SM.
     """
 
     chunk: int
@@ -126,7 +125,6 @@ class LinearTile:
     in_registers: bool = True
     specialize: bool = True
     blocks: int = 1
-    with_dk: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,11 +139,6 @@ class LinearTiles:
         default_factory=dict
     )  # by role: "dq", "dk", "dv"; absent: never in one walk
     plan: str = "auto"  # "walk" (a result in one kernel), "chunks" (states, then all chunks at once), "auto"
-
-    def of_rows(self, role: str) -> LinearTile:
-        """The tile by which chunks make a role: dk's is dq's where one kernel makes both."""
-        joined = role == "dk" and "dq" in self.rows and self.rows["dq"].with_dk
-        return self.rows["dq" if joined else role]
 
 
 @dataclass(frozen=True)
@@ -187,11 +180,9 @@ def column_tiles(problem: LinearProblem, role: Role, tile: LinearTile) -> tuple[
 def heads_a_block(problem: LinearProblem, role: Role, tile: LinearTile) -> int:
     """How many heads a block takes one after the other: the largest divisor of their group that the tile allows.
 
-    They share the q or k whose gradient the block sums, or both; where each has its own result, the rows and columns.
+    They share the q or k whose gradient the block sums; where each has its own result, the rows and columns.
     """
-    shared: tuple[str, ...] = (role.own,) if role.own in ("q", "k") else (role.rows, role.columns)
-    if tile.with_dk:
-        shared = ("q", "k")
+    shared = (role.own,) if role.own in ("q", "k") else (role.rows, role.columns)
     groups = [problem.heads // problem.heads_of(name) for name in shared]
     most = min(max(tile.heads, 1), *groups)
     return max(n for n in range(1, most + 1) if all(group % n == 0 for group in groups))

@@ -40,7 +40,7 @@ def explain_linear(asked: LinearAsked, tuning: Tuning) -> str:
     """The same of a linear attention."""
     batch, length = asked.lengths
     lines = [f"{asked.problem.dtype}, a batch of {batch} and {length} tokens, on {gpu_name(asked.target)}"]
-    tiles = default_linear_tiles(asked.problem, asked.target)
+    tiles = default_linear_tiles(asked.program, asked.problem, asked.target)
     known = look_up(tuning, asked, tiles)
     for name in [n for backward in (False, True) for n in asked.kernels(backward, tiles)]:
         lines += _of_kernel(asked, tuning, name, tiles, known.get(name), "the default")
@@ -60,8 +60,7 @@ def _of_kernel(asked: Any, tuning: Tuning, name: Any, tiles: Any, entry: Entry |
 def spell(tile: Tile | LinearTile) -> str:
     """A tile in words."""
     if isinstance(tile, LinearTile):
-        sizes = f"chunks of {tile.chunk}, {tile.inner} x {tile.outer}, {tile.threads} threads, {tile.stages} stages"
-        return f"{sizes}, dq with dk" if tile.with_dk else sizes
+        return f"chunks of {tile.chunk}, {tile.inner} x {tile.outer}, {tile.threads} threads, {tile.stages} stages"
     shared = ", weights through shared memory" if tile.shared_weights else ""
     forms = "".join(f", {name.replace('_', ' ')}" for name in TILE_FORMS if getattr(tile, name))
     return f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages{shared}{forms}"

@@ -105,7 +105,8 @@ class LinearLauncher:
 
     def kernels_of(self, problem: LinearProblem, target: Target) -> LinearKernels:
         """The kernels for a problem."""
-        return LinearKernels(self.program, problem, self.tiles or default_linear_tiles(problem, target), target)
+        tiles = self.tiles or default_linear_tiles(self.program, problem, target)
+        return LinearKernels(self.program, problem, tiles, target)
 
     def decay_of(self, decay: Tensor | None, v: Tensor) -> Tensor | None:
         """The decay tensor that kernels get; where the mod alone makes decays, zeros that tell them the length."""
@@ -209,37 +210,17 @@ class _Pass:
 
     def _rows(self, role: str, states: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(the output or a gradient, what its rows' state and pairs add to the gradient of decays)."""
-        result, local, rows = self._row_results(role)
-        reads = self._reads(ROLES[role].own)
-        inputs = self._inputs(role, self.tiles.rows[role])
-        self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
-        return self._whole(role, result, rows), local
-
-    def _both_rows(self, states: Tensor, d_states: Tensor) -> dict[str, tuple[Tensor, list[Tensor]]]:
-        """As _rows, of dq and of dk, in one kernel."""
-        made = {role: self._row_results(role) for role in ("dq", "dk")}
-        of_decay, reads = bool(made["dq"][1]), [self._reads(ROLES[role].own) for role in made]
-        inputs = self._inputs("dq", self.tiles.rows["dq"])
-        sums = [x for _, local, rows in made.values() for x in (*local, *rows)]
-        results = [result for result, _, _ in made.values()]
-        self.kernels.both_rows(of_decay, *reads).compiled(*inputs, states, d_states, *results, *sums)
-        return {role: (self._whole(role, result, rows), local) for role, (result, local, rows) in made.items()}
-
-    def _row_results(self, role: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """What a role's chunks write: (the result, maybe in parts; sums for the gradient of decays; of reads)."""
-        tile, names = self.tiles.of_rows(role), ROLES[role]
+        tile, names = self.tiles.rows[role], ROLES[role]
         own = self.given[names.own or "v"]
         parts = parts_of(self.problem, names, tile)
         result = self._new(*own.shape, dtype=own.dtype) if parts == 1 else self._new(parts, *own.shape)
         local = self._row_sums(role, tile, 2) if self.of_decay and role in ("dq", "dk") else []
-        return result, local, self._row_sums(role, tile, len(self._reads(names.own)))
-
-    def _whole(self, role: str, result: Tensor, rows: list[Tensor]) -> Tensor:
-        """The result, its parts summed, its reads' gradients noted."""
-        own = ROLES[role].own
-        self._add(self._reads(own), [r[0] if len(r) == 1 else r.sum(0) for r in rows])
-        given = self.given[own or "v"]
-        return result if result.ndim == given.ndim else result.sum(0).to(given.dtype)
+        reads = self._reads(names.own)
+        rows = self._row_sums(role, tile, len(reads))
+        inputs = self._inputs(role, tile)
+        self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
+        self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
+        return result if parts == 1 else result.sum(0).to(own.dtype), local
 
     def _walk(self, role: str, first: Tensor | None, ends: bool) -> tuple[Tensor, Tensor]:
         """(the output or a gradient, the state that the walk ends with, where asked for), in one walk."""
@@ -307,11 +288,8 @@ class _Backward(_Pass):
             d_states, d_initial, overlap = self._states("q", "do", d_last, states if self.of_decay else None)
         first = {"dq": self.initial, "dk": d_last, "dv": d_last}
         found, of_decays = {}, {}
-        joined = self._both_rows(states, d_states) if self.kernels.joins({*first} - walked) else {}
         for role, given in first.items():
-            if role in joined:
-                found[role], of_decays[role] = joined[role]
-            elif role in walked:
+            if role in walked:
                 ends = role == "dv" and self.initial is not None and d_initial is None
                 found[role], last = self._walk(role, given, ends)
                 d_initial = last if ends else d_initial

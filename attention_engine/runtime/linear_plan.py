@@ -21,9 +21,6 @@ from attention_engine.passes.mods import reads_own, row_factor
 from attention_engine.tuner.space import as_arch
 
 DISABLE_SPECIALIZATION = "tl.disable_warp_specialized"
-# Of gradients that need their own tensor: when it was copied to shared memory, with two blocks on an H100's SM the sums
-# of its rows differed from run to run, rarely. It is held in registers since, which was not run on a GPU.
-WALKS_READ_OWN = False
 ROWS = 8  # the most numbers a token that a walk keeps, fp32
 
 
@@ -68,14 +65,9 @@ class LinearKernels:
         tile = self.tiles.rows[role]
         return self._kernel("chunk.chunk_rows", role, tile, decay_rows, reads, tile=tile)
 
-    def both_rows(self, decay_rows: bool, q_reads: tuple[Expr, ...], k_reads: tuple[Expr, ...]) -> Kernel:
-        """The gradients of q and k from states, in one kernel."""
-        tile = self.tiles.rows["dq"]
-        return self._kernel("both.both_rows", tile, decay_rows, q_reads, k_reads, tile=tile)
-
     def decay_gradients(self, reads: tuple[Expr, ...]) -> Kernel:
         """The gradient of decay."""
-        parts = [column_tiles(self.problem, ROLES[role], self.tiles.of_rows(role))[1] for role in ("dq", "dk")]
+        parts = [column_tiles(self.problem, ROLES[role], self.tiles.rows[role])[1] for role in ("dq", "dk")]
         tiles = (*parts, state_tiles(self.problem, self.tiles.states))
         return self._kernel("decays.decay_gradients", self.tiles.states.chunk, tiles, reads)
 
@@ -101,8 +93,8 @@ class LinearKernels:
             return False
         if tiles.plan != "auto":
             return tiles.plan == "walk"
-        if own and not WALKS_READ_OWN and reads_own(self.program, own, self.reads(own, wanted)):
-            return False
+        if own and reads_own(self.program, own, self.reads(own, wanted)):
+            return False  # a walk that holds its own tensor too was measured: it wins nothing (benchmarks/notes.md)
         tile = tiles.walks[role] if own else tiles.forward
         if not self._fits(role, tile):
             return False
@@ -116,10 +108,6 @@ class LinearKernels:
             self._fitting[role] = needed <= as_arch(self.target).shared_memory_per_block
         return self._fitting[role]
 
-    def joins(self, chunks: Collection[str]) -> bool:
-        """Does one kernel make dq and dk, of the roles that are made by chunks?"""
-        return self.tiles.rows["dq"].with_dk and {"dq", "dk"} <= {*chunks}
-
     def of_forward(self, batch: int, length: int) -> dict[str, Kernel]:
         """What a forward pass launches that neither begins nor ends with a state, by the tuner's names."""
         if self.walks("output", batch, length, ()):
@@ -132,17 +120,15 @@ class LinearKernels:
 
     def of_backward(self, batch: int, length: int, wanted: Collection[str]) -> dict[str, Kernel]:
         """What a backward pass launches where no state was given."""
-        of_decay, found = self.of_decay(wanted), {}
-        chunks = [role for role in ("dq", "dk", "dv") if not self.walks(role, batch, length, wanted)]
-        reads = {role: self.reads(ROLES[role].own, wanted) for role in ("dq", "dk", "dv")}
-        for role in reads:
-            if role not in chunks:
-                found[f"backward walk {role}"] = self.walk(role, False, False, reads[role])
+        of_decay, found, chunks = self.of_decay(wanted), {}, []
+        for role in ("dq", "dk", "dv"):
+            reads = self.reads(ROLES[role].own, wanted)
+            if self.walks(role, batch, length, wanted):
+                found[f"backward walk {role}"] = self.walk(role, False, False, reads)
                 found |= self._sums(self.tiles.walks[role])
-            elif role == "dv" or not self.joins(chunks):
-                found[f"backward {role}"] = self.rows(role, of_decay and role != "dv", reads[role])
-            elif role == "dq":
-                found["backward dq"] = self.both_rows(of_decay, reads["dq"], reads["dk"])
+            else:
+                chunks.append(role)
+                found[f"backward {role}"] = self.rows(role, of_decay and role != "dv", reads)
         if {"dk", "dv"} & {*chunks}:
             found["backward states"] = self.states(True, False, of_decay)
             found |= self._sums(self.tiles.states)

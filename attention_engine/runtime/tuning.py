@@ -134,8 +134,6 @@ class Asked:
 def choose(tuning: Tuning, asked: Any, tiles: Any, backward: bool, custom: Sequence[Tensor]) -> Any:
     """The tiles with those of one direction looked up or, where the engine tunes, measured."""
     for kernel in asked.kernels(backward, tiles):
-        if kernel not in asked.kernels(backward, tiles):
-            continue  # the tile found for another has its kernel make this result too
         key = asked.key(kernel, tiles)
         entry = tuning.find(kernel, key)
         if entry is None and tuning.measure[backward]:

@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Target
-from attention_engine.ir.linear import LinearProblem, LinearTile, LinearTiles
+from attention_engine.ir.linear import ROLES, LinearProblem, LinearProgram, LinearTile, LinearTiles, heads_a_block
 from attention_engine.ir.problem import padded
+from attention_engine.passes.mods import row_factor
 
-ROLES = ("output", "dq", "dk", "dv")
 STEP = LinearTile(1, 0, 32, 128, 0)
 
 
-def default_linear_tiles(problem: LinearProblem, target: Target) -> LinearTiles:
+def default_linear_tiles(program: LinearProgram, problem: LinearProblem, target: Target) -> LinearTiles:
     """Tiles that fit the target and are good for the problem."""
     if problem.dtype == "float32":
         return _fp32(problem)
     if isinstance(target, Arch) and not target.has_wgmma:
         return _ampere(problem)
-    return _hopper(problem)
+    return _hopper(program, problem)
 
 
 def _fp32(problem: LinearProblem) -> LinearTiles:
@@ -37,23 +37,39 @@ def _ampere(problem: LinearProblem) -> LinearTiles:
     )
 
 
-def _hopper(problem: LinearProblem) -> LinearTiles:
+def _hopper(program: LinearProgram, problem: LinearProblem) -> LinearTiles:
     """By what was fastest on an H100 at head dims 128/64 and 256/512 (benchmarks/notes.md).
 
-    Where a state is small, several blocks on an SM hide each other's waits; where it fills the registers, warps of
-    their own copy, and gradients are walked. Dims that aren't whole tiles are not copied by TMA, and walk in step.
+    Where a state is small, several blocks on an SM hide each other's waits, and warps of their own copy where heads
+    share q or k; where it fills the registers, they copy always, and gradients are walked. Dims that aren't whole tiles
+    are not copied by TMA, and walk in step.
     """
     whole = padded(problem.dim) == problem.dim and padded(problem.dim_v) == problem.dim_v
-    return _narrow(problem, whole) if problem.dim <= 128 else _wide(problem, whole)
+    return _narrow(program, problem, whole) if problem.dim <= 128 else _wide(problem, whole)
 
 
-def _narrow(problem: LinearProblem, whole: bool) -> LinearTiles:
+def _narrow(program: LinearProgram, problem: LinearProblem, whole: bool) -> LinearTiles:
     forward = LinearTile(64, problem.dim, 64, 128, 1, blocks=2)
     states = LinearTile(64, 128, 64, 128, 2, blocks=3 if whole else 1)
     row = LinearTile(64, 64, 128, 128, 0, heads=40, specialize=False)
     light = replace(row, heads=1, blocks=4 if problem.dim_v <= 64 else 1)  # neither has rows of decays to sum
-    rows = {"output": light, "dq": row, "dk": row, "dv": light}
-    return LinearTiles(forward if whole else _in_step(forward), states, STEP, rows)
+    if not whole:
+        return LinearTiles(_in_step(forward), states, STEP, {"output": light, "dq": row, "dk": row, "dv": light})
+    ahead = _ahead(program, problem, row)
+    return LinearTiles(forward, states, STEP, {"output": light, "dq": ahead, "dk": ahead, "dv": light})
+
+
+def _ahead(program: LinearProgram, problem: LinearProblem, row: LinearTile) -> LinearTile:
+    """The tile of dq and dk with warps that copy two heads ahead, where one loop over heads holds all products.
+
+    Elsewhere as it is: where q or k is copied for each head, or a mod bends a tensor, which then stands in shared
+    memory as it came too, two blocks don't fit an SM or registers spill.
+    """
+    loops = problem.dim_v <= row.inner and heads_a_block(problem, ROLES["dq"], row) > 1
+    bends = any(row_factor(program.mod(name)) is None for name in ("q", "k", "v"))
+    if not loops or bends or problem.q_heads != problem.k_heads:
+        return row
+    return replace(row, stages=2, specialize=True, blocks=2)
 
 
 def _wide(problem: LinearProblem, whole: bool) -> LinearTiles:

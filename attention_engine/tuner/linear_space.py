@@ -1,8 +1,7 @@
 """The tiles worth trying for a kernel of linear attention, and which to try first; as space.py and cost.py for others.
 
 Kernels are told by their direction and what they make: "forward walk", "forward states", "forward output";
-"backward states", "backward dq" and, in one walk, "backward walk dq" (dk, dv alike). Some tiles of "backward dq" have
-its kernel make dk too.
+"backward states", "backward dq" and, in one walk, "backward walk dq" (dk, dv alike).
 """
 
 from __future__ import annotations
@@ -113,9 +112,6 @@ def demand(kernel: str, problem: LinearProblem, tile: LinearTile) -> Demand:
         shared = stages * chunk * (2 * summed + width) + chunk * width + summed * width + weights
         return Demand(shared * size, (summed * width + 2 * chunk * width + chunk * chunk) // tile.threads)
     inner, total = min(tile.inner, summed), 2 if _shares(problem, form, tile) else 1
-    if tile.with_dk:
-        shared = stages * inner * 2 * (chunk + width) + 2 * chunk * width + chunk * chunk
-        return Demand(shared * size, (2 * total * chunk * width + chunk * max(chunk, width)) // tile.threads)
     shared = stages * inner * (2 * chunk + width) + chunk * width + weights
     return Demand(shared * size, (total * chunk * width + chunk * chunk * 3 // 2) // tile.threads)
 
@@ -198,12 +194,11 @@ def _row_tiles(
     group = min(problem.heads // n for n in (problem.q_heads, problem.k_heads))
     ahead = ((1, True), (2, True)) if group > 1 else ((2, False), (3, False))
     summed = padded(problem.dim_of(form.rows))
-    for inner, outer, many, (stages, copies), heads, blocks, joined in itertools.product(
+    for inner, outer, many, (stages, copies), heads, blocks in itertools.product(
         (32, 64, 128), (32, 64, 128, 256), threads, ((0, False), *(() if fp32 else ahead)),
-        (1, 8, 16, 40) if group > 1 else (1,), (1, 2, 3, 4), (False, True) if role == "dq" else (False,),
+        (1, 8, 16, 40) if group > 1 else (1,), (1, 2, 3, 4),
     ):  # fmt: skip
-        held = chunk % (64 * max(many // 128, 1)) == 0 if joined else default.in_registers
-        tile = LinearTile(chunk, inner, outer, many, stages, heads, held, copies, blocks, joined)
+        tile = LinearTile(chunk, inner, outer, many, stages, heads, default.in_registers, copies, blocks)
         if not copies or (inner >= summed and heads_a_block(problem, form, tile) > 1):
             yield tile
 
@@ -218,21 +213,19 @@ def _work(kernel: str, problem: LinearProblem, tile: LinearTile, tokens: int) ->
     form = ROLES[role]
     summed = padded(problem.dim_of(form.rows))
     width, tiles = column_tiles(problem, form, tile)
-    both = 2 if tile.with_dk else 1
-    products = chunk * (chunk * (summed + both * width) + both * summed * width)
+    products = chunk * (chunk * (summed + width) + summed * width)
     rows = chunk * 2 * summed
     if is_walk(kernel):
         return _Work(products + chunk * summed * width, 2 * (rows + 2 * chunk * width), chunks, tiles)
     heads = heads_a_block(problem, form, tile)
     entry = 2 + (8 if parts_of(problem, form, tile) > 1 else 2)  # loaded, and stored; parts are fp32 and read again
-    each = both * chunk * width * entry // heads
-    return _Work(products, 2 * (rows + both * summed * width) + each, heads, tiles * -(-chunks // heads))
+    each = chunk * width * entry // heads
+    return _Work(products, 2 * (rows + summed * width) + each, heads, tiles * -(-chunks // heads))
 
 
 def cycles(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile, lengths: tuple[int, int]) -> float:
     """The model's cycles for one call. A step's products and copies add up, unless copies run ahead or blocks share an
-    SM; so do the latencies of a step. Blocks run in waves. Of a kernel for dq and dk, half. Its order is what counts:
-    measuring decides."""
+    SM; so do the latencies of a step. Blocks run in waves. Its order is what counts: measuring decides."""
     batch, tokens = lengths
     work, needs = _work(kernel, problem, tile, tokens), demand(kernel, problem, tile)
     rate = (arch.peak_tflops or PEAK_TFLOPS) * 1e12 / arch.sm_count / CLOCK
@@ -244,4 +237,4 @@ def cycles(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile, le
     alone = (max(matrix, copies) if tile.stages else matrix + copies) + STEP_CYCLES
     step = max(alone, together * max(matrix, copies))
     waves = -(-work.blocks * batch * problem.heads // (arch.sm_count * together))
-    return waves * work.steps * step / (2 if tile.with_dk else 1)
+    return waves * work.steps * step

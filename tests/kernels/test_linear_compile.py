@@ -33,14 +33,12 @@ WIDE = LinearProblem(4, 4, 4, 256, 512, "bfloat16")
 
 
 def narrow(gpu):
-    kernels = LinearKernels(PROGRAM, NARROW, default_linear_tiles(NARROW, gpu), gpu)
-    joined = LinearTile(64, 64, 64, 128, 2, heads=40, blocks=2, with_dk=True)
-    tiles = replace(kernels.tiles, rows={**kernels.tiles.rows, "dq": joined})
+    kernels = LinearKernels(PROGRAM, NARROW, default_linear_tiles(PROGRAM, NARROW, gpu), gpu)
     return {
         "forward": lambda: kernels.walk("output", starts=True, ends=True),
         "states_backward": lambda: kernels.states(reverse=True, starts=True, overlaps=True),
         "chunk_dq": lambda: kernels.rows("dq", True, ()),
-        "chunk_dq_dk": lambda: LinearKernels(PROGRAM, NARROW, tiles, gpu).both_rows(True, (), ()),
+        "chunk_dk": lambda: kernels.rows("dk", True, ()),
         "chunk_dv": lambda: kernels.rows("dv", False, PROGRAM.loads("v")),
         "step": lambda: kernels.step(starts=True),
     }
@@ -51,7 +49,7 @@ def ampere(gpu):
 
 
 def wide(gpu):
-    kernels = LinearKernels(SCALED, WIDE, default_linear_tiles(WIDE, gpu), gpu)
+    kernels = LinearKernels(SCALED, WIDE, default_linear_tiles(SCALED, WIDE, gpu), gpu)
     return {"walk_dq": lambda: kernels.walk("dq", False, False)}
 
 
@@ -88,19 +86,22 @@ def assert_asks_for_registers(cuda, tile):
 
 
 def test_hopper_kernels_of_narrow_heads_fit_and_share_an_sm():
-    made, tiles = compiled(narrow, arch.H100()), default_linear_tiles(NARROW, arch.H100())
+    made, tiles = compiled(narrow, arch.H100()), default_linear_tiles(PROGRAM, NARROW, arch.H100())
     for name, kernel in made.items():
         assert_fits(name, kernel, arch.H100())
         assert ("wgmma" in kernel.cuda) is (name != "step")
     assert_numbers_of_rows_go_by_registers(made["forward"].cuda)
-    assert tiles.forward.blocks == 2 and tiles.states.blocks == 3
+    assert tiles.forward.blocks == tiles.rows["dq"].blocks == 2 and tiles.states.blocks == 3
     assert_asks_for_registers(made["forward"].cuda, tiles.forward)
     assert_asks_for_registers(made["states_backward"].cuda, tiles.states)
+    for role in ("dq", "dk"):
+        assert_asks_for_registers(made[f"chunk_{role}"].cuda, tiles.rows[role])
+        assert made[f"chunk_{role}"].used.shared_bytes <= arch.H100().shared_memory_per_sm // 2 - 1024
 
 
 def test_a_walk_holds_its_own_tensor_in_registers():
     """Shared memory would be copied over while it is still read: what no product reads, no barrier waits for."""
-    tiles = default_linear_tiles(NARROW, arch.H100())
+    tiles = default_linear_tiles(PROGRAM, NARROW, arch.H100())
     kernels = LinearKernels(PROGRAM, NARROW, replace(tiles, walks={"dv": tiles.forward}), arch.H100())
     text = kernels.walk("dv", False, False, PROGRAM.loads("v")).prim_func.script()
     assert "v_held" in text and "v_tile" not in text and "do_tile" in text

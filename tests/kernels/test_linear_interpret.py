@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from attention_engine.ir.linear import LinearTile
-from attention_engine.runtime import linear_launch
 from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
-from attention_engine.runtime.linear_plan import LinearKernels
-from attention_engine.tuner.linear import default_linear_tiles
 from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors, plain_results
 from tests.plain import compare, worst_ratio
 from tests.plain_linear import parallel, recurrence
@@ -46,7 +43,7 @@ def with_tiles(case, shape, change, **inputs_changed):
     """fp32 results of one problem, its kernels' tiles changed by a function of them."""
     engine = engine_for(case, shape, FP32, backend="interpret")
     inputs = {**shape.inputs(case, FP32), **inputs_changed}
-    tensors, custom = [inputs.get(n) for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
+    tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
     launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
     launcher.tiles = change(launcher.kernels(*tensors, custom).tiles)
     launcher._kernels.clear()
@@ -182,37 +179,3 @@ def test_heads_that_share_their_rows_agree_however_many_a_block_takes(heads):
         )  # fmt: skip
         for key, value in apart.items():
             torch.testing.assert_close(value, together[key], rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("name", ["no_decay", "mamba2", "scaled_keys", "shifted"])
-def test_one_kernel_for_the_gradients_of_q_and_k_makes_what_two_make(name, heads, monkeypatch):
-    """Where q and k have factors of their own, each product has its own weights; v's dim is cut into steps."""
-    asked, both_rows = [], LinearKernels.both_rows
-    monkeypatch.setattr(LinearKernels, "both_rows", lambda *given: asked.append(given) or both_rows(*given))
-
-    def joined(with_dk):
-        row = LinearTile(32, 32, 32, 128, 0, heads=heads, with_dk=with_dk)
-        return lambda tiles: dataclasses.replace(tiles, plan="chunks", rows={**tiles.rows, "dq": row})
-
-    shape = Shape(1, 70, 1, 2, 4, 40, 64 if heads == 1 else 32)
-    apart = with_tiles(CASES[name], shape, joined(False))
-    assert not asked
-    together = with_tiles(CASES[name], shape, joined(True))
-    assert asked
-    for key, value in apart.items():
-        assert (together[key] - value).abs().mean() <= 1e-5 * value.abs().mean(), key
-
-
-@pytest.mark.parametrize(("name", "groups", "dtype"), [("mamba2", "one_group", BF16), ("plain", "own_heads", FP16)])
-def test_one_kernel_for_the_gradients_of_q_and_k_keeps_the_rule(name, groups, dtype, monkeypatch, record_property):
-    """At dims that no other test has, whose launchers would keep their kernels."""
-
-    def joined(problem, target):
-        tiles = default_linear_tiles(problem, target)
-        row = dataclasses.replace(tiles.rows["dq"], inner=32, outer=32, with_dk=True)
-        return dataclasses.replace(tiles, rows={**tiles.rows, "dq": row}, walks={})
-
-    monkeypatch.setattr(linear_launch, "default_linear_tiles", joined)
-    found = errors(CASES[name], Shape(1, 200, *GROUPS[groups], 96, 48), dtype, backend="interpret", draws=3)
-    record_property(*worst_ratio(found, f"linear {name} {str(dtype)[6:]}, one kernel"))

@@ -1,5 +1,7 @@
 """Which kernels a linear attention's calls launch, and that what is launched fits the GPU."""
 
+from dataclasses import replace
+
 import pytest
 
 from attention_engine import CustomIO, arch
@@ -18,7 +20,7 @@ def kernels(name, dims, dtype, gpu=H100):
     custom = tuple((n, "float32", axes) for n, axes in case.axes.items())
     problem = LinearProblem(8, 8, 8, *dims, dtype, custom=custom)
     program = trace_mods(case.mods, CustomIO(case.axes))
-    return LinearKernels(program, problem, default_linear_tiles(problem, gpu), gpu)
+    return LinearKernels(program, problem, default_linear_tiles(program, problem, gpu), gpu)
 
 
 # what TileLang asked for at the launch of these walks, with a first and a last state
@@ -51,6 +53,14 @@ def test_walks_that_do_not_fit_go_by_chunks(dtype):
     assert set(shifted.of_forward(8, 2048)) >= {"forward states", "forward output"}
     found = shifted.of_backward(8, 2048, frozenset(["s", "dt", "c"]))
     assert not any("walk" in name for name in found)
+
+
+def test_gradients_that_need_their_own_tensor_go_by_chunks_unless_a_plan_says_walk():
+    made = kernels("mamba2", (256, 512), "bfloat16")
+    assert "backward walk dv" in made.of_backward(8, 2048, frozenset())
+    assert "backward dv" in made.of_backward(8, 2048, frozenset(["dt"]))
+    walking = LinearKernels(made.program, made.problem, replace(made.tiles, plan="walk"), H100)
+    assert "backward walk dv" in walking.of_backward(8, 2048, frozenset(["dt"]))
 
 
 def test_wide_fp32_heads_go_by_chunks():

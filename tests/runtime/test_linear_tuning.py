@@ -67,9 +67,7 @@ def test_backward_kernels_are_tuned_where_asked_states_first(tmp_path):
     file = tmp_path / "tiles.json"
     engine(file, tune_bwd=True)(*inputs()).sum().backward()
     assert asked[:2] == ["forward walk", "backward states"]
-    assert "backward dq" in asked
-    (dq,) = (e.tile for e in TuneFile(file).read() if e.key["kernel"] == "linear backward dq")
-    assert ("backward dk" in asked) is not dq.with_dk  # one kernel is tuned where one makes both
+    assert {"backward dq", "backward dk"} <= set(asked)
     engine(file, tune_bwd=True)(*inputs()).sum().backward()
     assert asked == []
     leaves = inputs()

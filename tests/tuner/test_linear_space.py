@@ -28,8 +28,31 @@ PROGRAM = trace_mods({}, CustomIO({}))
 
 
 def walking(problem):
-    tiles = default_linear_tiles(problem, H100)
+    tiles = default_linear_tiles(PROGRAM, problem, H100)
     return replace(tiles, walks=dict.fromkeys(("dq", "dk", "dv"), tiles.forward))
+
+
+AHEAD = {  # problem, mods: do warps copy heads of dq and dk ahead?
+    "shared": (SHARED, {}, True),
+    "shared fp16, 64/64": (replace(SHARED, dim=64, dtype="float16"), {}, True),
+    "factors": (SHARED, {"q": lambda x, c: x * 0.5, "v": lambda x, c: x * 2.0}, True),
+    "groups": (replace(SHARED, q_heads=8, k_heads=8), {}, True),
+    "groups that differ": (replace(SHARED, k_heads=8), {}, False),
+    "own heads": (replace(SHARED, q_heads=80, k_heads=80), {}, False),
+    "a group of 41": (replace(SHARED, heads=41), {}, False),
+    "v's dim in steps": (replace(SHARED, dim_v=128), {}, False),
+    "padded": (replace(SHARED, dim_v=40), {}, False),
+    "bent": (SHARED, {"k": lambda x, c: x.sigmoid()}, False),
+    "fp32": (replace(SHARED, dtype="float32"), {}, False),
+    "wide": (replace(WIDE, q_heads=1, k_heads=1), {}, False),
+}
+
+
+@pytest.mark.parametrize(("problem", "mods", "ahead"), AHEAD.values(), ids=AHEAD)
+def test_heads_are_copied_ahead_where_one_loop_holds_all_products(problem, mods, ahead):
+    rows = default_linear_tiles(trace_mods(mods, CustomIO({})), problem, H100).rows
+    expected = replace(rows["dq"], stages=2, specialize=True, blocks=2, heads=40)
+    assert (rows["dq"] == expected) is ahead and rows["dk"] == rows["dq"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -98,16 +121,8 @@ def test_a_key_tells_problems_apart(changed):
     assert "gradients" not in key(**usual) and key(**{**usual, "kernel": "backward dq"})["gradients"] == ["decay"]
 
 
-@pytest.mark.parametrize("problem", [WIDE, SHARED], ids=["wide", "shared"])
-def test_one_kernel_for_dq_and_dk_is_tried(problem):
-    tiles = walking(problem)
-    joined = [t for t in linear_space("backward dq", problem, H100, tiles, (8, 2048)).tiles if t.with_dk]
-    assert len(joined) > 3
-    assert not any(t.with_dk for t in linear_space("backward dk", problem, H100, tiles, (8, 2048)).tiles)
-
-
 def test_warps_of_their_own_copy_where_heads_are_walked_in_one_loop():
-    tiles = default_linear_tiles(SHARED, H100)
-    for tile in linear_space("backward dq", SHARED, H100, tiles, (8, 2048)).tiles[1:]:
+    _, *tiles = linear_space("backward dq", SHARED, H100, default_linear_tiles(PROGRAM, SHARED, H100), (8, 2048)).tiles
+    for tile in tiles:
         assert not tile.specialize or (tile.stages > 0 and tile.heads > 1 and tile.inner >= SHARED.dim_v)
-    assert any(t.specialize and t.with_dk for t in linear_space("backward dq", SHARED, H100, tiles, (8, 2048)).tiles)
+    assert any(t.specialize for t in tiles) and not all(t.specialize for t in tiles)

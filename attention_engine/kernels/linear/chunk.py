@@ -154,7 +154,7 @@ class _Chunk(RoleKernel):
                     if self.needs_own and not self.stays(self.own):
                         load_source(own, block, column0)
                     if self.decay_rows:
-                        self.sum_own(block, own, result.sum, rows, "of_state", place)
+                        self.sum_state_rows(block, own, result.sum, rows, place)
                         T.clear(pairs.sum)
                         multiply(own.operand, z.operand, pairs.sum, transpose_B=True, rows=rows_whole)
                         self.sum_pairs(block, pairs.sum, scores.sum, rows, place)
@@ -186,6 +186,16 @@ class _Chunk(RoleKernel):
             return states[block.batch, block.head, index, column0 : column0 + self.width, inner0 : inner0 + self.inner]
         return states[block.batch, block.head, index, inner0 : inner0 + self.inner, column0 : column0 + self.width]
 
+    def sum_state_rows(self, block: Block, own: SourceTile, result: Any, rows: Rows, place: Any) -> None:
+        """of_state = own . result, where the result is the state's part still."""
+
+        def entry(i: Any, d: Any) -> None:
+            store(rows.products, result[i, d] * self.own_value(own, rows, i, d), i, d)
+
+        over_pairs(self.tile.chunk, self.width, entry)
+        reduce_sum(rows.products, rows.added, 1)
+        self.keep_rows(block, rows.added, block.buffers["of_state"], place)
+
     def sum_pairs(self, block: Block, pairs: Any, weights: Any, rows: Rows, place: Any) -> None:
         """of_pairs = what a row's pairs add, decayed product of q . k and do . v; pairs: the products of own and z."""
         def entry(i: Any, j: Any) -> None:
@@ -194,4 +204,4 @@ class _Chunk(RoleKernel):
 
         over_pairs(self.tile.chunk, self.tile.chunk, entry)
         reduce_sum(pairs, rows.added, 1)
-        self.keep_rows(block, rows.added, "of_pairs", place)
+        self.keep_rows(block, rows.added, block.buffers["of_pairs"], place)

@@ -68,21 +68,15 @@ class Rows:
             self.added, self.scaled = (named(n, T.alloc_fragment([chunk], FLOAT)) for n in ("added", "scaled"))
             self.products = named("products", T.alloc_fragment([chunk, width], FLOAT))
 
-    def beside(self, chunk: int) -> Rows:
-        """Rows of another role in the same kernel: factors and weights of their own, all else shared."""
-        other = Rows(chunk, 0, False)
-        other.sums, other.added, other.scaled, other.products = self.sums, self.added, self.scaled, self.products
-        return other
-
 
 class RoleKernel:
     """A kernel of one role under construction: what all its parts know, and the maths of its tiles."""
 
     def __init__(
         self, problem: LinearProblem, program: LinearProgram, role: Role, tile: LinearTile, decay_rows: bool,
-        reads: tuple[Expr, ...], label: str = "",
+        reads: tuple[Expr, ...],
     ) -> None:  # fmt: skip
-        self.problem, self.program, self.role, self.tile, self.label = problem, program, role, tile, label
+        self.problem, self.program, self.role, self.tile = problem, program, role, tile
         self.sizes = LinearSizes(problem, tile.chunk)
         self.x, self.y, self.z = (Source(n, problem, program) for n in (role.rows, role.columns, role.others))
         self.own = Source(role.own, problem, program) if role.own else None
@@ -106,7 +100,7 @@ class RoleKernel:
         """The parameters of what rows are summed to."""
         of_decays = ["of_state", "of_pairs"] if self.decay_rows else []
         names = of_decays + [f"read_{n}" for n in range(len(self.reads))]
-        return {f"{self.label}{n}": T.Tensor([self.width_tiles, *self.sizes.rows().shape], FLOAT) for n in names}
+        return {n: T.Tensor([self.width_tiles, *self.sizes.rows().shape], FLOAT) for n in names}
 
     def find_factors(self, block: Block, rows: Rows) -> None:
         """What rows and columns are multiplied with, other than decay.
@@ -119,10 +113,6 @@ class RoleKernel:
             block.factors(rows.yz, self.y, self.z)
         if self.own is not None and self.by_own:
             block.factors(rows.own, self.own)
-        self.find_row_weights(block, rows)
-
-    def find_row_weights(self, block: Block, rows: Rows) -> None:
-        """The row weights, from the rows' own factors."""
         if self.decays:
             sums, last = rows.sums, self.tile.chunk - 1
             kept = (lambda i: sums[last] - sums[i]) if self.role.over_keys else (lambda i: sums[i])
@@ -176,21 +166,11 @@ class RoleKernel:
                 store(rows.scaled, T.if_then_else(inside, rows.added[i] * value, 0.0), i)
 
             over_rows(self.tile.chunk, scale)
-            self.keep_rows(block, rows.scaled, f"read_{number}", place)
+            self.keep_rows(block, rows.scaled, block.buffers[f"read_{number}"], place)
 
-    def sum_own(self, block: Block, own: SourceTile, result: Any, rows: Rows, name: str, place: Any) -> None:
-        """The named row sums = own . result."""
-
-        def entry(i: Any, d: Any) -> None:
-            store(rows.products, result[i, d] * self.own_value(own, rows, i, d), i, d)
-
-        over_pairs(self.tile.chunk, self.width, entry)
-        reduce_sum(rows.products, rows.added, 1)
-        self.keep_rows(block, rows.added, name, place)
-
-    def keep_rows(self, block: Block, values: Any, name: str, place: Any) -> None:
-        """Writes numbers of rows to the parameter of that name (see row_sums)."""
-        target, stop = block.buffers[f"{self.label}{name}"], block.token0 + self.tile.chunk
+    def keep_rows(self, block: Block, values: Any, target: Any, place: Any) -> None:
+        """Writes numbers of rows to a parameter of row_sums."""
+        stop = block.token0 + self.tile.chunk
         copy(values, target[place % self.width_tiles, block.batch, block.head, block.token0 : stop])
 
     def chain(self, block: Block, own: SourceTile | HeldTile | None, result: Any, rows: Rows, column0: Any) -> None:
