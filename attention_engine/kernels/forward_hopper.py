@@ -107,7 +107,6 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     plan = plan_tiles(schedule.mask)
     parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
-    later_is_longer = any(b.q > 0 and b.kv < 0 for b in plan.bounds.bounds)  # then blocks start with the last queries
     groups = tile.threads // GROUP
     roomy = tile.persistent and groups == 2 and dim_v <= 128  # then who copies may keep count of more
     producer_registers, consumer_registers = registers(tile.threads, 40 if roomy else 24)
@@ -115,7 +114,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     in_turn = groups > 2  # measured: two find turns of their own, three need to be told
     warps = tile.threads // WARP
     blocks = T.ceildiv(sizes.q, tile.q)
-    items = Items(problem, tile, sizes, later_is_longer, places)
+    items = Items(problem, tile, sizes, plan.later_is_longer, places)
     own_output = tile.persistent and output_fits(problem, tile)
     through_queries = dim == dim_v and not own_output
 
@@ -327,7 +326,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             only = None
             if not tile.persistent:
                 turn_of_block, head, batch = place
-                block = blocks - 1 - turn_of_block if later_is_longer else turn_of_block
+                block = blocks - 1 - turn_of_block if plan.later_is_longer else turn_of_block
                 walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
                 steps = walk.count
                 only = Item(block, head, batch, walk, steps)

@@ -24,6 +24,11 @@ class TilePlan:
     by_head: bool
     reads: frozenset[str]
 
+    @property
+    def later_is_longer(self) -> bool:
+        """Do later queries see more keys, or as many of them as a window leaves?"""
+        return any(bound.q > 0 and bound.kv < 0 for bound in self.bounds.bounds)
+
     def heads(self, problem: Problem, over_keys: bool) -> int:
         """Heads of the lists."""
         return (problem.heads if over_keys else problem.kv_heads) if self.by_head else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from attention_engine.arch import Arch
 from attention_engine.compiler import Maths, Target, Tiles
@@ -16,6 +17,7 @@ from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.by_hand import backward_fits, forward_fits, pairs_are_light, scores_are_light
 from attention_engine.passes.read_places import plan_custom_sums
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.tuner.problems import KERNEL_NAMES, KernelName
 from attention_engine.tuner.store import Entry, parse
 
@@ -66,8 +68,10 @@ def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
     if forward_fits(problem, maths.forward_schedule):
         light, heavy = FORWARD[problem.dim, problem.dim_v]
         q, kv = light if scores_are_light(maths.forward_schedule) else heavy
-        forms = {form: (problem.dim, problem.dim_v) in dims for form, dims in FORMS.items()}
-        tiles = replace(tiles, forward=Tile(q, kv, 2 * q, 2, specialised=True, **forms))
+        tile = Tile(q, kv, 2 * q, 2, specialised=True)
+        if plan_tiles(maths.forward_schedule.mask).later_is_longer:
+            tile = replace(tile, **UNEVEN.get((problem.dim, problem.dim_v), {}))
+        tiles = replace(tiles, forward=tile)
     schedule = maths.backward_schedule
     axes = {name: axes for name, _, axes in problem.custom}
     summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
@@ -83,8 +87,10 @@ def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
 # each warpgroup, of which three have 160 registers a thread, and two 240.
 FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
            (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
-# Head dims whose forward kernel has these forms by default: none, until they are measured.
-FORMS: dict[str, tuple[tuple[int, int], ...]] = {"persistent": (), "lazy_rescale": ()}
+# By head dims, what changes where later queries see more keys. On an H100, causal at S 2048 and 8192: 3 to 17 % faster.
+UNEVEN: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"persistent": True, "lazy_rescale": True}, (128, 128): {"persistent": True}, (192, 128): {"persistent": True, "kv": 96},
+}  # fmt: skip
 
 
 def _own_keys(q: int) -> Tile:

@@ -82,9 +82,15 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _no_pairs(q: Tensor, k: Tensor, v: Tensor, *_: object, rows: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Zeros, with gradients of zeros, for attention in plain torch."""
+def _no_pairs(
+    q: Tensor, k: Tensor, v: Tensor, _kind: str, _causal: bool, score: plain.Score | None, _mask: object, *,
+    rows: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Zeros, with gradients of zeros, for attention in plain torch; those of custom inputs by the score of one pair."""
     nothing = (q * 0).sum() + (k * 0).sum() + (v * 0).sum()
+    if score is not None:
+        first = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+        nothing = nothing + (score(q.new_zeros(1, 1, 1, 1), first, first, first, first) * 0).sum().to(q.dtype)
     return q.new_zeros(*q.shape[:3], v.shape[3]) + nothing, q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=rows)
 
 
