@@ -51,7 +51,7 @@ class Problem:
         return self.dtype == "float32" and not self.tf32
 
 
-TILE_FORMS = ("persistent", "lazy_rescale", "skewed_sums", "bulk_dq")  # switches of Tile, for kernels placed by hand
+TILE_FORMS = ("persistent", "lazy_rescale", "skewed_sums")  # switches of Tile, for kernels placed by hand
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class Tile:
     specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
     skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
     persistent: of that kernel forward, the form in which as many blocks as the GPU runs at once walk over all work.
-    bulk_dq: such a kernel adds dQ to its sums by bulk copies from shared memory (kernels/bulk_sums.py).
     lazy_rescale: of that kernel forward, the form in which a warp rescales the output only where one of its rows has a
     factor that is not 1, as after a new maximum.
     """
@@ -76,7 +75,6 @@ class Tile:
     specialised: bool = False
     skewed_sums: bool = False
     persistent: bool = False
-    bulk_dq: bool = False
     lazy_rescale: bool = False
 
     @property

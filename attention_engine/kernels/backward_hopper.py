@@ -33,7 +33,6 @@ from attention_engine.kernels.backward import (
     shared_between_heads,
     sum_keys,
 )
-from attention_engine.kernels.bulk_sums import BulkSums, add_in_bulk, wait_read
 from attention_engine.kernels.common import (
     FLOAT,
     Place,
@@ -146,7 +145,6 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
-            bulk = BulkSums(tile, dim) if tile.bulk_dq and with_dq else None
             skewed = SkewedSums(summed, tile) if tile.skewed_sums and len(summed.diagonals) > 0 else None
             sums_of_tile = T.alloc_fragment([tile.kv], FLOAT) if skewed is not None else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
@@ -273,10 +271,7 @@ def backward_hopper(
                     T.wait_wgmma(1)  # all but dK
                     if thread % WARP == 0:
                         T.barrier_arrive(do_empty[stage])
-                    if bulk is not None:
-                        first = q_tile * (tile.q * dim)
-                        add_in_bulk(bulk, dq, buffers["workspace"], batch, head, first, thread)
-                    if with_dq and bulk is None:
+                    if with_dq:
                         for i, j in T.Parallel(dq_shape[0], dq_shape[1]):
                             query, d = (j, i) if transposed else (i, j)
                             T.atomic_add(
@@ -289,8 +284,6 @@ def backward_hopper(
                     T.wait_wgmma(0)
                     if thread % WARP == 0:
                         T.barrier_arrive(q_empty[stage])
-                if bulk is not None:
-                    wait_read(thread)
                 for number, (key_read, _) in enumerate(summed.of_keys):
                     if not shared_between_heads(key_read, problem):
                         T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])

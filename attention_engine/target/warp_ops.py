@@ -9,7 +9,7 @@ import torch
 
 from attention_engine.errors import NotInterpretable
 from attention_engine.target.scalar_ops import poison
-from attention_engine.target.tile_buffers import ROLE, BufferInfo
+from attention_engine.target.tile_buffers import ROLE
 from attention_engine.target.tile_ops import TILE_OPS
 from attention_engine.target.tile_windows import Frame, Run, Window
 from attention_engine.target.tir_nodes import handle_of, kind_of
@@ -22,16 +22,12 @@ class Compiler(Protocol):
     """The part of the interpreter's compiler that these operations need."""
 
     barriers: dict[int, int]  # the slots of barriers, by their memory
-    asks_thread: bool  # may expressions name the thread's index?
 
     def region(self, node: Any, *, keep_ones: bool = False) -> Window:
         """The window that a region argument names."""
 
     def value(self, node: Any) -> Run:
         """The code of an expression."""
-
-    def buffer(self, node: Any) -> BufferInfo:
-        """What is known of a buffer."""
 
     def new_slot(self) -> int:
         """A fresh slot of the frame."""
@@ -203,46 +199,12 @@ def _meet(compiler: Compiler, call: Any) -> Run:
     return lambda frame: frame[ROLE].meet(threads)
 
 
-def _extern(compiler: Compiler, call: Any) -> Run:
-    """tl::tma_store_add(source, target, bytes): a bulk copy that adds, for each thread that asks."""
-    name = str(call.args[0].value)
-    if name != "tl::tma_store_add":
-        raise NotInterpretable(f"the function {name}")
-    source, target = (_pointer(compiler, argument) for argument in call.args[1:3])
-    count = int(call.args[3]) // 4
-
-    def run(frame: Frame) -> None:
-        role: Role = frame[ROLE]
-        (held, starts), (sums, places) = source(frame, role), target(frame, role)
-        for thread, start, place in zip(role.threads.tolist(), starts, places, strict=True):
-            role.reduce(thread, held[start : start + count], sums[place : place + count])
-
-    return run
-
-
-def _pointer(compiler: Compiler, node: Any) -> Callable[[Frame, Role], tuple[torch.Tensor, list[int]]]:
-    """The flat memory of a pointer's buffer, and where it points for each thread."""
-    load = node.args[0]
-    slot = compiler.buffer(load.buffer).slot
-    compiler.asks_thread = True
-    indices = [compiler.value(index) for index in load.indices]
-    compiler.asks_thread = False
-
-    def find(frame: Frame, role: Role) -> tuple[torch.Tensor, list[int]]:
-        tensor: torch.Tensor = frame[slot]
-        at = sum(torch.as_tensor(i(frame)) * step for i, step in zip(indices, tensor.stride(), strict=True))
-        return tensor.view(-1), torch.as_tensor(at).expand(role.threads.shape).tolist()
-
-    return find
-
-
 WARP_OPS: dict[str, Callable[[Any, Any], Run]] = {
     "tl.tileop.copy": _copy,
     "tl.tileop.tma_copy": _tma_copy,
     "tl.tileop.wgmma_gemm": _product,
     "tl.wait_wgmma": _wait_products,
     "tl.tma_store_wait": _wait_stores,
-    "tirx.call_extern": _extern,
     "tl.mbarrier_wait_parity": _wait,
     "tirx.ptx_arrive_barrier": _arrive,
     "tl.fence_proxy_async": _fence,

@@ -158,22 +158,16 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """A copy out of shared memory on its way: the tile must stay as it is. One of the threads issued it.
-
-    added_to: what it is added to once it has been read; None where it was written at once.
-    """
+    """A copy out of shared memory on its way: the tile must stay as it is. One of the threads issued it."""
 
     tile: torch.Tensor
     seen: torch.Tensor
     threads: torch.Tensor
-    added_to: torch.Tensor | None = None
 
     def complete(self) -> None:
         """The tile has been read."""
         if not torch.equal(self.tile.nan_to_num(7e30), self.seen.nan_to_num(7e30)):
             raise HazardInKernel("shared memory changed while a copy out of it was reading it")
-        if self.added_to is not None:
-            self.added_to.add_(self.seen)
 
 
 @dataclass
@@ -217,10 +211,6 @@ class Role:
     def copy_out(self, tile: torch.Tensor) -> None:
         """Start a copy out of shared memory."""
         self.stores.append(Store(tile, tile.clone(), self.threads))
-
-    def reduce(self, thread: int, tile: torch.Tensor, total: torch.Tensor) -> None:
-        """Start a copy out of shared memory that adds, issued by one thread."""
-        self.stores.append(Store(tile, tile.clone(), torch.tensor([thread]), total))
 
     def wait_stores(self, left: int) -> None:
         """Until no more than so many copies have still to be read, of those that only these threads can have issued."""

@@ -19,6 +19,7 @@ from attention_engine.passes.by_hand import backward_fits, forward_fits, pairs_a
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.tuner.problems import KERNEL_NAMES, KernelName
+from attention_engine.tuner.space import demand
 from attention_engine.tuner.store import Entry, parse
 
 FOLDER = Path(__file__).parent / "data"
@@ -60,10 +61,10 @@ def default_tiles(problem: Problem, maths: Maths | None, target: Target) -> Tile
     tiles = Tiles(*(default_entry(kernel, problem, target).tile for kernel in KERNEL_NAMES))
     if maths is None or not isinstance(target, Arch) or not target.has_wgmma:
         return tiles
-    return _placed_by_hand(problem, maths, tiles)
+    return _placed_by_hand(problem, maths, target, tiles)
 
 
-def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
+def _placed_by_hand(problem: Problem, maths: Maths, target: Arch, tiles: Tiles) -> Tiles:
     """The kernels with a group of warps that copies, where there are such; which tiles don't spill is tested."""
     if forward_fits(problem, maths.forward_schedule):
         light, heavy = FORWARD[problem.dim, problem.dim_v]
@@ -77,9 +78,10 @@ def _placed_by_hand(problem: Problem, maths: Maths, tiles: Tiles) -> Tiles:
     summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
     if schedule and backward_fits(problem, schedule, summed):
         light, heavy = BACKWARD[problem.dim, problem.dim_v]
-        skewed = SKEWED_SUMS and bool(summed.diagonals)
         tile = light if pairs_are_light(schedule, summed) else heavy
-        tiles = replace(tiles, backward=replace(tile, skewed_sums=skewed))
+        skewed = replace(tile, skewed_sums=bool(summed.diagonals))
+        room = demand("backward", problem, skewed).shared_bytes <= target.shared_memory_per_block
+        tiles = replace(tiles, backward=skewed if room else tile)
     return tiles
 
 
@@ -89,7 +91,8 @@ FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (1
            (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
 # By head dims, what changes where later queries see more keys. On an H100, causal at S 2048 and 8192: 3 to 17 % faster.
 UNEVEN: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"persistent": True, "lazy_rescale": True}, (128, 128): {"persistent": True}, (192, 128): {"persistent": True, "kv": 96},
+    (64, 64): {"persistent": True, "lazy_rescale": True}, (128, 128): {"persistent": True},
+    (192, 128): {"persistent": True, "kv": 96},
 }  # fmt: skip
 
 
@@ -98,9 +101,8 @@ def _own_keys(q: int) -> Tile:
     return Tile(q, 128, 256, 2, specialised=True)
 
 
-SKEWED_SUMS = False  # a quarter of the instructions that sums along diagonals take, but not measured yet
 SHARED_KEYS = Tile(64, 64, 256, 2, shared_weights=True, specialised=True)  # the warpgroups share the keys
-# By head dims, for light maths of pairs and for others. Those of 192 and wider were not measured, but spill nothing.
+# By head dims, for light maths of pairs and for others.
 BACKWARD = {
     (64, 64): (_own_keys(128), _own_keys(64)), (128, 128): (_own_keys(80), _own_keys(64)),
     (128, 64): (_own_keys(80), _own_keys(64)), (64, 128): (_own_keys(64), _own_keys(64)),

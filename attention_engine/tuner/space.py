@@ -64,7 +64,6 @@ def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
             handed = 4 if in_memory else 1  # tiles of pairs: weights and gradients of two steps, or gradients
             shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + handed * pairs) * size
             shared += pairs * 4 if tile.skewed_sums else 0
-            shared += tile.q * dim * 4 if tile.bulk_dq else 0
             sums = tile.kv * (dim + dim_v) + 2 * pairs
         case "queries":
             shared = (tile.q * (dim + dim_v) + stages * tile.kv * (dim + dim_v)) * size
@@ -114,8 +113,6 @@ def _reason_by_hand(problem: Problem, tile: Tile) -> str | None:
     """Against a tile of the kernel over keys that is placed by hand."""
     if padded(problem.dim) % 128 and tile.q % 64:
         return f"{tile.q} rows of dQ don't cut into 64, and dQ transposed wants head dims in units of 128"
-    if tile.bulk_dq and padded(problem.dim) == 256:
-        return "a warp's part of dQ is two strips of 16 rows, and bulk reductions take one"
     if tile.shared_weights and (tile.q % 32 or tile.kv != 64):
         return "warpgroups share 64 keys, and queries in units of 16 each"
     return None
@@ -156,8 +153,8 @@ def _placed_by_hand(kernel: KernelName, problem: Problem) -> Iterator[Tile]:
                 )
         case "backward":
             skewed = (False, True) if problem.custom else (False,)
-            for q, shared, skew, bulk in itertools.product(MOVING, (False, True), skewed, (False, True)):
-                yield Tile(q, 64 if shared else 128, 256, 2, shared, True, skewed_sums=skew, bulk_dq=bulk)
+            for q, shared, skew in itertools.product(MOVING, (False, True), skewed):
+                yield Tile(q, 64 if shared else 128, 256, 2, shared, specialised=True, skewed_sums=skew)
         case "queries":
             return
 

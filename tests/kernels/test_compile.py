@@ -47,14 +47,6 @@ def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None):
     return target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
 
 
-def lower_bulk_sums():
-    metas = [meta_tensor(1, heads, 256, 128, dtype=BRAIN) for heads in (4, 2, 2)]
-    kernels = AttentionEngine(metas, None, scale(0.1), causal, OnlineSoftmax(), device=arch.H100())._kernels("cuda")
-    tiles = replace(kernels.tiles, backward=replace(kernels.tiles.backward, bulk_dq=True))
-    source = Kernels(kernels.maths, kernels.problem, tiles, arch.H100(), deterministic=False).backward
-    return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
-
-
 def lower_sums_of_diagonals():
     metas = [meta_tensor(1, heads, 256, 128, dtype=HALF) for heads in (4, 2, 2)]
     custom = CustomIO({"table": ("heads", 65)})
@@ -71,8 +63,7 @@ def lower_sums_of_diagonals():
 @functools.cache
 def hopper():
     lowered = {name: lower(arch.H100(), *given) for name, given in HOPPER.items()}
-    lowered |= {"table_backward": lower_sums_of_diagonals(), "bulk": lower_bulk_sums()}
-    return compile_together(lowered, arch.H100())
+    return compile_together({**lowered, "table_backward": lower_sums_of_diagonals()}, arch.H100())
 
 
 def test_hopper_kernels_fit_and_use_its_instructions():
@@ -95,12 +86,6 @@ def test_backward_of_wide_heads_hands_pairs_over_in_shared_memory():
         cuda = hopper()[name].cuda
         assert "warpgroup_reg_dealloc<24>" in cuda and cuda.count("tl::wgmma_ss<") == 5 and "wgmma_rs" not in cuda
         assert ("const int warpgroup = __shfl_sync" in cuda) is (name != "widest_backward")
-
-
-def test_bulk_sums_are_stored_in_one_piece_a_thread_and_added_by_one_copy():
-    cuda = hopper()["bulk"].cuda
-    assert cuda.count("tl::tma_store_add(") == 1 and "AtomicAdd" not in cuda
-    assert re.search(r"\*\(float4\*\)\(\(\(float\*\)dq_out\) .* = \*\(float4\*\)\(dq \+", cuda)
 
 
 def test_three_warpgroups_take_turns_and_two_do_not():

@@ -50,10 +50,6 @@ KERNELS = {
     "backward-128-256-light": ((128, 256), None, by_hand(32)),
     "backward-128-256-heavy": ((128, 256), None, SHARED_KEYS),
     "backward-256": ((256, 256), None, SHARED_KEYS),
-    "backward-64-bulk": ((64, 64), None, replace(by_hand(64), bulk_dq=True)),
-    "backward-64-light-bulk": ((64, 64), None, replace(by_hand(128), bulk_dq=True)),
-    "backward-128-bulk": ((128, 128), None, replace(by_hand(80), bulk_dq=True)),
-    "backward-192-128-bulk": ((192, 128), None, replace(SHARED_KEYS, bulk_dq=True)),
 }
 PROGRAMS = ("softmax", "softcap", "relu", "retention")  # rows, gradients of products, no rows, gradients of indices
 LENGTHS = ((200, 131), (77, 260))  # of more than one tile, none whole

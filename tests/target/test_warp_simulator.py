@@ -202,61 +202,6 @@ def test_a_copy_out_reads_until_it_is_waited_for(defect, message):
             run(torch.zeros(64, 64).half(), out)
 
 
-def bulk_sums(defect: str = ""):
-    """out += 1, 2, 3 in bulk, each warp its part."""
-
-    @T.macro
-    def wait(thread):
-        if thread % 32 == 0:
-            T.tma_store_wait(0)
-
-    @T.prim_func
-    def main(O: T.Tensor((2, 256), "float32")):
-        with T.Kernel(1, threads=128):
-            held = T.alloc_shared([256], "float32")
-            thread = T.get_thread_binding()
-            for step in T.serial(3):
-                if defect != "held memory is written too early":
-                    wait(thread)
-                for i in T.Parallel(256):
-                    held[i] = T.cast(step + 1, "float32")
-                T.fence_proxy_async()
-                if thread % 32 == 0:
-                    at = thread // 32 * 64
-                    T.call_extern(
-                        "handle", "memcpy" if defect == "another function" else "tl::tma_store_add",
-                        T.access_ptr(held[at], "r", 64), T.access_ptr(O[1, at], "rw", 64), 256,
-                    )  # fmt: skip
-                    T.tma_store_arrive()
-            if defect != "nobody waits at last":
-                wait(thread)
-
-    return main
-
-
-def test_bulk_reductions_add_what_each_warp_held():
-    out = torch.zeros(2, 256)
-    Interpreter(bulk_sums())(out)
-    assert out[0].eq(0).all() and out[1].eq(6).all()
-
-
-@pytest.mark.parametrize(
-    ("defect", "error"),
-    [
-        ("held memory is written too early", "shared memory changed while a copy out of it was reading it"),
-        ("nobody waits at last", "4 copies out of shared memory that nobody waits for"),
-    ],
-)
-def test_bulk_reductions_that_nobody_waits_for_are_found(defect, error):
-    with pytest.raises(HazardInKernel, match=error):
-        Interpreter(bulk_sums(defect))(torch.zeros(2, 256))
-
-
-def test_other_functions_of_cuda_have_no_meaning_here():
-    with pytest.raises(NotInterpretable, match="the function memcpy"):
-        Interpreter(bulk_sums("another function"))
-
-
 def test_an_error_in_a_role_ends_the_others():
     @T.prim_func
     def splits_again(X: T.Tensor((64,), "float32")):
