@@ -14,14 +14,14 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
-from attention_engine.passes.by_hand import pairs_in_turn
+from attention_engine.passes.by_hand import pairs_in_turn, pairs_issue_much
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
-from attention_engine.target.compile import UNIFORM_GROUPS
+from attention_engine.target.compile import ONE_CHAIN, UNIFORM_GROUPS
 
 Target = Arch | str  # an architecture, or "interpret"
 INTERPRETED_PLACES = 3  # blocks that the interpreter's GPU runs at once: few, so that each has several work items
@@ -166,9 +166,10 @@ class Kernels:
         self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
         self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
-    def _kernel(self, builder: str, *given: object, uniform: bool = False) -> Kernel:
+    def _kernel(self, builder: str, *given: object, uniform: bool = False, one_chain: bool = False) -> Kernel:
         configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper"))
         configs |= {UNIFORM_GROUPS: True} if uniform else {}
+        configs |= {ONE_CHAIN: True} if one_chain else {}
         return Kernel(builder, (self.problem, *given), self.target, self.problem, configs)
 
     @cached_property
@@ -191,8 +192,9 @@ class Kernels:
         if not tile.specialised:
             return self._kernel("forward.forward", self.maths.forward_schedule, tile)
         places = (places_of(self.target),) if tile.persistent else ()
+        schedule = self.maths.forward_schedule
         return self._kernel(
-            "forward_hopper.forward_hopper", self.maths.forward_schedule, tile, *places, uniform=True
+            "forward_hopper.forward_hopper", schedule, tile, *places, uniform=True, one_chain=pairs_issue_much(schedule)
         )
 
     def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:

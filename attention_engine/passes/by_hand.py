@@ -71,6 +71,15 @@ def scores_are_light(schedule: ForwardSchedule) -> bool:
     return simple and schedule.score is PRODUCT and analyse_mask(schedule.mask).exact
 
 
+def pairs_issue_much(schedule: ForwardSchedule) -> bool:
+    """Is every pair's score more than a product? Then what a warp issues counts, and chains of row sums issue more.
+
+    Measured on an H100 at head dim 128, in one chain instead of four: ALiBi 538 to 621 TFLOP/s, softcap 530 to 547,
+    retention as before, softmax 673 to 658. Biases that most tiles read once (`ends`) are left in four.
+    """
+    return schedule.score is not PRODUCT and schedule.ends is None
+
+
 def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums) -> bool:
     """Do its pairs need few registers? No products kept, nothing that depends on places, a mask of plain bounds."""
     gradient = topological(schedule.product_gradient)

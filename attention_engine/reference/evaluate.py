@@ -159,5 +159,28 @@ def add_at(total: Tensor, load: Expr, gradient: Tensor, evaluate: Evaluator) -> 
     inside = torch.ones_like(gradient, dtype=torch.bool)
     for index, length in zip(indices, total.shape, strict=True):
         inside = inside & (index >= 0) & (index < length)
-    safe = tuple(i.clamp(0, n - 1) for i, n in zip(indices, total.shape, strict=True))
-    return total.index_put(safe, torch.where(inside, gradient, 0.0).to(total.dtype), accumulate=True)
+    place = torch.zeros_like(indices[0])
+    for index, length in zip(indices, total.shape, strict=True):
+        place = place * length + index.clamp(0, length - 1)
+    return _scatter(total, place, torch.where(inside, gradient, 0.0).to(total.dtype))
+
+
+RUN = 64  # neighbours that are summed before they are scattered, if all go to one entry
+
+
+def _scatter(total: Tensor, place: Tensor, values: Tensor) -> Tensor:
+    """total + the values at their places in its memory's order, in the same order in every run.
+
+    torch adds what goes to one entry one by one: of a table that clamps a distance, nearly all. Whole runs of
+    neighbours become one value; the others of a run go to places of their own behind the end.
+    """
+    count = place.shape[-1] // RUN * RUN
+    rest = place[..., count:].reshape(-1), values[..., count:].reshape(-1)
+    runs, parts = place[..., :count].reshape(-1, RUN), values[..., :count].reshape(-1, RUN)
+    alike = (runs == runs[:, :1]).all(1, keepdim=True)
+    behind = total.numel() + torch.arange(runs.numel(), device=runs.device).view(-1, RUN)
+    runs = torch.cat([runs[:, :1], torch.where(alike, behind, runs)[:, 1:]], 1)
+    parts = torch.cat([torch.where(alike, parts.sum(1, keepdim=True), parts[:, :1]), parts[:, 1:]], 1)
+    places, added = torch.cat([runs.reshape(-1), rest[0]]), torch.cat([parts.reshape(-1), rest[1]])
+    found = total.new_zeros(total.numel() + runs.numel()).index_put((places,), added, accumulate=True)
+    return total + found[: total.numel()].view(total.shape)

@@ -21,6 +21,7 @@ from typing import Any
 
 FLAGS = ["-DATTENTION_ENGINE_PRINTED=1"]  # in the compiler's cache key: another text is another kernel
 UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
+ONE_CHAIN_FLAGS = ["-DATTENTION_ENGINE_ONE_CHAIN=1"]
 CHAINS = 4
 
 # A loop over `step` whose only line joins a term to one total: total = max(total, term), or total = (total + term).
@@ -53,9 +54,9 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def rewriting(uniform_groups: bool = False) -> Iterator[None]:
+def rewriting(uniform_groups: bool = False, one_chain: bool = False) -> Iterator[None]:
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
-    _ours.rules = [in_chains, *([with_uniform_groups] if uniform_groups else [])]
+    _ours.rules = [*([] if one_chain else [in_chains]), *([with_uniform_groups] if uniform_groups else [])]
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from attention_engine.library import (
 from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, rows_read, vanishes_with_weights
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
+from attention_engine.target.compile import ONE_CHAIN
 from attention_engine.tuner.defaults import default_tiles
 
 pytest.importorskip("tilelang")
@@ -42,10 +43,11 @@ def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=
         ({"dims": (64, 64)}, [(192, 128), (128, 128)]),
         ({"dims": (64, 64), "online": OnlineSigmoid}, [(128, 128), (128, 128)]),
         ({"dims": (64, 64), "score": softcap(20.0, 0.1)}, [(128, 128), (64, 128)]),
-        ({"dims": (192, 128)}, [(128, 128), (64, 128)]),
-        ({"dims": (192, 128), "score": softcap(20.0, 0.1)}, [(128, 128), (64, 64)]),
+        ({"dims": (192, 128)}, [(128, 96), (64, 128)]),
+        ({"dims": (192, 128), "score": softcap(20.0, 0.1)}, [(128, 96), (64, 64)]),
         ({"dims": (128, 256), "dtype": torch.bfloat16}, [(128, 96), (32, 128)]),
-        ({"dims": (192, 128), "mask": sliding_window(99)}, [(128, 128), (64, 128)]),
+        ({"dims": (192, 128), "mask": sliding_window(99)}, [(128, 96), (64, 128)]),
+        ({"dims": (192, 128), "mask": None}, [(128, 128), (64, 128)]),
         ({"dims": (256, 256)}, [(128, 80), (64, 64)]),
         ({"dims": (128, 64)}, [None, (80, 128)]),
         ({"dims": (96, 96)}, [None, None]),
@@ -57,6 +59,33 @@ def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=
 )
 def test_tiles_follow_the_registers_that_the_maths_needs(problem, expected):
     assert tiles(**problem) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "dim", "forms"),
+    [
+        (causal, 128, (True, False)), (sliding_window(99), 128, (True, False)), (None, 128, (False, False)),
+        (dilated(3), 128, (False, False)), (causal, 64, (True, True)), (causal, 256, (False, False)),
+    ],
+)  # fmt: skip
+def test_blocks_share_all_work_where_later_queries_see_more_keys(mask, dim, forms):
+    metas = [meta_tensor(1, 2, 256, dim, dtype=torch.float16)] * 3
+    tile = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())._kernels("cuda").tiles
+    assert (tile.forward.persistent, tile.forward.lazy_rescale) == forms
+
+
+@pytest.mark.parametrize(
+    ("score", "online", "one_chain"),
+    [
+        (scale(0.1), OnlineSoftmax, False),
+        (softcap(20.0, 0.1), OnlineSoftmax, True),
+        (scale(0.1), OnlineRetention, False),
+    ],
+)
+def test_rows_go_in_one_chain_where_pairs_issue_much(score, online, one_chain):
+    metas = [meta_tensor(1, 2, 256, 128, dtype=torch.float16)] * 3
+    kernel = AttentionEngine(metas, None, score, None, online(), device=arch.H100())._kernels("cuda").forward
+    assert kernel.configs.get(ONE_CHAIN, False) is one_chain
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,17 @@ def test_gradients_of_reads_are_added_where_they_were_read():
     assert torch.allclose(alone, gradient.sum())
 
 
+def test_runs_of_one_entry_are_summed_before_they_are_scattered():
+    """A table that clamps a distance: most neighbours go to its ends; the length cuts a run."""
+    gradient = torch.randn(2, 3, 1, 1000, dtype=torch.float64)
+    clamped = make(Op.MINIMUM, make(Op.MAXIMUM, J - 500, const(0)), const(70))
+    places = Evaluator({J: torch.arange(1000).view(1, 1, 1, -1)}, {}, torch.float64, CPU)
+    total = add_at(torch.ones(71, dtype=torch.float64), load(clamped), gradient, places)
+    expected = torch.ones(71, dtype=torch.float64)
+    expected.index_add_(0, (torch.arange(1000) - 500).clamp(0, 70), gradient.sum((0, 1, 2)))
+    assert torch.allclose(total, expected, rtol=1e-12)
+
+
 def test_gradients_of_reads_of_an_empty_input_are_empty():
     gradient = torch.randn(1, 2, 3, 4, dtype=torch.float64)
     assert add_at(torch.zeros(0, dtype=torch.float64), load(J), gradient, indices()).shape == (0,)
