@@ -18,7 +18,7 @@ from attention_engine import settings
 from attention_engine.arch import Arch
 from attention_engine.errors import NoCudaCompiler
 from attention_engine.target import fences, printed, wait_groups
-from attention_engine.target.proofs import quick_proofs
+from attention_engine.target.proofs import with_quick_proofs
 
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
@@ -108,13 +108,15 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     tilelang = load_tilelang()
     configs, rewriting, flags = _prepare(arch, pass_configs)
     try:
-        with rewriting, quick_proofs():
-            kernel = tilelang.compile(
-                prim_func,
-                target=tilelang_target(arch),
-                execution_backend="tvm_ffi",
-                pass_configs=configs,
-                compile_flags=flags or None,
+        with rewriting:
+            kernel = with_quick_proofs(
+                lambda: tilelang.compile(
+                    prim_func,
+                    target=tilelang_target(arch),
+                    execution_backend="tvm_ffi",
+                    pass_configs=configs,
+                    compile_flags=flags or None,
+                )
             )
     except RuntimeError as error:
         if find_nvcc() is None:
@@ -141,8 +143,8 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
 
     configs, rewriting, flags = _prepare(arch, pass_configs)
     target = tvm.target.Target(tilelang_target(arch))
-    with rewriting, quick_proofs(), tvm.transform.PassContext(opt_level=3, config=configs), target:
-        artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=True)
+    with rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
+        artifact = with_quick_proofs(lambda: tilelang.lower(prim_func, target=target, enable_host_codegen=True))
     return LoweredKernel(
         prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)
     )

@@ -19,15 +19,16 @@ from tests.kernels.together import assert_fits, compile_together
 pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
+PLAIN = {"persistent": False, "lazy_rescale": False}
 PERSISTENT, BOTH = {"persistent": True}, {"persistent": True, "lazy_rescale": True}
 # Kernels by name: which, its dtype, its head dims, and what differs from the default tile of the forward pass.
 HOPPER = {
-    "forward": ("forward", HALF, 64),
+    "forward": ("forward", HALF, 64, 64, PLAIN),
     "persistent_forward": ("forward", HALF, 64, 64, BOTH),
     "backward_queries": ("backward_queries", HALF, 64),
     "preprocess": ("backward_preprocess", HALF, 64),
     "postprocess": ("backward_postprocess", HALF, 64),
-    "wide_forward": ("forward", BRAIN, 128),
+    "wide_forward": ("forward", BRAIN, 128, 128, PLAIN),
     "deep_persistent_forward": ("forward", BRAIN, 192, 128, PERSISTENT),
     "wide_backward": ("backward", HALF, 128),
     "deep_backward": ("backward", BRAIN, 192, 128),

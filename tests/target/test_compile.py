@@ -176,3 +176,19 @@ def test_z3_is_as_before_after_a_kernel_was_lowered() -> None:
         assert z3.get_param("smt.arith.propagate_eqs") == "true"
     finally:
         z3.set_param("smt.relevancy", 2)
+
+
+def test_a_kernel_that_needs_a_longer_proof_is_lowered_with_all_of_z3() -> None:
+    z3 = pytest.importorskip("z3")
+    from tvm.error import InternalError
+
+    solvers = []
+
+    def lower() -> str:
+        solvers.append(z3.get_param("smt.arith.solver"))
+        if len(solvers) == 1:
+            raise InternalError("(analyzer->CanProveEqual(a, b)) is false")
+        return "lowered"
+
+    assert proofs.with_quick_proofs(lower) == "lowered"
+    assert solvers == ["2", "6"]
