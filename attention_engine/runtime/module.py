@@ -316,7 +316,9 @@ class AttentionEngine(torch.nn.Module):
         """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
 
         A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. Custom inputs
-        are taken as fp32, and gradients through returned rows are left out. Raises NoCudaCompiler, TileDoesNotFit.
+        are taken as fp32, and gradients through returned rows are left out. A persistent forward kernel serves GPUs
+        with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card). Raises
+        NoCudaCompiler, TileDoesNotFit.
         """
         kernels = self._all_kernels(device)
         for kernel in kernels.values():
