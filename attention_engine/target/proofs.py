@@ -8,11 +8,13 @@ the time. The CUDA text stays the same, but for a condition that may stand twice
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 Lowered = TypeVar("Lowered")
+_lock = threading.RLock()  # the parameters are the whole process's
 
 QUICK = {
     "smt.arith.solver": 2,
@@ -41,8 +43,9 @@ def with_quick_proofs(lower: Callable[[], Lowered]) -> Lowered:
     """What `lower` returns, by quick proofs; by all that Z3 has where TileLang misses one that it needs."""
     from tvm.error import InternalError
 
-    try:
-        with quick_proofs():
+    with _lock:
+        try:
+            with quick_proofs():
+                return lower()
+        except InternalError:
             return lower()
-    except InternalError:
-        return lower()

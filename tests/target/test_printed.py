@@ -1,7 +1,7 @@
 """Rules on the CUDA text: rows in several chains, warpgroups' numbers uniform; all else stays as it was."""
 
 from attention_engine.arch import H100
-from attention_engine.target.compile import lower_kernel
+from attention_engine.target.compile import ONE_CHAIN, lower_kernel
 from attention_engine.target.printed import in_chains, with_uniform_groups
 from tests.target import flash
 
@@ -61,11 +61,13 @@ def test_a_warpgroups_number_is_one_lanes():
 
 
 def test_kernels_are_printed_so():
-    """Their rows are reduced in chains only; a user's own TileLang kernels in this process stay as they are."""
+    """In four chains, or in one where a kernel asks for it; a user's own TileLang kernels stay as they are."""
     import tilelang
 
     kernel = flash.forward(64, 64)
     ours = lower_kernel(kernel, H100()).cuda
     assert "_part[rv & 3] = max(" in ours
+    one_chain = lower_kernel(kernel, H100(), pass_configs={ONE_CHAIN: True})
+    assert "_part[" not in one_chain.cuda and one_chain.flags != lower_kernel(kernel, H100()).flags
     with tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}):
         assert "_part[" not in tilelang.lower(kernel).kernel_source
