@@ -15,6 +15,7 @@ from attention_engine.library import (
     OnlineSoftmax,
     causal,
     dilated,
+    relative_bias,
     scale,
     sliding_window,
     softcap,
@@ -99,6 +100,15 @@ def test_what_wide_heads_ask_of_a_backward_pass(online, rows, vanishes):
     assert [pairs_in_turn(kernels.problem, Tile(64, kv, 256, 2, kv == 64)) for kv in (64, 128)] == [False, True]
     crowded = replace(schedule, weights=add(schedule.weights, *(row_variable(f"row{n}") for n in range(4))))
     assert [backward_fits(kernels.problem, s, CustomSums()) for s in (schedule, crowded)] == [True, False]
+
+
+@pytest.mark.parametrize(("dims", "walks"), [((64, 64), True), ((128, 256), True), ((256, 256), False)], ids=str)
+def test_diagonals_are_summed_by_walks_where_the_held_tile_fits(dims, walks):
+    metas = [meta_tensor(1, 2, 256, dim, dtype=torch.float16) for dim in (dims[0], *dims)]
+    custom, score = CustomIO({"table": ("heads", 65)}), relative_bias("table", 32, 0.1)
+    made = AttentionEngine(metas, custom, score, causal, OnlineSoftmax(), device=arch.H100())._kernels("cuda")
+    tile = default_tiles(made.problem, made.maths.wanting(("table",)), arch.H100()).backward
+    assert tile.specialised and tile.skewed_sums is walks
 
 
 def test_atomics_of_a_pair_are_left_to_the_straight_line_kernel():
