@@ -14,7 +14,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
-from attention_engine.passes.by_hand import pairs_in_turn, pairs_issue_much
+from attention_engine.passes.by_hand import pairs_issue_much
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
@@ -242,7 +242,7 @@ class Kernels:
         builder = "backward_hopper.backward_hopper" if tile.specialised else "backward.backward"
         return self._kernel(
             builder, self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums,
-            uniform=tile.specialised and pairs_in_turn(self.problem, tile),  # whose registers are all taken
+            uniform=tile.specialised,
         )  # fmt: skip
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:

@@ -45,6 +45,7 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.diagonals import SkewedSums, add_held, hold, sum_diagonals
+from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
 from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.warps import (
@@ -52,6 +53,7 @@ from attention_engine.kernels.warps import (
     COMPUTE,
     GROUP,
     ROWS_WHOLE,
+    TMA_FLOATS,
     WARP,
     finish_before,
     registers,
@@ -98,12 +100,14 @@ def backward_hopper(
     dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else COLUMNS_SHARED
     policy = COLUMNS_SHARED if tile.shared_weights else ROWS_WHOLE
     in_turn = pairs_in_turn(problem, tile)
+    blocks = KeyBlocks(problem, tile, sizes, plan.later_is_longer, numbered=in_turn)
     in_memory = tile.shared_weights or in_turn  # the operands of dV and dK
     factors = [factor_of(schedule, expr) for _, expr in summed.diagonals]
     masks_gradients = not in_turn or not vanishes_with_weights(schedule)
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads)
     names = [n for n, _ in rows.rows]
+    row_length = -(-tile.q // TMA_FLOATS) * TMA_FLOATS
     wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
     early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
     late = [n for n in names if n not in early]
@@ -116,16 +120,15 @@ def backward_hopper(
             window(buffers[name], batch, head, q0, tile.q, head_dim), shared[name][stage, :, :], barrier=full[stage]
         )
         for row in rows_too:
-            T.tma_copy(buffers[row][batch, head, q0 : q0 + tile.q], shared[row][stage, :], barrier=full[stage])
+            T.tma_copy(buffers[row][batch, head, q0 : q0 + tile.q], shared[row][stage, : tile.q], barrier=full[stage])
         T.barrier_arrive(full[stage])
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch, threads=GROUP + tile.threads) as (
-            block,
-            kv_head,
-            batch,
-        ):
+        with T.Kernel(*blocks.grid, threads=GROUP + tile.threads) as index:
+            T.pdl_sync()  # for the kernel before, whose rows and zeroes these are
+            T.pdl_trigger()
+            block, kv_head, batch = blocks.place(index)
             k = named("k_tile", T.alloc_shared([tile.kv, dim], dtype))
             v = named("v_tile", T.alloc_shared([tile.kv, dim_v], dtype))
             shared = {
@@ -133,7 +136,7 @@ def backward_hopper(
                 "do": named("do_tile", T.alloc_shared([stages, tile.q, dim_v], dtype)),
             }
             for n in names:
-                shared[n] = named(f"{n}_tile", T.alloc_shared([stages, tile.q], FLOAT))
+                shared[n] = named(f"{n}_tile", T.alloc_shared([stages, row_length], FLOAT))
             pairs_out = [2, tile.kv, tile.q]
             gradients_out = named("gradients_out", T.alloc_shared(pairs_out, dtype)) if shares or in_memory else None
             weights_out = named("weights_out", T.alloc_shared(pairs_out, dtype)) if in_memory else None

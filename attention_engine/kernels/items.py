@@ -76,6 +76,47 @@ class Deal:
         return name_value(block), name_value(pair - batch * self.items.heads), batch
 
 
+class KeyBlocks:
+    """The blocks of a backward pass over keys, one of keys, key head and batch each, in the order the GPU starts them.
+
+    One head and batch after another, but where later queries see more keys, so that earlier keys have more queries:
+    then the longest first over as many heads as the L2 cache holds queries and gradients of, or a GPU would end with
+    the long blocks of the last head, most of its SMs idle. numbered: the GPU's own numbers, one head after another,
+    for kernels that have no register left for numbers that are worked out (792 bytes spilled at head dims 192 and 128).
+    """
+
+    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, numbered: bool = False) -> None:
+        self.blocks, self.heads, self.batch = T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch
+        self.numbered = numbered
+        self.pairs, self.queries, self.longest_first = self.batch * self.heads, sizes.q, longest_first
+        of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
+        self.queries_in_cache = L2_BYTES // of_a_query
+
+    @property
+    def grid(self) -> list[Any]:
+        """Of the kernel."""
+        return [self.blocks, self.heads, self.batch] if self.numbered else [self.blocks * self.pairs]
+
+    def place(self, index: Any) -> tuple[Any, Any, Any]:
+        """Block of keys, key head and batch of a block of the grid."""
+        if self.numbered:
+            block, head, batch = index
+            return block, head, batch
+        together = name_value(self._pairs_of_a_section() if self.longest_first else T.int32(1))
+        section = name_value(T.truncdiv(index, together * self.blocks))
+        position = name_value(index - section * together * self.blocks)
+        pairs = T.min(together, self.pairs - section * together)
+        block = name_value(T.truncdiv(position, pairs))
+        pair = name_value(section * together + position - block * pairs)
+        batch = name_value(T.truncdiv(pair, self.heads))
+        return block, name_value(pair - batch * self.heads), batch
+
+    def _pairs_of_a_section(self) -> Any:
+        """As many as the cache holds, or a few less: sections of one size."""
+        cached = T.max(T.truncdiv(self.queries_in_cache, T.max(self.queries, 1)), 1)
+        return _ceiling(self.pairs, _ceiling(self.pairs, cached))
+
+
 def _ceiling(a: Any, b: Any) -> Any:
     """a / b rounded up; what rounds towards zero is shorter in CUDA, and nothing here is negative."""
     return T.truncdiv(a + b - 1, b)

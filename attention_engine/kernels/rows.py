@@ -81,6 +81,8 @@ def preprocess(
     def body(buffers: Any) -> None:
         blocks = T.ceildiv(sizes.q, pad) * (pad // ROW_PAD)
         with T.Kernel(blocks, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
+            if tile is not None and tile.specialised:
+                T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
             delta = T.alloc_fragment([ROW_PAD], FLOAT)
             row0 = block * ROW_PAD
             if delta_given:
@@ -145,6 +147,8 @@ def postprocess(problem: Problem, tile: Tile, scale: float, vectors: bool, threa
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
+            if tile.specialised:
+                T.pdl_sync()
             sums = T.alloc_shared([tile.q * dim], FLOAT)
             gradient = T.alloc_fragment([tile.q, dim], problem.dtype)
             first = block * (tile.q * dim)

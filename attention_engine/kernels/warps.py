@@ -9,6 +9,7 @@ import tilelang.language as T
 WARP, GROUP = 32, 128  # threads
 COMPUTE = 1  # the named barrier on which the computing threads meet
 TURN = 2  # the first of those on which each group waits for its turn to start products
+TMA_FLOATS = 32  # 128 bytes: what TMA copies to begins at a multiple of them
 LEAVE = 5  # the first of those on which each group meets before its rows leave
 ROWS_WHOLE, COLUMNS_SHARED = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol  # by groups: 64 rows each, or columns
 REGISTERS_PER_SM = 65536

@@ -6,9 +6,8 @@ another order, the same in every run.
 
 Descriptors of wgmma's operands are made from the thread's index. That it gives all threads of a warp the same number
 ptxas can't see, so it moves each descriptor to uniform registers (R2UR) before each product, which waits for it. An
-index that one lane tells the others is uniform to ptxas too. The hand-placed forward kernel asks for it, and the
-backward kernel of wide heads, which it spares four spilled bytes; others have not gained by it, and walks of linear
-attention spilled.
+index that one lane tells the others is uniform to ptxas too. The hand-placed kernels of dense attention ask for it;
+walks of linear attention spilled.
 """
 
 from __future__ import annotations

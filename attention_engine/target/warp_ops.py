@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attention_engine.errors import NotInterpretable
+from attention_engine.errors import HazardInKernel, NotInterpretable
 from attention_engine.target.scalar_ops import poison
 from attention_engine.target.tile_buffers import ROLE
 from attention_engine.target.tile_ops import TILE_OPS
@@ -138,6 +138,9 @@ def _copy(compiler: Compiler, call: Any) -> Run:
     return hand_on if from_shared else copy
 
 
+TMA_ALIGNMENT = 128  # bytes, of an address in shared memory (CUDA driver API, tensor maps)
+
+
 def _tma_copy(compiler: Compiler, call: Any) -> Run:
     """A load that lands when its barrier says so; without one, a store that reads until it is waited for."""
     found = [value for name, value in call.annotations.items() if str(name) == "barrier"]
@@ -148,6 +151,9 @@ def _tma_copy(compiler: Compiler, call: Any) -> Run:
 
     def run(frame: Frame) -> None:
         tile, view = source.read(frame).clone(), target.read(frame)
+        start = view.storage_offset() * view.element_size()
+        if start % TMA_ALIGNMENT:
+            raise HazardInKernel(f"a TMA copy to byte {start} of a buffer, which is no multiple of {TMA_ALIGNMENT}")
         view.fill_(bad)
         barrier(frame).copies.append(lambda: view.copy_(tile))
 
