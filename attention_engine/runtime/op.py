@@ -361,23 +361,33 @@ def run(
     direct: Direct | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
     """The output and, where asked for, the program's rows; differentiable. direct: the launch, where it is known."""
-    attention = ATTENTIONS[key]
-    direct = direct if direct is not None and unwatched() else None
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in custom])
-    if wanted and torch.is_grad_enabled():
-        if direct is not None:
-            output, *rows = _apply_once(key, with_rows, direct, *map(unwrap_if_dead, (q, k, v, *custom)))
-            return output, rows
+    wanted = wanted and torch.is_grad_enabled()
+    if direct is not None and unwatched():
+        if wanted:
+            q, k, v, *custom = map(unwrap_if_dead, (q, k, v, *custom))
+        return run_unwatched(key, q, k, v, custom, with_rows, direct, wanted)
+    attention = ATTENTIONS[key]
+    if wanted:
         transformed = not is_compiling() and _are_functorch_transforms_active()
         function = TransformableFunction if transformed else AttentionFunction
         output, *rows = function.apply(key, with_rows, None, q, k, v, *custom)
         return output, rows[: attention.returned]
-    if direct is not None:
-        output, rows = direct(q, k, v, custom)
-    else:
-        run_forward = _forward if skips_dispatch(attention) else FORWARD
-        output, rows = run_forward(q, k, v, list(custom), key)
+    run_forward = _forward if skips_dispatch(attention) else FORWARD
+    output, rows = run_forward(q, k, v, list(custom), key)
     return output, rows[: attention.returned]
+
+
+def run_unwatched(
+    key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool, direct: Direct,
+    with_gradients: bool,
+) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
+    """The same by a launch that is known, of tensors that no transform has wrapped, where nothing watches."""
+    if with_gradients:
+        output, *rows = _apply_once(key, with_rows, direct, q, k, v, *custom)
+        return output, rows
+    output, rows = direct(q, k, v, custom)
+    return output, rows[: ATTENTIONS[key].returned]
 
 
 # apply without the look for functorch's transforms, of which there are none: 4 of its 13 us

@@ -64,6 +64,59 @@ def test_a_seen_call_launches_without_a_look_at_its_problem(monkeypatch):
         assert torch.equal(engine(*shifted), first[0])
 
 
+def test_a_call_like_the_last_is_not_looked_up(monkeypatch):
+    engine, given = build(dtype=torch.float16), qkv(dtype=torch.float16)
+    results(engine, *given)
+    with torch.no_grad():
+        engine(*given)
+    monkeypatch.setattr("attention_engine.runtime.module.signature", None)
+    first = results(engine, *given)  # with gradients: that autograd was off in the last call is not taken over
+    with torch.no_grad():
+        o, rows = engine(*given, return_rowscales=True)
+        assert torch.equal(o, first[0]) and not o.requires_grad and list(rows) == ["lse"]
+    kinds = {
+        "another length": [t[:, 1:] for t in given],
+        "another dtype": [t.float() for t in given],
+        "another order": [t.transpose(1, 2) for t in given],
+        "no gradients": [t.detach() for t in given],
+    }
+    for other in kinds.values():
+        with pytest.raises(TypeError):
+            engine(*other)
+
+
+def test_modes_of_autograd_may_take_turns():
+    engine, given = build(dtype=torch.float16), qkv(dtype=torch.float16)
+    exact = results(engine, *given)
+    for _ in range(3):
+        same(results(engine, *given), exact)
+        with torch.no_grad():
+            o = engine(*given)
+        with torch.inference_mode():
+            inferred = engine(*given)
+        assert not o.requires_grad and not o.is_inference() and inferred.is_inference()
+        assert torch.equal(o, exact[0]) and torch.equal(inferred, exact[0])
+        plain = engine(*(t.detach() for t in given))
+        assert not plain.requires_grad and torch.equal(plain, exact[0])
+
+
+def test_a_block_mask_that_comes_later_counts():
+    engine, given = build(dtype=torch.float16), [t.detach() for t in qkv(dtype=torch.float16)]
+    for _ in range(3):
+        engine(*given)
+    engine.block_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    assert engine(*given).abs().sum() == 0
+
+
+def test_without_torch_s_guards_calls_are_looked_up(monkeypatch):
+    monkeypatch.setattr("attention_engine.runtime.seen.TensorGuards", None)
+    engine, given = build(dtype=torch.float16), qkv(dtype=torch.float16)
+    exact = results(engine, *given)
+    for _ in range(2):
+        same(results(engine, *given), exact)
+    assert engine._again is None
+
+
 def test_where_a_call_must_look_at_more_it_does():
     """The switch for tf32, an address that decides what is staged, a tile map, no entries."""
     q, k, v = (t.detach() for t in qkv(dtype=torch.float16))
