@@ -150,7 +150,7 @@ class Launcher:
         if q.dtype is torch.float32 or self._biases or not (q.numel() and k.numel() and v.numel()):
             return None
         plan = self.plan(q, k, v, [as_parameter(c) for c in custom])
-        return None if plan.kernels.tile_plan.mapped else plan.forward
+        return None if plan.kernels.tile_plan.mapped else plan.direct()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""

@@ -200,7 +200,8 @@ class AttentionEngine(torch.nn.Module):
         asked = None
         if block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling():
             again = self._again
-            if again is not None and again.count == 3 + len(custom) and again.fits(q, k, v, *custom) and op.unwatched():
+            alike = again is not None and again.count == 3 + len(custom) and again.fits(q, k, v, *custom)
+            if again is not None and alike and not op.watched():
                 if self.layout == "bhsd":
                     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 wanted = again.requires_grad and torch.is_grad_enabled()

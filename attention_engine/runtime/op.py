@@ -171,7 +171,12 @@ BACKWARD = torch.ops.attention_engine.backward.default
 def unwatched() -> bool:
     """May kernels be launched without the dispatcher (a third of a call's host time)? Not where something watches ops:
     a compiler, a dispatch mode, a functorch transform, a profiler."""
-    return not (is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active() or _profiles())
+    return not (is_compiling() or watched() or _are_functorch_transforms_active())
+
+
+def watched() -> bool:
+    """Does a dispatch mode or a profiler watch ops? What else may watch changes dispatch keys, which guards see."""
+    return bool(_len_torch_dispatch_stack() or _profiles())
 
 
 def skips_dispatch(attention: Attention) -> bool:

@@ -91,6 +91,23 @@ class LaunchPlan:
         self.kernels.forward.run(*self.inputs(q, k, v, custom), output, *rows)
         return output, rows
 
+    def direct(self) -> Direct:
+        """`forward`, with all that it looks up bound beforehand: a twentieth of a call's host time."""
+        of_q, of_k, of_v = self.steps
+        if of_q is None or of_k is None or of_v is None or self.kernels.problem.staged:
+            return self.forward
+        run, output, rows, empty_like = self.kernels.forward.run, self.output, self.rows, torch.empty_like
+        misaligned = 0 if self.unit == 1 else ALIGNED - 1
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & misaligned:
+                return self.forward(q, k, v, custom)
+            found = empty_like(output), [empty_like(row) for row in rows]
+            run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), found[0], *found[1])
+            return found
+
+        return launch
+
     def results(self) -> tuple[Tensor, list[Tensor]]:
         """Memory for the output and the rows of the forward pass."""
         return torch.empty_like(self.output), [torch.empty_like(row) for row in self.rows]
