@@ -100,7 +100,7 @@ def backward_hopper(
     dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else COLUMNS_SHARED
     policy = COLUMNS_SHARED if tile.shared_weights else ROWS_WHOLE
     in_turn = pairs_in_turn(problem, tile)
-    blocks = KeyBlocks(problem, tile, sizes, plan.later_is_longer, numbered=in_turn)
+    blocks = KeyBlocks(problem, tile, sizes, plan.later_is_longer and not in_turn)
     in_memory = tile.shared_weights or in_turn  # the operands of dV and dK
     factors = [factor_of(schedule, expr) for _, expr in summed.diagonals]
     masks_gradients = not in_turn or not vanishes_with_weights(schedule)

@@ -79,15 +79,14 @@ class Deal:
 class KeyBlocks:
     """The blocks of a backward pass over keys, one of keys, key head and batch each, in the order the GPU starts them.
 
-    One head and batch after another, but where later queries see more keys, so that earlier keys have more queries:
-    then the longest first over as many heads as the L2 cache holds queries and gradients of, or a GPU would end with
-    the long blocks of the last head, most of its SMs idle. numbered: the GPU's own numbers, one head after another,
-    for kernels that have no register left for numbers that are worked out (792 bytes spilled at head dims 192 and 128).
+    One head and batch after another, by the GPU's own numbers. longest_first, for earlier keys that have more queries:
+    over as many heads as the L2 cache holds queries and gradients of, or a GPU would end with the long blocks of the
+    last head, most of its SMs idle. Those numbers are worked out and take registers: of head dims 192 and 128, which
+    have none left, 792 bytes spill.
     """
 
-    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, numbered: bool = False) -> None:
+    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool) -> None:
         self.blocks, self.heads, self.batch = T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch
-        self.numbered = numbered
         self.pairs, self.queries, self.longest_first = self.batch * self.heads, sizes.q, longest_first
         of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
         self.queries_in_cache = L2_BYTES // of_a_query
@@ -95,14 +94,14 @@ class KeyBlocks:
     @property
     def grid(self) -> list[Any]:
         """Of the kernel."""
-        return [self.blocks, self.heads, self.batch] if self.numbered else [self.blocks * self.pairs]
+        return [self.blocks * self.pairs] if self.longest_first else [self.blocks, self.heads, self.batch]
 
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """Block of keys, key head and batch of a block of the grid."""
-        if self.numbered:
+        if not self.longest_first:
             block, head, batch = index
             return block, head, batch
-        together = name_value(self._pairs_of_a_section() if self.longest_first else T.int32(1))
+        together = name_value(self._pairs_of_a_section())
         section = name_value(T.truncdiv(index, together * self.blocks))
         position = name_value(index - section * together * self.blocks)
         pairs = T.min(together, self.pairs - section * together)
