@@ -14,7 +14,7 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import Sizes
-from attention_engine.kernels.splice import name_value
+from attention_engine.kernels.splice import name_value, within
 
 L2_BYTES = 32 * 1024 * 1024  # for keys and values, of the 50 MB that an H100 has
 
@@ -82,7 +82,7 @@ class KeyBlocks:
     One head and batch after another, by the GPU's own numbers. longest_first, for earlier keys that have more queries:
     over as many heads as the L2 cache holds queries and gradients of, or a GPU would end with the long blocks of the
     last head, most of its SMs idle. Those numbers are worked out and take registers: of head dims 192 and 128, which
-    have none left, 792 bytes spill.
+    have none left, 790 bytes spill.
     """
 
     def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool) -> None:
@@ -108,7 +108,8 @@ class KeyBlocks:
         block = name_value(T.truncdiv(position, pairs))
         pair = name_value(section * together + position - block * pairs)
         batch = name_value(T.truncdiv(pair, self.heads))
-        return block, name_value(pair - batch * self.heads), batch
+        head = name_value(pair - batch * self.heads)
+        return within(block, self.blocks), within(head, self.heads), within(batch, self.batch)
 
     def _pairs_of_a_section(self) -> Any:
         """As many as the cache holds, or a few less: sections of one size."""
