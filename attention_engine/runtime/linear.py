@@ -157,7 +157,8 @@ class LinearAttentionEngine(torch.nn.Module):
             raise BadInput(f"step takes one token, and q has a length of {q.shape[1]}. Call the engine for more.")
         key = self._check(q, k, v, decay, state, tensors)
         given = (q, k, v, decay, state, *tensors)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        if wanted or op.in_forward_mode(*given):
             output, last = op.run(key, q, k, v, decay, state, tensors, True)
         else:
             output, last = op.STEP(q, k, v, decay, state, tensors, key)

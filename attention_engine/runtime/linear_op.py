@@ -18,7 +18,7 @@ from attention_engine.ir.linear import LinearProgram
 from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.linear import recur
 from attention_engine.runtime.linear_launch import LinearLauncher
-from attention_engine.runtime.op import LIBRARY
+from attention_engine.runtime.op import LIBRARY, in_forward_mode
 from attention_engine.runtime.op import _outside_autocast as outside_autocast
 
 
@@ -219,6 +219,8 @@ def run(
     ends: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output and, where asked for, the last state; differentiable."""
+    if in_forward_mode(q, k, v, decay, initial, *custom):
+        return outside_autocast(LINEAR_ATTENTIONS[key].recur)(q, k, v, decay, initial, custom)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, decay, initial, *custom)):
         return LinearFunction.apply(key, ends, q, k, v, decay, initial, *custom)  # type: ignore[no-any-return]
     return FORWARD(q, k, v, decay, initial, list(custom), ends, key)  # type: ignore[no-any-return]

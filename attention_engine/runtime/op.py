@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled as _profiles
 from torch._C._functorch import unwrap_if_dead
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from attention_engine.compiler import Maths
@@ -175,8 +176,17 @@ def unwatched() -> bool:
 
 
 def watched() -> bool:
-    """Does a dispatch mode or a profiler watch ops? What else may watch changes dispatch keys, which guards see."""
-    return bool(_len_torch_dispatch_stack() or _profiles())
+    """Does a dispatch mode, a profiler or forward-mode autograd watch? Guards see what else may: it changes keys."""
+    return bool(_len_torch_dispatch_stack() or _profiles() or forward_ad._current_level >= 0)
+
+
+def in_forward_mode(*tensors: Tensor | None) -> bool:
+    """Does forward-mode autograd follow these tensors? Kernels have no derivative of that kind: the reference has."""
+    if is_compiling() or forward_ad._current_level < 0:
+        return False
+    if _are_functorch_transforms_active():  # whose wrapped tensors don't tell
+        return True
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def skips_dispatch(attention: Attention) -> bool:
@@ -373,6 +383,9 @@ def run(
             q, k, v, *custom = map(unwrap_if_dead, (q, k, v, *custom))
         return run_unwatched(key, q, k, v, custom, with_rows, direct, wanted)
     attention = ATTENTIONS[key]
+    if in_forward_mode(q, k, v, *custom):
+        output, rows = _forward_dense(q, k, v, list(custom), attention)
+        return output, rows[: attention.returned]
     if wanted:
         transformed = not is_compiling() and _are_functorch_transforms_active()
         function = TransformableFunction if transformed else AttentionFunction
