@@ -182,7 +182,7 @@ def watched() -> bool:
 
 def in_forward_mode(*tensors: Tensor | None) -> bool:
     """Does forward-mode autograd follow these tensors? Kernels have no derivative of that kind: the reference has."""
-    if is_compiling() or forward_ad._current_level < 0:
+    if forward_ad._current_level < 0:
         return False
     if _are_functorch_transforms_active():  # whose wrapped tensors don't tell
         return True

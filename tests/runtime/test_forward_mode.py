@@ -79,3 +79,15 @@ def test_a_step_of_decoding_has_it_too():
     direction = torch.randn_like(one[0])
     _, found = torch.func.jvp(lambda q: engine.step(q, *one[1:])[0], (one[0],), (direction,))
     close([found], [by_differences(lambda *t: engine.step(*t)[0], one, [direction, *(0 * t for t in one[1:])])], 1e-6)
+
+
+@pytest.mark.parametrize("make", [dense, linear])
+def test_compiled_code_has_it_too(make):
+    engine, given = make("reference", torch.float32)
+    tangents = [torch.randn_like(t) for t in given]
+
+    def derivative(given, tangents):
+        return torch.func.jvp(engine, given, tangents)[1]
+
+    found = torch.compile(derivative, backend="aot_eager")(tuple(given), tuple(tangents))
+    close([found], [derivative(tuple(given), tuple(tangents))], 1e-5)
