@@ -39,6 +39,7 @@ from attention_engine.runtime.linear_kernels import USUAL, rehearse
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Tuning, choose
+from attention_engine.runtime.watching import in_forward_mode
 
 ROWS = {
     "bshd": "(batch, length, heads) or (batch, length, heads, dim)",
@@ -158,7 +159,7 @@ class LinearAttentionEngine(torch.nn.Module):
         key = self._check(q, k, v, decay, state, tensors)
         given = (q, k, v, decay, state, *tensors)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-        if wanted or op.in_forward_mode(*given):
+        if wanted or in_forward_mode(*given):
             output, last = op.run(key, q, k, v, decay, state, tensors, True)
         else:
             output, last = op.STEP(q, k, v, decay, state, tensors, key)

@@ -18,8 +18,9 @@ from attention_engine.ir.linear import LinearProgram
 from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.linear import recur
 from attention_engine.runtime.linear_launch import LinearLauncher
-from attention_engine.runtime.op import LIBRARY, in_forward_mode
+from attention_engine.runtime.op import LIBRARY
 from attention_engine.runtime.op import _outside_autocast as outside_autocast
+from attention_engine.runtime.watching import in_forward_mode
 
 
 @dataclass

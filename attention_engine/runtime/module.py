@@ -50,6 +50,7 @@ from attention_engine.runtime.inputs import (
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Asked, Tuning, choose
+from attention_engine.runtime.watching import unwatched, watched
 from attention_engine.target.compile import Resources
 
 MOST_SEEN = 4096
@@ -201,7 +202,7 @@ class AttentionEngine(torch.nn.Module):
         if block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling():
             again = self._again
             alike = again is not None and again.count == 3 + len(custom) and again.fits(q, k, v, *custom)
-            if again is not None and alike and not op.watched():
+            if again is not None and alike and not watched():
                 if self.layout == "bhsd":
                     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 wanted = again.requires_grad and torch.is_grad_enabled()
@@ -210,7 +211,7 @@ class AttentionEngine(torch.nn.Module):
             asked = signature(q, k, v, *custom)
             seen = self._seen.get(asked)
             if seen is not None and not torch.is_autocast_enabled(seen.device):  # as a call that all checks let pass
-                self._again = seen.again(q, k, v, *custom) if op.unwatched() else None
+                self._again = seen.again(q, k, v, *custom) if unwatched() else None
                 if self.layout == "bhsd":
                     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 found = op.run(seen.key, q, k, v, custom, return_rowscales, seen.direct)
@@ -229,7 +230,7 @@ class AttentionEngine(torch.nn.Module):
         check_custom(specs, tensors, q, k)
         types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
         key = self._key(backend, types, variant)
-        if asked is not None and not cast and op.unwatched():  # nothing that others look at may be kept, nor fakes
+        if asked is not None and not cast and unwatched():  # nothing that others look at may be kept, nor fakes
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
             launcher = op.ATTENTIONS[key].launcher

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-from torch._C._autograd import _profiler_enabled as _profiles
 from torch._C._functorch import unwrap_if_dead
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from attention_engine.compiler import Maths
@@ -26,6 +24,7 @@ from attention_engine.reference.dense import attend, attend_backward, compute_dt
 from attention_engine.runtime.inputs import is_cast
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.plans import Direct
+from attention_engine.runtime.watching import in_forward_mode, unwatched
 
 
 @dataclass
@@ -167,26 +166,6 @@ for _name, _run, _fake in (("forward", _forward, _forward_fake), ("backward", _b
     torch.library.register_fake(f"attention_engine::{_name}", _fake, lib=LIBRARY)
 FORWARD = torch.ops.attention_engine.forward.default
 BACKWARD = torch.ops.attention_engine.backward.default
-
-
-def unwatched() -> bool:
-    """May kernels be launched without the dispatcher (a third of a call's host time)? Not where something watches ops:
-    a compiler, a dispatch mode, a functorch transform, a profiler."""
-    return not (is_compiling() or watched() or _are_functorch_transforms_active())
-
-
-def watched() -> bool:
-    """Does a dispatch mode, a profiler or forward-mode autograd watch? Guards see what else may: it changes keys."""
-    return bool(_len_torch_dispatch_stack() or _profiles() or forward_ad._current_level >= 0)
-
-
-def in_forward_mode(*tensors: Tensor | None) -> bool:
-    """Does forward-mode autograd follow these tensors? Kernels have no derivative of that kind: the reference has."""
-    if forward_ad._current_level < 0:
-        return False
-    if _are_functorch_transforms_active():  # whose wrapped tensors don't tell
-        return True
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def skips_dispatch(attention: Attention) -> bool:
