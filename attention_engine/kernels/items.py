@@ -14,7 +14,7 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import Sizes
-from attention_engine.kernels.splice import name_value, within
+from attention_engine.kernels.splice import name_value
 
 L2_BYTES = 32 * 1024 * 1024  # for keys and values, of the 50 MB that an H100 has
 
@@ -108,8 +108,7 @@ class KeyBlocks:
         block = name_value(T.truncdiv(position, pairs))
         pair = name_value(section * together + position - block * pairs)
         batch = name_value(T.truncdiv(pair, self.heads))
-        head = name_value(pair - batch * self.heads)
-        return within(block, self.blocks), within(head, self.heads), within(batch, self.batch)
+        return block, name_value(pair - batch * self.heads), batch
 
     def _pairs_of_a_section(self) -> Any:
         """As many as the cache holds, or a few less: sections of one size."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tilelang.language as T
-from tilelang.language.eager.builder import Builder
 from tvm import tirx
 from tvm.script.ir_builder import tirx as tir_builder
 
@@ -79,17 +78,6 @@ def name_value(value: Any) -> Any:
     variable = T.alloc_var(str(value.dtype))
     tir_builder.buffer_store(variable, value, [0])
     return variable[0]
-
-
-def within(value: Any, stop: Any) -> Any:
-    """The value, held once for all, of which TileLang may take for granted that 0 <= value < stop.
-
-    Where it can't prove that an index fits, it guards what is written there, and copies in tensor maps for 1-D copies.
-    """
-    held = Builder.current().bind("index", value)
-    tir_builder.evaluate(T.assume(held >= 0))
-    tir_builder.evaluate(T.assume(held < stop))
-    return held
 
 
 class Splice:
