@@ -56,6 +56,21 @@ def test_every_way_to_ask_gives_it(make, backend, with_gradients):
         close([torch.func.jvp(engine, tuple(given), tuple(tangents))[1]], [expected], 1e-4)
 
 
+def test_a_call_like_the_last_gives_it_too():
+    """float16, whose launches are known after a first call."""
+    engine, given = build(dtype=torch.float16), [t.detach() for t in qkv(dtype=torch.float16)]
+    tangents = [torch.randn_like(t) for t in given]
+    for _ in range(3):
+        engine(*given)
+    assert engine._again is not None
+    with forward_ad.dual_level():
+        o = engine(*(forward_ad.make_dual(t, d) for t, d in zip(given, tangents, strict=True)))
+        found = forward_ad.unpack_dual(o).tangent
+    exact = build(backend="reference", dtype=torch.float32)
+    expected = by_differences(exact, [t.double() for t in given], [t.double() for t in tangents])
+    close([found.double()], [expected], 1e-2)
+
+
 @pytest.mark.parametrize("make", [dense, linear])
 def test_forward_over_reverse_is_the_second_derivative(make):
     engine, (q, *others) = make("reference", torch.float64)

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention_engine import compiler
 from attention_engine.errors import BadInput
 from attention_engine.runtime import inputs, op
 from attention_engine.runtime.plans import LaunchPlan, template, with_strides
@@ -239,6 +240,20 @@ def test_a_plan_copies_only_what_does_not_fit():
     assert found[:3] == list(with_strides(q, plan.unit)[:3])
     assert found[3] is not shifted and torch.equal(found[3], q) and found[3].data_ptr() % 16 == 0
     assert found[7] is k
+
+
+def test_a_known_launch_copies_what_lies_askew(monkeypatch):
+    launched = []
+    monkeypatch.setattr(compiler.Kernel, "run", property(lambda kernel: lambda *given: launched.append(given)))
+    engine, given = build(dtype=torch.float16), [t.detach() for t in qkv(dtype=torch.float16)]
+    shifted = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in given]
+    for _ in range(3):
+        engine(*given)
+    engine(*shifted)
+    assert len(launched) == 4 and all(t.data_ptr() % 16 for t in shifted)
+    tensors = [[t for t in call if isinstance(t, torch.Tensor)][:3] for call in launched]
+    assert all(a is b for call in tensors[:3] for a, b in zip(call, given, strict=True))
+    assert all(torch.equal(a, b) and a.data_ptr() % 16 == 0 for a, b in zip(tensors[3], given, strict=True))
 
 
 def test_signatures_are_of_tensors_only():
