@@ -47,6 +47,7 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.diagonals import SkewedSums, add_held, hold, sum_diagonals
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
+from attention_engine.kernels.splice import take_for_granted
 from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.warps import (
     COLUMNS_SHARED,
@@ -191,6 +192,8 @@ def backward_hopper(
                 for step in T.serial(steps):
                     head = walk.head(step)
                     q_tile = walk.tile(step)
+                    if in_turn and with_dq:  # no register is left for a guard of the additions
+                        take_for_granted((q_tile + 1) * (tile.q * dim) <= buffers["workspace"].shape[2])
                     q0 = q_tile * tile.q
                     stage = step % stages
                     turn = (step // stages) % 2

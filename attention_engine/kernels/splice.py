@@ -80,6 +80,11 @@ def name_value(value: Any) -> Any:
     return variable[0]
 
 
+def take_for_granted(condition: Any) -> None:
+    """Spares the guards that TileLang sets where it can't prove what always holds."""
+    tir_builder.evaluate(T.assume(condition))
+
+
 class Splice:
     """Emits expressions at one place of a kernel.
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attention_engine.errors import NotInterpretable
+from attention_engine.errors import HazardInKernel, NotInterpretable
 from attention_engine.target.scalar_ops import as_matrix_operand
 from attention_engine.target.tile_windows import Frame, Run, Window, cropped
 
@@ -142,6 +142,17 @@ def _atomic(join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Calla
     return build
 
 
+def _assume(compiler: Compiler, call: Any) -> Run:
+    """What a kernel takes for granted has to hold."""
+    holds = compiler.value(call.args[0])
+
+    def run(frame: Frame) -> None:
+        if not bool(holds(frame)):
+            raise HazardInKernel(f"the kernel takes for granted what does not hold: {call.args[0]}")
+
+    return run
+
+
 TILE_OPS: dict[str, Callable[[Compiler, Any], Run]] = {
     "tl.tileop.copy": _copy,
     "tl.tileop.async_copy": _copy,
@@ -154,6 +165,7 @@ TILE_OPS: dict[str, Callable[[Compiler, Any], Run]] = {
     "tl.tileop.atomicadd": _atomic(torch.add),
     "tl.tileop.atomicmax": _atomic(torch.maximum),
     "tl.tileop.atomicmin": _atomic(torch.minimum),
+    "tirx.assume": _assume,
 }
 
 # Synchronisation and hints: one block runs at a time and in order, so that they change nothing.
@@ -173,6 +185,5 @@ SILENT_OPS = frozenset(
         "tl.pdl_sync",
         "tirx.ptx_commit_group",
         "tirx.ptx_wait_group",
-        "tirx.assume",
     }
 )

@@ -13,6 +13,8 @@ tilelang = pytest.importorskip("tilelang")
 
 import tilelang.language as T  # noqa: E402
 
+from attention_engine.errors import HazardInKernel  # noqa: E402
+from attention_engine.kernels.splice import take_for_granted  # noqa: E402
 from attention_engine.target.interpreter import Interpreter  # noqa: E402
 from attention_engine.target.scalar_ops import truncate_to_tf32  # noqa: E402
 from tests.target import flash  # noqa: E402
@@ -49,6 +51,24 @@ def run_elementwise(op, x: torch.Tensor, y: torch.Tensor, out_dtype: str | None 
     z = torch.zeros(ROWS, COLUMNS, dtype=TORCH[out_dtype or dtype])
     Interpreter(elementwise(op, dtype, out_dtype))(x, y, z)
     return z
+
+
+@pytest.mark.parametrize("bound", [3, 2])
+def test_what_a_kernel_takes_for_granted_has_to_hold(bound):
+    @T.prim_func
+    def main(x: T.Tensor((3,), "float32")):
+        with T.Kernel(1, threads=128):
+            for n in T.serial(3):
+                take_for_granted(n < bound)
+                x[n] = 1.0
+
+    x = torch.zeros(3)
+    if bound == 3:
+        Interpreter(main)(x)
+        assert x.tolist() == [1, 1, 1]
+    else:
+        with pytest.raises(HazardInKernel, match="takes for granted what does not hold: n < 2"):
+            Interpreter(main)(x)
 
 
 i, j = torch.arange(ROWS, dtype=torch.int32)[:, None], torch.arange(COLUMNS, dtype=torch.int32)[None]
