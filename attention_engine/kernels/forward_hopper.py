@@ -34,6 +34,7 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.forward import TileMaths, forward_parameters, needs_another, of_pairs, row_variables
 from attention_engine.kernels.items import Deal, Items
+from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import KeyWalk, either
 from attention_engine.kernels.warps import (
@@ -56,9 +57,10 @@ SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 12
 
 @dataclass(frozen=True)
 class Item:
-    """A block of queries of one head and batch; what was done before it by the thread's block: items, and steps."""
+    """A block of queries of one head and batch, from the query q0 on; what was done before it by the thread's block:
+    items, and steps."""
 
-    block: Any
+    q0: Any
     head: Any
     batch: Any
     walk: KeyWalk
@@ -129,7 +131,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
 
     @T.macro
     def copy_item(buffers: Any, memory: Memory, item: Item) -> None:
-        q0, kv_head, walk = item.block * tile.q, item.head // problem.group, item.walk
+        q0, kv_head, walk = item.q0, item.head // problem.group, item.walk
         if tile.persistent:
             T.barrier_wait(memory.q_empty, item.items_before % 2 ^ 1)
         T.tma_copy(window(buffers["q"], item.batch, item.head, q0, tile.q, dim), memory.q, barrier=memory.q_full)
@@ -170,7 +172,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
 
     @T.macro
     def store_output(buffers: Any, memory: Memory, item: Item, thread: Any) -> None:
-        q0 = item.block * tile.q
+        q0 = item.q0
         if own_output:
             T.tma_store_wait(0)  # has read the item before
             for group in each_group:
@@ -222,7 +224,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         q, k, v, weights, scores, output = (
             memory.q, memory.k, memory.v, memory.weights, memory.scores, memory.output
         )  # fmt: skip
-        walk, steps, q0, thread = item.walk, item.steps, item.block * tile.q, T.get_thread_binding()
+        walk, steps, q0, thread = item.walk, item.steps, item.q0, T.get_thread_binding()
         staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
         T.fill(output, 0)
         for variable, value in schedule.initial:
@@ -291,11 +293,11 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             steps_before = T.alloc_var("int32", 0)
             for turn in T.serial(deal.turns):
                 section, pairs, position = deal.position(turn)
-                if position < pairs * items.blocks:
+                if position < name_value(pairs * items.blocks):
                     block, head, batch = deal.item(section, pairs, position)
                     walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
                     steps, done, steps_done = walk.count, items_before + 0, steps_before + 0
-                    act(Item(block, head, batch, walk, steps, done, steps_done))
+                    act(Item(name_value(block * tile.q), head, batch, walk, steps, done, steps_done))
                     items_before = done + 1
                     steps_before = steps_done + steps
 
@@ -329,7 +331,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
                 block = blocks - 1 - turn_of_block if plan.later_is_longer else turn_of_block
                 walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
                 steps = walk.count
-                only = Item(block, head, batch, walk, steps)
+                only = Item(block * tile.q, head, batch, walk, steps)
             thread = T.get_thread_binding()
             if thread < GROUP:
                 T.dec_max_nreg(producer_registers)

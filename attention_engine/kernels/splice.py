@@ -74,7 +74,10 @@ def constant(expr: Expr) -> Any:
 
 
 def name_value(value: Any) -> Any:
-    """Holds a value in a variable of its own: TileLang would spell a mere name out again at each use."""
+    """Holds a value in a variable of its own: TileLang would spell a mere name out again at each use.
+
+    Nor does it see through it: products of lengths, told to its prover at each of its questions, take seconds.
+    """
     variable = T.alloc_var(str(value.dtype))
     tir_builder.buffer_store(variable, value, [0])
     return variable[0]
