@@ -29,11 +29,16 @@ def groups_of(name, dims):
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_keep_the_rule(dtype, dims, name, record_property):
-    """Every length runs, also after one that fails; the failures are told together."""
+    """Every length runs, also after one that fails; the failures are told together.
+
+    A gradient of eight numbers, one for each head, has an error that is mostly luck: 40 draws have it at 0.56 and 0.70
+    of plain torch's, one draw at up to 1.5. So there are draws enough for 48 numbers or more.
+    """
     failures, found = [], []
+    few = ("heads",) in CASES[name].axes.values()
     for length in LENGTHS:
         shape = Shape(1 if length > 200 else 2, length, *groups_of(name, dims), *DIMS[dims])
-        draws = 4 if length <= 200 else 1
+        draws = 4 if length <= 200 else 6 if few else 1
         try:
             found += errors(CASES[name], shape, DTYPES[dtype], device="cuda", backend="tilelang", draws=draws)
         except AssertionError as failure:
