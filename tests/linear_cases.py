@@ -144,8 +144,9 @@ def errors(
     found: list[list[Inputs]] = [[], [], []]
     for seed in range(draws):
         inputs = shape.inputs(case, dtype, device, seed)
-        found[0].append(engine_results(engine, inputs))
-        found[1].append(plain_results(case, plain_linear.parallel, inputs, double=True))
-        found[2].append(plain_results(case, plain_linear.parallel, inputs, double=False))
+        draw = [engine_results(engine, inputs)]
+        draw += [plain_results(case, plain_linear.parallel, inputs, double=double) for double in (True, False)]
+        for kept, results_of_draw in zip(found, draw, strict=True):
+            kept.append({n: x.cpu() for n, x in results_of_draw.items()})  # the GPU has no room for all draws
     stacked = [{n: torch.stack([draw[n] for draw in draws]) for n in draws[0]} for draws in found]
     return plain.compare(*stacked, dtype, floor)
