@@ -8,11 +8,12 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram
-from attention_engine.kernels.common import FLOAT, build, over_rows, store
+from attention_engine.kernels.common import FLOAT, build, over_pairs, store
 from attention_engine.kernels.linear.common import Block, LinearSizes
 from attention_engine.passes.mods import differentiate_mod
 
 LOG2_E = 1.4426950408889634
+CHUNKS = 8  # that a block takes: one alone is over before the next block has started
 
 
 def decay_parameter(sizes: LinearSizes, problem: LinearProblem) -> dict[str, Any]:
@@ -39,21 +40,36 @@ def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threa
     parameters = {**decay_parameter(sizes, problem), **sizes.custom(), "sums": sizes.rows()}
 
     def read(buffers: Any, block: Block, logs: Any) -> None:
-        def entry(i: Any) -> None:
+        def entry(n: Any, c: Any) -> None:
+            i = n * chunk + c
             (value,) = block.splice(i, _entry(buffers, sizes, block, i))(program.decay)
             value = T.max(value, T.float32(DECAY_LIMIT)) * T.float32(LOG2_E)
-            store(logs, T.if_then_else(block.token0 + i < sizes.length, value, 0.0), i)
+            store(logs, T.if_then_else(block.token0 + i < sizes.length, value, 0.0), n, c)
 
-        over_rows(chunk, entry)
+        over_pairs(CHUNKS, chunk, entry)
+
+    def write(buffers: Any, block: Block, logs: Any) -> None:
+        def entry(n: Any, c: Any) -> None:
+            token = block.token0 + n * chunk + c
+            write_where(token < sizes.chunks * chunk, buffers["sums"], (block.batch, block.head, token), logs[n, c])
+
+        over_pairs(CHUNKS, chunk, entry)
+
+    @T.macro
+    def write_where(inside: Any, sums: Any, at: Any, value: Any) -> None:
+        if inside:
+            store(sums, value, *at)
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(sizes.chunks, problem.heads, sizes.batch, threads=threads) as (index, head, batch):
-            logs = T.alloc_shared([chunk], FLOAT)
-            block = Block(buffers, sizes, batch, head, index * chunk)
+        with T.Kernel(T.ceildiv(sizes.chunks, CHUNKS), problem.heads, sizes.batch, threads=threads) as (
+            part, head, batch
+        ):  # fmt: skip
+            logs = T.alloc_shared([CHUNKS, chunk], FLOAT)
+            block = Block(buffers, sizes, batch, head, part * CHUNKS * chunk)
             read(buffers, block, logs)
-            T.cumsum(logs, dim=0)
-            T.copy(logs, buffers["sums"][batch, head, index * chunk : (index + 1) * chunk])
+            T.cumsum(logs, dim=1)
+            write(buffers, block, logs)
 
     return build("sum_decays", parameters, body)
 
@@ -84,25 +100,26 @@ def decay_gradients(
     wanted = [e for r, e in by_x.reads if r in reads]
 
     def add_parts(buffers: Any, block: Block, queries: Any, keys: Any) -> None:
-        def entry(i: Any) -> None:
-            at = (block.batch, block.head, block.token0 + i)
-            total = {n: sum(buffers[n][(p, *at)] for p in range(c)) for n, c in parts.items()}
-            store(queries, total["of_queries"] + (total["of_query_pairs"] - total["of_key_pairs"]), i)
-            store(keys, total["of_keys"], i)
+        def entry(n: Any, c: Any) -> None:
+            at = (block.batch, block.head, T.min(block.token0 + n * chunk + c, sizes.chunks * chunk - 1))
+            total = {name: sum(buffers[name][(p, *at)] for p in range(count)) for name, count in parts.items()}
+            store(queries, total["of_queries"] + (total["of_query_pairs"] - total["of_key_pairs"]), n, c)
+            store(keys, total["of_keys"], n, c)
 
-        over_rows(chunk, entry)
+        over_pairs(CHUNKS, chunk, entry)
 
-    def write(buffers: Any, block: Block, index: Any, queries: Any, keys: Any) -> None:
-        def entry(i: Any) -> None:
+    def write(buffers: Any, block: Block, first: Any, queries: Any, keys: Any) -> None:
+        def entry(n: Any, c: Any) -> None:
+            i, index = n * chunk + c, T.min(first + n, sizes.chunks - 1)
             x = _entry(buffers, sizes, block, i)
-            before = T.if_then_else(i > 0, keys[T.max(i - 1, 0)], 0.0)
-            overlap = sum(buffers["overlap"][block.batch, block.head, index, n] for n in range(tiles[2]))
+            before = T.if_then_else(c > 0, keys[n, T.max(c - 1, 0)], 0.0)
+            overlap = sum(buffers["overlap"][block.batch, block.head, index, part] for part in range(tiles[2]))
             log_decay = block.splice(i, x)(program.decay)[0]
-            total = T.if_then_else(log_decay > DECAY_LIMIT, overlap + before + queries[i], 0.0)
+            total = T.if_then_else(log_decay > DECAY_LIMIT, overlap + before + queries[n, c], 0.0)
             values = block.splice(i, x, total)(by_x.x, *wanted)
             write_where(buffers, block.token0 + i < sizes.length, block, i, values)
 
-        over_rows(chunk, entry)
+        over_pairs(CHUNKS, chunk, entry)
 
     def put(buffers: Any, block: Block, i: Any, values: Any) -> None:
         store(buffers["gradient"], values[0], block.batch, block.token0 + i, block.head)
@@ -116,12 +133,15 @@ def decay_gradients(
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(sizes.chunks, problem.heads, sizes.batch, threads=threads) as (index, head, batch):
-            queries, keys = T.alloc_shared([chunk], FLOAT), T.alloc_shared([chunk], FLOAT)
-            block = Block(buffers, sizes, batch, head, index * chunk)
+        with T.Kernel(T.ceildiv(sizes.chunks, CHUNKS), problem.heads, sizes.batch, threads=threads) as (
+            part, head, batch
+        ):  # fmt: skip
+            queries, keys = T.alloc_shared([CHUNKS, chunk], FLOAT), T.alloc_shared([CHUNKS, chunk], FLOAT)
+            first = part * CHUNKS
+            block = Block(buffers, sizes, batch, head, first * chunk)
             add_parts(buffers, block, queries, keys)
-            T.cumsum(queries, dim=0, reverse=True)
-            T.cumsum(keys, dim=0)
-            write(buffers, block, index, queries, keys)
+            T.cumsum(queries, dim=1, reverse=True)
+            T.cumsum(keys, dim=1)
+            write(buffers, block, first, queries, keys)
 
     return build("decay_gradients", parameters, body)
