@@ -153,8 +153,9 @@ def backward(
                 T.fill(total, 0)
             walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
             for step in loop(walk.count, tile.stages):
-                head = walk.head(step)
-                q_tile = walk.tile(step)
+                visit = walk.at(step)
+                head = visit.head
+                q_tile = visit.tile
                 q0 = q_tile * tile.q
                 read = reader(buffers)
                 place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
@@ -171,7 +172,7 @@ def backward(
                     copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.weigh(products, weights)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                partial = either(walk.is_partial(step, q_tile), outside)
+                partial = either(visit.is_partial(q_tile), outside)
                 where_partial(partial, bind(maths.mask, weights))
                 load(weights_in, weights)
                 accumulate(weights_in, do, dv_sums, rows=not tile.shared_weights)

@@ -44,7 +44,7 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.kernels.diagonals import SkewedSums, add_held, hold, sum_diagonals
+from attention_engine.kernels.diagonals import SkewedSums, add_held, finish_sums, hold, start_sums, sum_diagonals
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.rows import place_in_workspace, transposes_dq
 from attention_engine.kernels.splice import take_for_granted
@@ -105,6 +105,7 @@ def backward_hopper(
     in_memory = tile.shared_weights or in_turn  # the operands of dV and dK
     factors = [factor_of(schedule, expr) for _, expr in summed.diagonals]
     masks_gradients = not in_turn or not vanishes_with_weights(schedule)
+    only_head = problem.group == 1  # then what a head's block values are is known before the first step
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads)
     names = [n for n, _ in rows.rows]
@@ -149,8 +150,7 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
-            skewed = SkewedSums(summed, tile) if tile.skewed_sums and len(summed.diagonals) > 0 else None
-            sums_of_tile = T.alloc_fragment([tile.kv], FLOAT) if skewed is not None else None
+            skewed = SkewedSums(summed, tile, problem.group) if tile.skewed_sums and len(summed.diagonals) > 0 else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             k_full = T.alloc_barrier(arrive_count=WARP)
             v_full = T.alloc_barrier(arrive_count=WARP)
@@ -169,8 +169,9 @@ def backward_hopper(
                         T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
                         T.barrier_arrive(k_full)
                     for step in T.serial(steps):
-                        head = walk.head(step)
-                        q0 = walk.tile(step) * tile.q
+                        visit = walk.at(step)
+                        head = visit.head
+                        q0 = visit.tile * tile.q
                         stage = step % stages
                         turn = (step // stages) % 2
                         copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
@@ -184,21 +185,25 @@ def backward_hopper(
                 T.fill(dv, 0)
                 for total in key_sums:
                     T.fill(total, 0)
+                if skewed is not None:
+                    start_sums(skewed)
                 T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
                 T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
+                of_only_head = block_values(schedule.block, batch, kv_head, reader(buffers)) if only_head else {}
                 if steps > 0:
                     T.barrier_wait(k_full, 0)
                     T.barrier_wait(v_full, 0)
                 for step in T.serial(steps):
-                    head = walk.head(step)
-                    q_tile = walk.tile(step)
+                    visit = walk.at(step)
+                    head = visit.head
+                    q_tile = visit.tile
                     if in_turn and with_dq:  # no register is left for a guard of the additions
                         take_for_granted((q_tile + 1) * (tile.q * dim) <= buffers["workspace"].shape[2])
                     q0 = q_tile * tile.q
                     stage = step % stages
                     turn = (step // stages) % 2
                     read = reader(buffers)
-                    block_of_head = block_values(schedule.block, batch, head, read)
+                    block_of_head = of_only_head if only_head else block_values(schedule.block, batch, head, read)
                     place = Place(batch, head, block_of_head, read, problem.approximate)
                     staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
                     maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
@@ -211,7 +216,7 @@ def backward_hopper(
                     if in_turn:
                         T.wait_wgmma(0)
                         maths.weigh(products, weights)
-                        partial = either(walk.is_partial(step, q_tile), outside)
+                        partial = either(visit.is_partial(q_tile), outside)
                         where_partial(partial, bind(maths.mask, weights))
                         T.copy(weights, weights_in)
                     T.barrier_wait(do_full[stage], turn)
@@ -228,7 +233,7 @@ def backward_hopper(
                     maths.differentiate(products, Packed(weights_in) if in_turn else weights, gradients)
                     cleared = (gradients,) if in_turn else (weights, gradients)
                     if schedule.mask is not None and masks_gradients:
-                        where_partial(walk.is_partial(step, q_tile), bind(maths.drop, *cleared))
+                        where_partial(visit.is_partial(q_tile), bind(maths.drop, *cleared))
                     if masks_gradients:
                         where_partial(outside, bind(maths.cut, *cleared))
                     if not in_turn:
@@ -239,7 +244,7 @@ def backward_hopper(
                             key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
                         )
                     if skewed is not None:
-                        hold(skewed, gradients, sums_of_tile, place, corners)
+                        hold(skewed, gradients, place, corners)
                     if in_memory:
                         T.copy(gradients, gradients_out[step % 2, :, :])
                     else:
@@ -269,7 +274,7 @@ def backward_hopper(
                         shared["q"][stage, :, :], dk, policy=policy,
                     )  # fmt: skip
                     if skewed is not None:
-                        add_held(skewed, sums_of_tile, buffers, factors, place, corners, sizes)
+                        add_held(skewed, buffers, factors, place, corners, sizes)
                     else:
                         for number, factor in enumerate(factors):
                             source = Stage(gradients_out, step % 2)
@@ -290,6 +295,9 @@ def backward_hopper(
                     T.wait_wgmma(0)
                     if thread % WARP == 0:
                         T.barrier_arrive(q_empty[stage])
+                if skewed is not None:
+                    at = Place(batch, kv_head, {}, reader(buffers))  # of several heads a group, steps have added
+                    finish_sums(skewed, buffers, factors, at, kv0, sizes)
                 for number, (key_read, _) in enumerate(summed.of_keys):
                     if not shared_between_heads(key_read, problem):
                         T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])

@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Tile
 from attention_engine.kernels.common import FLOAT, Place, Sizes, named
-from attention_engine.kernels.ends import Corners, past_ends
+from attention_engine.kernels.ends import Corners, past_end
 from attention_engine.kernels.warps import COMPUTE
 from attention_engine.passes.ends import find_ends
 from attention_engine.passes.read_places import CustomSums
@@ -60,25 +60,28 @@ class SkewedSums:
 
     The fp32 tile is held in shared memory. A thread walks down part of the rows, a column further in each, and back to
     the first column once: so all threads walk as far, each over two diagonals. The parts of a diagonal are then joined
-    in their order. A tile in which every read is clamped adds its pairs key by key, to diagonals that are read at the
-    same entry.
+    in their order. Tiles in which every read is clamped to the end of early queries, or of late ones, add up key by
+    key: the block adds those sums to diagonals of the first, or last, query, which are read at the same entry. Where
+    steps take several heads in turn, each step adds its own.
     """
 
-    def __init__(self, summed: CustomSums, tile: Tile) -> None:
+    def __init__(self, summed: CustomSums, tile: Tile, heads: int) -> None:
         self.summed, self.tile = summed, tile
         self.parts = tile.threads // tile.q
         self.rows = -(-tile.kv // self.parts)  # that a thread walks down: no more than there are columns
         self.ends = [find_ends(read) for read, _ in summed.diagonals]
         self.clamped = all(e is not None for e in self.ends) and not tile.shared_weights  # keys whole in a warpgroup
+        self.over_steps = self.clamped and heads == 1
+        self.far = [T.alloc_fragment([tile.kv], FLOAT) for _ in range(2 if self.over_steps else int(self.clamped))]
         self.held = named("held_gradients", T.alloc_shared([tile.kv, tile.q + PITCH], FLOAT))
         self.walked = named("walked_sums", T.alloc_shared([2, tile.threads], FLOAT))
 
-    def is_clamped(self, place: Place, corners: Corners) -> Any:
-        """Is every read at one end of its table in the whole tile?"""
+    def is_clamped(self, place: Place, corners: Corners, late: bool) -> Any:
+        """Is every read at the end of late (or early) queries in the whole tile?"""
         past: Any = None
         for ends in self.ends:
             assert ends is not None
-            one = past_ends(place, ends, corners)
+            one = past_end(place, ends, corners, late)
             past = one if past is None else T.And(past, one)
         return past
 
@@ -88,24 +91,37 @@ class SkewedSums:
 
 
 @T.macro
-def hold(sums: SkewedSums, gradients: Any, key_sums: Any, place: Place, corners: Corners) -> None:
+def start_sums(sums: SkewedSums) -> None:
+    """Before the first step."""
+    if sums.over_steps:
+        for far in sums.far:
+            T.fill(far, 0)
+
+
+@T.macro
+def hold(sums: SkewedSums, gradients: Any, place: Place, corners: Corners) -> None:
     """Before the threads meet: keeps the tile, or the sums of its keys where it is clamped."""
     if sums.clamped:
-        if sums.is_clamped(place, corners):
-            T.reduce_sum(gradients, key_sums, dim=1)
+        if sums.is_clamped(place, corners, False):
+            T.reduce_sum(gradients, sums.far[0], dim=1, clear=not sums.over_steps)
         else:
-            T.copy(gradients, sums.held[:, 0 : sums.tile.q])
+            if sums.is_clamped(place, corners, True):
+                T.reduce_sum(gradients, sums.far[-1], dim=1, clear=not sums.over_steps)
+            else:
+                T.copy(gradients, sums.held[:, 0 : sums.tile.q])
     else:
         T.copy(gradients, sums.held[:, 0 : sums.tile.q])
 
 
 @T.macro
-def add_held(sums: SkewedSums, key_sums: Any, buffers: Any, factors: Any, place: Place, corners: Corners,
-             sizes: Sizes) -> None:  # fmt: skip
+def add_held(sums: SkewedSums, buffers: Any, factors: Any, place: Place, corners: Corners, sizes: Sizes) -> None:
     """After the threads met, so that steps add to a diagonal in turn: adds what is held."""
     if sums.clamped:
-        if sums.is_clamped(place, corners):
-            _add_clamped(sums, key_sums, buffers, factors, place, corners, sizes)
+        clamped = T.Or(sums.is_clamped(place, corners, False), sums.is_clamped(place, corners, True))
+        if clamped:
+            if not sums.over_steps:
+                (q0, kv0), _ = corners
+                _add_far(sums, sums.far[0], buffers, factors, place, q0, kv0, sizes)
         else:
             _walk(sums)
             _join(sums, buffers, factors, place, corners, sizes)
@@ -115,15 +131,21 @@ def add_held(sums: SkewedSums, key_sums: Any, buffers: Any, factors: Any, place:
 
 
 @T.macro
-def _add_clamped(sums: SkewedSums, key_sums: Any, buffers: Any, factors: Any, place: Place, corners: Corners,
-                 sizes: Sizes) -> None:  # fmt: skip
-    """Adds the sum of each key to its diagonal with the tile's first query."""
-    (q0, kv0), _ = corners
+def finish_sums(sums: SkewedSums, buffers: Any, factors: Any, place: Place, kv0: Any, sizes: Sizes) -> None:
+    """After the last step."""
+    if sums.over_steps:
+        _add_far(sums, sums.far[0], buffers, factors, place, 0, kv0, sizes)
+        _add_far(sums, sums.far[1], buffers, factors, place, sizes.q - 1, kv0, sizes)
+
+
+@T.macro
+def _add_far(sums: SkewedSums, far: Any, buffers: Any, factors: Any, place: Place, query: Any, kv0: Any,
+             sizes: Sizes) -> None:  # fmt: skip
+    """Adds the sum of each key to its diagonal with a query."""
     strip = kv0 // sums.tile.kv if sums.summed.ordered else 0
     for j in T.Parallel(sums.tile.kv):
         for target, factor in sums.targets(buffers, factors):
-            at = q0 - kv0 - j + sizes.kv - 1
-            add_to_diagonal(sums.summed, target, place, strip, at, key_sums[j] * factor)
+            add_to_diagonal(sums.summed, target, place, strip, query - kv0 - j + sizes.kv - 1, far[j] * factor)
 
 
 @T.macro
@@ -144,6 +166,7 @@ def _walk(sums: SkewedSums) -> None:
                     after = after + held[row0 + i, column0 + i - tile.q]
         sums.walked[0, d] = before
         sums.walked[1, d] = after
+    T.fence_proxy_async()  # or TileLang sets one before each step's first product, where it waits for dQ's additions
     T.sync_threads(COMPUTE, tile.threads)
 
 

@@ -25,10 +25,11 @@ def at_ends(place: Place, ends: Ends | None, corners: Corners, expr: Expr, actio
     _choose(most <= ends.least, least >= ends.most, actions)
 
 
-def past_ends(place: Place, ends: Ends, corners: Corners) -> Any:
-    """Is the index at one of its ends in the whole tile?"""
-    least, most = (_extreme(place, ends, corners, highest) for highest in (False, True))
-    return T.Or(most <= ends.least, least >= ends.most)
+def past_end(place: Place, ends: Ends, corners: Corners, late: bool) -> Any:
+    """Is the index at one end in the whole tile: the one of late queries, or that of early ones?"""
+    if (ends.factors()[0] > 0) is late:
+        return _extreme(place, ends, corners, False) >= ends.most
+    return _extreme(place, ends, corners, True) <= ends.least
 
 
 def _extreme(place: Place, ends: Ends, corners: Corners, highest: bool) -> Any:

@@ -125,7 +125,8 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 T.fill(rows[variable], value)
             walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
             for step in loop(walk.count, tile.stages):
-                kv_tile = walk.tile(step)
+                visit = walk.at(step)
+                kv_tile = visit.tile
                 kv0 = kv_tile * tile.kv
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
@@ -134,7 +135,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                     copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.score(kv0)
                 if schedule.fill is not None:
-                    partial = either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv)
+                    partial = either(visit.is_partial(kv_tile), kv0 + tile.kv > sizes.kv)
                     where_partial(partial, bind(maths.mask, kv0))
                 maths.weigh(kv0)
                 load(weights, scores)

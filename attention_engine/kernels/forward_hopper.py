@@ -36,7 +36,7 @@ from attention_engine.kernels.forward import TileMaths, forward_parameters, need
 from attention_engine.kernels.items import Deal, Items
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.staged import StagedReads
-from attention_engine.kernels.tiles import KeyWalk, either
+from attention_engine.kernels.tiles import KeyWalk, Visit, either
 from attention_engine.kernels.warps import (
     COMPUTE,
     GROUP,
@@ -121,12 +121,12 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     through_queries = dim == dim_v and not own_output
 
     @T.macro
-    def weigh(maths: TileMaths, walk: KeyWalk, step: Any) -> None:
-        kv_tile = walk.tile(step)
+    def weigh(maths: TileMaths, visit: Visit) -> None:
+        kv_tile = visit.tile
         kv0 = kv_tile * tile.kv
         maths.score(kv0)
         if schedule.fill is not None:
-            where_partial(either(walk.is_partial(step, kv_tile), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
+            where_partial(either(visit.is_partial(kv_tile), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
         maths.weigh(kv0)
 
     @T.macro
@@ -137,7 +137,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         T.tma_copy(window(buffers["q"], item.batch, item.head, q0, tile.q, dim), memory.q, barrier=memory.q_full)
         T.barrier_arrive(memory.q_full)
         for step in T.serial(item.steps):
-            kv0 = walk.tile(step) * tile.kv
+            kv0 = walk.at(step).tile * tile.kv
             stage, turn = item.stage(step, stages)
             T.barrier_wait(memory.k_empty[stage], turn ^ 1)
             T.tma_copy(
@@ -237,17 +237,19 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         T.barrier_wait(memory.q_full, item.items_before % 2)
         if steps > 0:
             first, first_turn = item.stage(0, stages)
+            first_visit = walk.at(0)
             T.barrier_wait(memory.k_full[first], first_turn)
             T.wgmma_gemm(q, k[first, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
             T.wait_wgmma(0)
             give_back(thread, memory.k_empty, first)
             give_back_queries(thread, memory, steps == 1)
-            weigh(maths, walk, 0)
+            weigh(maths, first_visit)
             T.copy(scores, weights)
             if in_turn and not tile.persistent:
                 take_first_turn(thread)
             for after in T.serial(steps - 1):
                 step = after + 1
+                visit = walk.at(step)  # a list is read here, while the products are made
                 stage, turn = item.stage(step, stages)
                 before, turn_before = item.stage(after, stages)
                 T.barrier_wait(memory.k_full[stage], turn)
@@ -261,7 +263,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
                 T.wait_wgmma(1)  # the scores are there, the output on its way
                 give_back(thread, memory.k_empty, stage)
                 give_back_queries(thread, memory, step + 1 == steps)
-                weigh(maths, walk, step)
+                weigh(maths, visit)
                 if in_turn:
                     finish_before(scores, tile.q * tile.kv // tile.threads, memory.v_full, before, turn_before)
                 T.wait_wgmma(0)

@@ -45,7 +45,8 @@ class Deal:
         self.grid = name_value(items.grid)
         self.together = name_value(self._pairs_of_a_section() if items.longest_last else items.pairs)
         self.waves = name_value(_ceiling(self.together * items.blocks, self.grid))
-        self.turns = name_value(_ceiling(items.pairs, self.together) * self.waves)
+        sections = _ceiling(items.pairs, self.together)
+        self.turns = name_value(sections * self.waves) if items.longest_last else self.waves
 
     def _pairs_of_a_section(self) -> Any:
         """As many as make an even number of waves, the nearest to what the cache holds; sections of one size."""
@@ -58,8 +59,10 @@ class Deal:
     def position(self, turn: Any) -> tuple[Any, Any, Any]:
         """The section of a turn, how many (batch, head) pairs it has, and this block's place in it: beyond its end
         where the turn has no item."""
-        section = name_value(T.truncdiv(turn, self.waves))
         dealt = T.if_then_else(turn % 2 == 0, self.place, self.grid - 1 - self.place)
+        if not self.items.longest_last:  # one section
+            return 0, self.together, name_value(turn * self.grid + dealt)
+        section = name_value(T.truncdiv(turn, self.waves))
         pairs = T.min(self.together, self.items.pairs - section * self.together)
         return section, name_value(pairs), name_value((turn - section * self.waves) * self.grid + dealt)
 

@@ -8,12 +8,15 @@ which an `if` around its body would not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from attention_engine.ir.problem import Problem, Tile
+from attention_engine.kernels.splice import take_for_granted
 from attention_engine.passes.analyse_mask import MaskPlan
 from attention_engine.passes.tile_plan import TilePlan
 
@@ -31,6 +34,20 @@ def list_parameters(plan: TilePlan, sizes: Any, problem: Problem, tile: Tile, ov
     return {LISTS: T.Tensor(shape, "int32")}
 
 
+@dataclass(frozen=True)
+class Visit:
+    """A step of a walk: its tile; whether the tile may hold a masked pair; the query head, where steps have several."""
+
+    tile: Any
+    partial: Callable[[Any], Any]
+    head: Any = None
+
+    def is_partial(self, tile: Any) -> Any:
+        """May the tile, under the name it has by now, hold a masked pair (of those within the lengths)? Python's truth
+        where it is known."""
+        return self.partial(tile)
+
+
 class KeyWalk:
     """The tiles of keys that a block of queries walks over: `count` steps."""
 
@@ -45,14 +62,14 @@ class KeyWalk:
         self.first = _name("first", first)
         self.count = _name("count", stop - self.first)
 
-    def tile(self, step: Any) -> Any:
+    def at(self, step: Any) -> Visit:
         """The tile of a step."""
-        return self.first + step if self.lists is None else self.lists.entry(step) // 2
-
-    def is_partial(self, step: Any, tile: Any) -> Any:
-        """May the step's tile hold a masked pair (of those within the lengths)? Python's truth where it is known."""
         if self.lists is not None:
-            return self.lists.entry(step) % 2 != 0
+            entry = self.lists.entry(step)
+            return Visit(entry // 2, lambda _: entry % 2 != 0)
+        return Visit(self.first + step, self._is_partial)
+
+    def _is_partial(self, tile: Any) -> Any:
         kv0 = tile * self.shape.kv
         return is_partial(self.plan.bounds, self.q0, self.q0 + self.shape.q - 1, kv0, kv0 + self.shape.kv - 1)
 
@@ -73,25 +90,18 @@ class QueryWalk:
         self.first = _name("first", first)
         self.count = _name("count", self.group * (stop - self.first))
 
-    def _entry(self, step: Any) -> Any:
-        assert self.lists is not None
-        return self.lists.entry(step if self.plan.by_head else step // self.group)
-
-    def head(self, step: Any) -> Any:
-        """The query head of a step."""
-        in_group = self._entry(step) // 2 % self.group if self.lists and self.plan.by_head else step % self.group
-        return self.kv_head * self.group + in_group
-
-    def tile(self, step: Any) -> Any:
-        """The tile of a step."""
+    def at(self, step: Any) -> Visit:
+        """The tile and the query head of a step."""
+        first_head, in_turn = self.kv_head * self.group, step % self.group
         if self.lists is None:
-            return self.first + step // self.group
-        return self._entry(step) // (2 * self.group if self.plan.by_head else 2)
+            return Visit(self.first + step // self.group, self._is_partial, first_head + in_turn)
+        entry = self.lists.entry(step if self.plan.by_head else step // self.group)
+        tile, in_group = (entry // 2, in_turn)
+        if self.plan.by_head:
+            tile, in_group = entry // (2 * self.group), entry // 2 % self.group
+        return Visit(tile, lambda _: entry % 2 != 0, first_head + in_group)
 
-    def is_partial(self, step: Any, tile: Any) -> Any:
-        """May the step's tile hold a masked pair (of those within the lengths)? Python's truth where it is known."""
-        if self.lists is not None:
-            return self._entry(step) % 2 != 0
+    def _is_partial(self, tile: Any) -> Any:
         q0 = tile * self.shape.q
         return is_partial(self.plan.bounds, q0, q0 + self.shape.q - 1, self.kv0, self.kv0 + self.shape.kv - 1)
 
@@ -102,10 +112,14 @@ class _Lists:
     def __init__(self, plan: TilePlan, buffers: Any, batch: Any, head: Any, row: Any) -> None:
         self.buffer = buffers[LISTS]
         self.place = (batch if plan.by_batch else 0, head if plan.by_head else 0, row)
-        self.count = self.buffer[(*self.place, 0)]
+        for index, length in zip(self.place, self.buffer.shape, strict=False):
+            take_for_granted(T.And(index >= 0, index < length))
+        self.count = _name("count", self.buffer[(*self.place, 0)])
+        take_for_granted(self.count < self.buffer.shape[3])
 
     def entry(self, step: Any) -> Any:
-        return self.buffer[(*self.place, step + 1)]
+        """What the list holds for a step; read here, once."""
+        return _name("entry", self.buffer[(*self.place, step + 1)])
 
 
 def _name(name: str, value: Any) -> Any:

@@ -51,8 +51,8 @@ def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None, heads=(4, 2)):
     return target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
 
 
-def lower_sums_of_diagonals():
-    metas = [meta_tensor(1, heads, 256, 128, dtype=HALF) for heads in (4, 2, 2)]
+def lower_sums_of_diagonals(kv_heads):
+    metas = [meta_tensor(1, heads, 256, 128, dtype=HALF) for heads in (4, kv_heads, kv_heads)]
     custom = CustomIO({"table": ("heads", 65)})
     score = relative_bias("table", 32, 0.1)
     engine = AttentionEngine(metas, custom, score, causal, OnlineSoftmax(), device=arch.H100())
@@ -67,7 +67,8 @@ def lower_sums_of_diagonals():
 @functools.cache
 def hopper():
     lowered = {name: lower(arch.H100(), *given) for name, given in HOPPER.items()}
-    return compile_together({**lowered, "table_backward": lower_sums_of_diagonals()}, arch.H100())
+    tables = {"table_backward": lower_sums_of_diagonals(2), "ungrouped_table_backward": lower_sums_of_diagonals(4)}
+    return compile_together({**lowered, **tables}, arch.H100())
 
 
 def test_hopper_kernels_fit_and_use_its_instructions():
@@ -90,6 +91,14 @@ def test_backward_where_no_register_is_left_adds_to_dq_without_a_guard():
     for name in ("deep_backward", "ungrouped_deep_backward"):
         cuda = hopper()[name].cuda
         assert cuda[: cuda.index("AtomicAddx4")].splitlines()[-4].strip() == "}", name
+
+
+def test_no_step_of_sums_of_diagonals_waits_for_the_additions_of_the_last():
+    """As a fence before its first product would."""
+    for name in ("table_backward", "ungrouped_table_backward"):
+        lines = hopper()[name].cuda.splitlines()
+        fences = [n for n, line in enumerate(lines) if "fence_proxy_async" in line]
+        assert len(fences) == 3 and all("warpgroup_arrive" not in lines[n - 1] for n in fences), name
 
 
 def test_backward_of_wide_heads_hands_pairs_over_in_shared_memory():

@@ -308,10 +308,10 @@ ENDS = {
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
-@pytest.mark.parametrize("name", ENDS)
-def test_tiles_at_either_end_of_a_relative_bias(name, deterministic, kernels):
+@pytest.mark.parametrize(("name", "kv_heads"), [*((name, 1) for name in ENDS), ("skewed", 2)])
+def test_tiles_at_either_end_of_a_relative_bias(name, kv_heads, deterministic, kernels):
     """Of three by four tiles some are past the reach on one side, some on the other, some on neither."""
-    shape = Shape(1, 300, 420, 2, 1, 128, 128)
+    shape = Shape(1, 300, 420, 2, kv_heads, 128, 128)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     table = torch.randn(2, 61, generator=torch.Generator().manual_seed(1))
     tiles = ENDS[name]

@@ -66,11 +66,11 @@ def test_tiles_follow_the_registers_that_the_maths_needs(problem, expected):
     ("mask", "dim", "forms"),
     [
         (causal, 128, (True, False)), (sliding_window(99), 128, (True, False)), (None, 128, (False, False)),
-        (dilated(3), 128, (False, False)), (causal, 64, (True, True)), (causal, 256, (False, False)),
-        (None, 64, (False, True)), (dilated(3), 64, (False, False)),
+        (dilated(3), 128, (True, False)), (causal, 64, (True, True)), (causal, 256, (False, False)),
+        (None, 64, (False, True)), (dilated(3), 64, (True, False)), (dilated(3), 256, (False, False)),
     ],
 )  # fmt: skip
-def test_blocks_share_all_work_where_later_queries_see_more_keys(mask, dim, forms):
+def test_blocks_share_all_work_where_they_walk_over_lists_or_later_queries_see_more_keys(mask, dim, forms):
     metas = [meta_tensor(1, 2, 256, dim, dtype=torch.float16)] * 3
     tile = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())._kernels("cuda").tiles
     assert (tile.forward.persistent, tile.forward.lazy_rescale) == forms
