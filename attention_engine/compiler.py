@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
@@ -21,7 +21,10 @@ from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
-from attention_engine.target.compile import ONE_CHAIN, UNIFORM_GROUPS
+from attention_engine.target.compile import ONE_CHAIN, UNIFORM_GROUPS, Resources
+
+if TYPE_CHECKING:
+    from attention_engine.target.cache import KernelKey
 
 Target = Arch | str  # an architecture, or "interpret"
 INTERPRETED_PLACES = 3  # blocks that the interpreter's GPU runs at once: few, so that each has several work items
@@ -67,12 +70,11 @@ class Kernel:
             from attention_engine.target.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
-        from attention_engine.target.cache import KernelKey, find_or_compile
+        from attention_engine.target.cache import find_or_compile
         from attention_engine.target.compile import compile_kernel
 
         arch, configs = self.target, self.configs
-        key = KernelKey(self.builder, self.given, arch, tuple(configs.items()))
-        kernel = find_or_compile(key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
+        kernel = find_or_compile(self._key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
         if needed > limit:
             problem = self.problem
@@ -82,6 +84,20 @@ class Kernel:
                 '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
             )
         return kernel
+
+    @property
+    def _key(self) -> KernelKey:
+        from attention_engine.target.cache import KernelKey
+
+        assert isinstance(self.target, Arch), "the interpreter keeps nothing"
+        return KernelKey(self.builder, self.given, self.target, tuple(self.configs.items()))
+
+    @property
+    def resources(self) -> Resources:
+        """What the compiled kernel takes of a GPU."""
+        from attention_engine.target.cache import resources_of
+
+        return resources_of(self._key, self.compiled.lowered)
 
     @cached_property
     def run(self) -> Callable[..., None]:

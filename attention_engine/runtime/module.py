@@ -334,8 +334,8 @@ class AttentionEngine(torch.nn.Module):
         device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
         NoCudaCompiler, TileDoesNotFit.
         """
-        lowered = [k.compiled.lowered for k in self._all_kernels(device or self.device or detect()).values()]
-        return {kernel.symbol: kernel.resources() for kernel in lowered}
+        kernels = self._all_kernels(device or self.device or detect()).values()
+        return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels}
 
     def _all_kernels(self, device: Arch) -> dict[str, Kernel]:
         """The kernels of both directions on a GPU, by name."""

@@ -101,8 +101,10 @@ def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
 
 def compile_tile(job: AnyJob, tile: AnyTile) -> Resources | None:
     """Puts the kernels of a tile on disk; what the tuned one takes, where they are for a GPU."""
-    compiled = [kernel.compiled for kernel in job.kernels(tile)]
-    return None if isinstance(job.target, str) else compiled[0].lowered.resources()
+    kernels = job.kernels(tile)
+    for kernel in kernels:
+        kernel.compiled  # noqa: B018 - made when first asked for
+    return None if isinstance(job.target, str) else kernels[0].resources
 
 
 # ---- in the process that measures

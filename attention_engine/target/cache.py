@@ -1,12 +1,13 @@
 """Compiled kernels on disk: found by what they are made of, before anything is traced or TileLang is imported.
 
 A folder for each kernel: kernel.so (loads without TileLang's compiler), device.cu, host.c, tilelang.py and key.json,
-which says readably what it was made of. Keys hold no length, batch or address. Folders appear whole, by a rename; of
+which says readably what it was made of; resources.json, once someone asked what the kernel takes. Keys hold no length, batch or address. Folders appear whole, by a rename; of
 several processes one compiles.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -20,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from filelock import FileLock
 from attention_engine import settings
 from attention_engine.arch import Arch
 from attention_engine.ir.expr import Expr
-from attention_engine.target.compile import CompiledKernel, LoweredKernel, load_tilelang
+from attention_engine.target.compile import CompiledKernel, LoweredKernel, Resources, load_tilelang
 
 SCHEMA = 1
 LIBRARY, CUDA, HOST, SCRIPT, KEY = "kernel.so", "device.cu", "host.c", "tilelang.py", "key.json"
+RESOURCES = "resources.json"
 # What turns a key into a kernel.
 WORK_AROUNDS = ("wait_groups", "fences", "printed", "proofs")
 MAKERS = ("ir", "passes", "kernels", "target/compile.py", *(f"target/{name}.py" for name in WORK_AROUNDS))
@@ -141,6 +143,21 @@ def find_or_compile(key: KernelKey, compile_now: Callable[[], CompiledKernel]) -
         if kernel.library is not None:
             _save(place, key, kernel.lowered, kernel.library, time.perf_counter() - started)
         return kernel
+
+
+def resources_of(key: KernelKey, lowered: LoweredKernel) -> Resources:
+    """What a kernel takes, asked of nvcc once: then it stands beside the kernel."""
+    path = folder() / key.digest / RESOURCES
+    try:
+        known = json.loads(path.read_text())
+        return Resources(**{**known, "notes": tuple(known["notes"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        found = lowered.resources()
+    with contextlib.suppress(OSError):  # no such folder, or one that can't be written
+        staging = path.with_suffix(f".{os.getpid()}")
+        staging.write_text(json.dumps(asdict(found)))
+        staging.replace(path)
+    return found
 
 
 def _save(place: Path, key: KernelKey, lowered: LoweredKernel, library: Path, seconds: float) -> None:

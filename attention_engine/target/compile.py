@@ -94,10 +94,6 @@ class CompiledKernel:
         """The kernel as text: the TileLang program, or the CUDA made of it."""
         return self.lowered.source(form)
 
-    def resources(self) -> Resources:
-        """Registers, spills and shared memory; asks nvcc again, which takes seconds."""
-        return self.lowered.resources()
-
 
 def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] | None = None) -> CompiledKernel:
     """Compile a PrimFunc for a GPU, which need not be here; TileLang's disk cache spares the work of another process.

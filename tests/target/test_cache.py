@@ -15,9 +15,9 @@ import pytest
 from attention_engine import AttentionEngine, arch, meta_tensor
 from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, causal, dilated, scale
-from attention_engine.target import cache
+from attention_engine.target import cache, compile
 from attention_engine.target.cache import KernelKey, spell
-from attention_engine.target.compile import CompiledKernel, LoweredKernel, find_nvcc
+from attention_engine.target.compile import CompiledKernel, LoweredKernel, Resources, find_nvcc
 from tests.target.text_compiler import H100, KEY, Compiler
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -115,6 +115,17 @@ def test_a_damaged_folder_is_made_again(tmp_path, loaded, name):
     cache.find_or_compile(KEY, compiler)
     cache.find_or_compile(KEY, compiler)
     assert compiler.count == 2
+
+
+def test_what_a_kernel_takes_is_asked_once(tmp_path, loaded, monkeypatch):
+    asked = []
+    report = "Used 168 registers\n8 bytes spill stores, 4 bytes spill loads\n(C7512) serialized"
+    monkeypatch.setattr(compile, "ptxas_report", lambda *_: asked.append(1) or report)
+    lowered = cache.find_or_compile(KEY, Compiler(tmp_path)).lowered
+    found = [cache.resources_of(KEY, lowered) for _ in range(2)]
+    assert found == [Resources(168, 8, 4, 0, ("(C7512) serialized",))] * 2 and len(asked) == 1
+    (cache.folder() / KEY.digest / cache.RESOURCES).write_text("[]")
+    assert cache.resources_of(KEY, lowered) == found[0] and len(asked) == 2
 
 
 def test_a_compilation_that_fails_leaves_nothing(tmp_path, loaded):
