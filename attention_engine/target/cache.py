@@ -1,8 +1,8 @@
 """Compiled kernels on disk: found by what they are made of, before anything is traced or TileLang is imported.
 
 A folder for each kernel: kernel.so (loads without TileLang's compiler), device.cu, host.c, tilelang.py and key.json,
-which says readably what it was made of; resources.json, once someone asked what the kernel takes. Keys hold no length, batch or address. Folders appear whole, by a rename; of
-several processes one compiles.
+which says readably what it was made of; resources.json, once someone asked what the kernel takes. Keys hold no length,
+batch or address. Folders appear whole, by a rename; of several processes one compiles.
 """
 
 from __future__ import annotations
