@@ -232,13 +232,19 @@ def find_ends(
 
 @T.macro
 def note_pairs(strips: int, rows: int, columns: int, entry: Any, kept: Any, masked: Any, seen: Any, flags: Any) -> None:
-    """seen[flags] and seen[flags + 1] become 1 where an entry of `kept`, of `masked` does, strip by strip."""
-    T.fill(kept, 0)
-    T.fill(masked, 0)
+    """seen[flags] and seen[flags + 1] become 1 where an entry of `kept`, of `masked` does, strip by strip until both
+    are."""
     for strip in T.serial(strips):
-        over_pairs(rows, columns, bind(entry, strip))
-    for i, j in T.Parallel(rows, columns):
-        if kept[i, j] != 0:
-            seen[flags] = 1
-        if masked[i, j] != 0:
-            seen[flags + 1] = 1
+        T.sync_threads()
+        both = T.alloc_var("bool")
+        both = seen[flags] + seen[flags + 1] == 2
+        T.sync_threads()  # all have read
+        if T.Not(both):
+            T.fill(kept, 0)
+            T.fill(masked, 0)
+            over_pairs(rows, columns, bind(entry, strip))
+            for i, j in T.Parallel(rows, columns):
+                if kept[i, j] != 0:
+                    seen[flags] = 1
+                if masked[i, j] != 0:
+                    seen[flags + 1] = 1

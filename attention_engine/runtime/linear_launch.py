@@ -145,6 +145,12 @@ class LinearLauncher:
         return _Backward(self, tensors, decay, initial, custom, "backward", wanted).run(d_last)
 
 
+def _sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dim of two or more. Of two, an addition is three times as fast as torch's reduction."""
+    most, last = (parts[0], parts[1]) if len(parts) == 2 else (parts[:-1].sum(0), parts[-1])
+    return torch.add(most, last, out=torch.empty_like(last, dtype=dtype))
+
+
 def _strided_decay(decay: Tensor | None) -> list[int | Tensor]:
     """decay as kernels take it: its strides, where there is one to walk by, and itself."""
     if decay is None:
@@ -220,7 +226,7 @@ class _Pass:
         inputs = self._inputs(role, tile)
         self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
         self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
-        return result if parts == 1 else result.sum(0).to(own.dtype), local
+        return result if parts == 1 else _sum_parts(result, own.dtype), local
 
     def _walk(self, role: str, first: Tensor | None, ends: bool) -> tuple[Tensor, Tensor]:
         """(the output or a gradient, the state that the walk ends with, where asked for), in one walk."""
@@ -299,13 +305,13 @@ class _Backward(_Pass):
         initial = d_initial if self.initial is not None else None
         return LinearGradients(found["dq"], found["dk"], found["dv"], d_decay, initial, self.found)
 
-    def _decay_gradient(self, of_queries: list[Tensor], of_keys: list[Tensor], overlap: Tensor) -> Tensor:
-        """The gradient of decay from what rows and states add to it."""
-        d_decay = self._new(self.batch, self.length, self.heads)
+    def _decay_gradient(self, of_queries: list[Tensor], of_keys: list[Tensor], overlap: Tensor) -> Tensor | None:
+        """The gradient of decay, where there is one, from what rows and states add to it."""
+        d_decay = [self._new(self.batch, self.length, self.heads)] if self.decay is not None else []
         reads = self._reads("decay")
         rows = [self._new(*of_keys[0].shape[1:]) for _ in reads]
         self.kernels.decay_gradients(reads).compiled(
-            *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, d_decay, *rows
+            *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, *d_decay, *rows
         )
         self._add(reads, rows)
-        return d_decay
+        return d_decay[0] if d_decay else None

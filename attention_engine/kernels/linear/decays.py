@@ -79,12 +79,12 @@ def decay_gradients(
     threads: int = 128,
 ) -> Any:  # fmt: skip
     """The PrimFunc: ([decay], custom..., dq's rows of_queries, of_query_pairs, dk's of_keys, of_key_pairs, overlap,
-    gradient, read sums...).
+    [gradient], read sums...).
 
     The gradient of the log decay of token t of a chunk: overlap + sum of of_keys before t + sum from t on of of_queries
     and of_query_pairs less of_key_pairs. A decay scales what the tokens before it gave to those from it on; nothing is
     subtracted but pairs of the chunk from themselves. tiles: how many parts dq's rows, dk's and overlap come in.
-    gradient: fp32 (batch, length, heads), of decay before its mod.
+    gradient: fp32 (batch, length, heads), of decay before its mod, where the mod reads it.
     """
     sizes = LinearSizes(problem, chunk)
     rows = sizes.rows().shape
@@ -93,7 +93,8 @@ def decay_gradients(
     for name, count in parts.items():
         parameters[name] = T.Tensor([count, *rows], FLOAT)
     parameters["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, tiles[2]], FLOAT)
-    parameters["gradient"] = T.Tensor([sizes.batch, sizes.length, problem.heads], FLOAT)
+    if problem.decay_dtype:
+        parameters["gradient"] = T.Tensor([sizes.batch, sizes.length, problem.heads], FLOAT)
     for number in range(len(reads)):
         parameters[f"read_{number}"] = T.Tensor(rows, FLOAT)
     by_x = differentiate_mod(program, "decay")
@@ -122,7 +123,8 @@ def decay_gradients(
         over_pairs(CHUNKS, chunk, entry)
 
     def put(buffers: Any, block: Block, i: Any, values: Any) -> None:
-        store(buffers["gradient"], values[0], block.batch, block.token0 + i, block.head)
+        if problem.decay_dtype:
+            store(buffers["gradient"], values[0], block.batch, block.token0 + i, block.head)
         for number, value in enumerate(values[1:]):
             store(buffers[f"read_{number}"], value, block.batch, block.head, block.token0 + i)
 
