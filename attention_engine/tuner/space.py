@@ -65,7 +65,7 @@ def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
             sums = tile.q * dim_v + pairs + (pairs // held if held > 1 else 0)
         case "backward":
             in_turn = tile.specialised and pairs_in_turn(problem, tile)
-            in_memory = tile.specialised and tile.shared_weights or in_turn
+            in_memory = (tile.specialised and tile.shared_weights) or in_turn
             handed = 4 if in_memory else 1  # tiles of pairs: weights and gradients of two steps, or gradients
             shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + handed * pairs) * size
             shared += pairs * 4 if tile.skewed_sums else 0
