@@ -11,13 +11,16 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
-from attention_engine.passes.simplify import simplify
+from attention_engine.passes.simplify import simplify, split_coefficient, terms
 
 FORWARD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)})
 BACKWARD_DIMS = frozenset({*itertools.product((64, 128), repeat=2), (192, 128), (128, 256), (256, 256)})
 KEY_SUM_DIMS = frozenset({(64, 64)})
 MOST_ROWS = 3  # for which 227 KB have room beside 256 KB of tiles
+PLACES = frozenset({Q_IDX, KV_IDX})
 LIGHT = frozenset({Op.CONST, Op.VAR, Op.DETACH, Op.ADD, Op.MUL, Op.EXP2, Op.MAXIMUM, Op.MINIMUM})
+OF_PLACES = LIGHT | {Op.CAST, Op.ABS}
+OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
 
 
 def forward_fits(problem: Problem, schedule: ForwardSchedule) -> bool:
@@ -66,9 +69,24 @@ def vanishes_with_weights(schedule: BackwardSchedule) -> bool:
 
 def scores_are_light(schedule: ForwardSchedule) -> bool:
     """Do its pairs need few registers? Scores that are products, weights of few operations, a mask of plain bounds."""
+    return schedule.score is PRODUCT and _weights_are_light(schedule)
+
+
+def scores_are_of_places(schedule: ForwardSchedule) -> bool:
+    """Are they light but for what places add to a score, or multiply it with, as ALiBi and retention do?"""
+    of_places = all(node.op in OF_PLACES for node in topological(schedule.score))
+    return schedule.score is not PRODUCT and of_places and _weights_are_light(schedule)
+
+
+def adds_to_products(schedule: ForwardSchedule) -> bool:
+    """Is a score a product and something else beside it?"""
+    rests = [rest for _, rest in map(split_coefficient, terms(schedule.score))]
+    return PRODUCT in rests and len(rests) > 1
+
+
+def _weights_are_light(schedule: ForwardSchedule) -> bool:
     values = [step.value for step in schedule.steps if isinstance(step, TileStep)]
-    simple = all(node.op in LIGHT for node in topological(*values))
-    return simple and schedule.score is PRODUCT and analyse_mask(schedule.mask).exact
+    return all(node.op in LIGHT for node in topological(*values)) and analyse_mask(schedule.mask).exact
 
 
 def pairs_issue_much(schedule: ForwardSchedule) -> bool:
@@ -80,10 +98,24 @@ def pairs_issue_much(schedule: ForwardSchedule) -> bool:
     return schedule.score is not PRODUCT and schedule.ends is None
 
 
-def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums) -> bool:
-    """Do its pairs need few registers? No products kept, nothing that depends on places, a mask of plain bounds."""
+def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums, dims: tuple[int, int]) -> bool:
+    """Do its pairs leave registers for the larger tile of these head dims? Only where a mask has plain bounds, pairs
+    read no custom input, and none has a gradient summed over pairs.
+
+    Compiled for head dims 128: a product that is kept fits where its sign is all that is asked (ReLU) and nothing is
+    masked. Places fit at head dims 64; at 128 where they leave the gradient of a product alone (ALiBi, not retention)
+    and later queries see more keys, so that blocks have numbers of their own: with the GPU's, products wait for one
+    another (ptxas C7512).
+    """
     gradient = topological(schedule.product_gradient)
     nodes = [*gradient, *topological(schedule.weights)]
-    places = {Q_IDX, KV_IDX} & set(nodes) or any(node.op is Op.LOAD for node in nodes)
-    simple = analyse_mask(schedule.mask).exact and PRODUCT not in gradient
-    return simple and not (places or summed.of_keys or summed.diagonals)
+    mask = analyse_mask(schedule.mask)
+    reads = any(node.op is Op.LOAD for node in nodes)
+    if not mask.exact or reads or summed.of_keys or summed.diagonals:
+        return False
+    if PRODUCT in gradient:
+        return dims == (128, 128) and not mask.bounds and all(node.op in OF_SIGNS for node in gradient)
+    if not PLACES & set(nodes) or dims == (64, 64):
+        return True
+    later_is_longer = any(bound.q > 0 > bound.kv for bound in mask.bounds)
+    return dims == (128, 128) and not PLACES & set(gradient) and later_is_longer

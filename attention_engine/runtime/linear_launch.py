@@ -146,9 +146,11 @@ class LinearLauncher:
 
 
 def _sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first dim of two or more. Of two, an addition is three times as fast as torch's reduction."""
-    most, last = (parts[0], parts[1]) if len(parts) == 2 else (parts[:-1].sum(0), parts[-1])
-    return torch.add(most, last, out=torch.empty_like(last, dtype=dtype))
+    """The sum over the first dim. Of two, an addition is three times as fast as torch's reduction."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    most = parts[0] if len(parts) == 2 else parts[:-1].sum(0)
+    return torch.add(most, parts[-1], out=torch.empty_like(parts[-1], dtype=dtype))
 
 
 def _strided_decay(decay: Tensor | None) -> list[int | Tensor]:
@@ -225,7 +227,7 @@ class _Pass:
         rows = self._row_sums(role, tile, len(reads))
         inputs = self._inputs(role, tile)
         self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
-        self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
+        self._add(reads, [_sum_parts(r, r.dtype) for r in rows])
         return result if parts == 1 else _sum_parts(result, own.dtype), local
 
     def _walk(self, role: str, first: Tensor | None, ends: bool) -> tuple[Tensor, Tensor]:
@@ -240,7 +242,7 @@ class _Pass:
         rows = self._row_sums(role, tile, len(reads))
         inputs = self._inputs(role, tile)
         self.kernels.walk(role, bool(given), ends, reads).compiled(*inputs, *given, result, *lasts, *rows)
-        self._add(reads, [r[0] if len(r) == 1 else r.sum(0) for r in rows])
+        self._add(reads, [_sum_parts(r, r.dtype) for r in rows])
         return result, last
 
     def _inputs(self, role: str, tile: LinearTile) -> list[int | Tensor]:

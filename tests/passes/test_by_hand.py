@@ -24,6 +24,7 @@ from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, rows_r
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
 from attention_engine.target.compile import ONE_CHAIN
+from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 
 pytest.importorskip("tilelang")
@@ -60,6 +61,25 @@ def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=
 )
 def test_tiles_follow_the_registers_that_the_maths_needs(problem, expected):
     assert tiles(**problem) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("mha-128.alibi.full", (128, 128, ""), 64), ("mha-128.alibi.causal", (128, 128, "PL"), 80),
+        ("mha-64.alibi.full", (192, 128, "L"), 128), ("mha-64.alibi.window", (192, 128, "PL"), 128),
+        ("mha-64.retention.causal", (192, 128, "PL"), 128), ("mha-128.retention.causal", (128, 128, "P"), 64),
+        ("mha-128.relu.full", (192, 80, ""), 80), ("mha-128.relu.causal", (128, 128, "P"), 64),
+        ("mha-128.sigmoid.full", (192, 80, ""), 80), ("mha-128.sigmoid.causal", (128, 128, "P"), 80),
+        ("mha-64.softcap.full", (128, 128, "L"), 64), ("mha-64.relu.full", (192, 128, ""), 64),
+    ],
+)  # fmt: skip
+def test_maths_of_places_and_signs_get_the_larger_tiles_where_they_fit(name, forward, backward):
+    (case,) = find(f"{name}.2048")
+    made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
+    tiles = default_tiles(made.problem, made.maths.wanting(()), arch.H100())
+    forms = "P" * tiles.forward.persistent + "L" * tiles.forward.lazy_rescale
+    assert (tiles.forward.q, tiles.forward.kv, forms) == forward and tiles.backward.q == backward
 
 
 @pytest.mark.parametrize(
