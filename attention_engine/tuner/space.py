@@ -132,7 +132,7 @@ def space(kernel: KernelName, problem: Problem, target: Target, default: Tile) -
     """The tiles to try, the default first whatever it is."""
     arch = as_arch(target)
     kept, rejected = [default], []
-    by_hand = _placed_by_hand(kernel, problem) if default.specialised else ()  # it is, where there is such a kernel
+    by_hand = _placed_by_hand(kernel, default) if default.specialised else ()  # it is, where there is such a kernel
     for tile in (*by_hand, *_tiles(kernel, problem, arch)):
         if tile == default:
             continue
@@ -152,7 +152,7 @@ def _tiles(kernel: KernelName, problem: Problem, arch: Arch) -> Iterator[Tile]:
         yield Tile(q, kv, threads, count, shared)
 
 
-def _placed_by_hand(kernel: KernelName, problem: Problem) -> Iterator[Tile]:
+def _placed_by_hand(kernel: KernelName, default: Tile) -> Iterator[Tile]:
     """Tiles of the kernels in kernels/*_hopper.py: 64 queries for each warpgroup forward; backward 64
     keys for each, or for all."""
     match kernel:
@@ -162,7 +162,7 @@ def _placed_by_hand(kernel: KernelName, problem: Problem) -> Iterator[Tile]:
                     64 * groups, kv, 128 * groups, 2, specialised=True, persistent=persistent, lazy_rescale=lazy
                 )
         case "backward":
-            skewed = (False, True) if problem.custom else (False,)
+            skewed = (False, True) if default.skewed_sums else (False,)  # it is, where diagonals are summed
             for q, shared, skew in itertools.product(MOVING, (False, True), skewed):
                 yield Tile(q, 64 if shared else 128, 256, 2, shared, specialised=True, skewed_sums=skew)
         case "queries":
