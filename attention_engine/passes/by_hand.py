@@ -12,6 +12,7 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
 from attention_engine.passes.simplify import simplify, split_coefficient, terms
+from attention_engine.passes.tile_plan import plan_tiles
 
 FORWARD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)})
 BACKWARD_DIMS = frozenset({*itertools.product((64, 128), repeat=2), (192, 128), (128, 256), (256, 256)})
@@ -109,13 +110,12 @@ def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums, dims: tuple[
     """
     gradient = topological(schedule.product_gradient)
     nodes = [*gradient, *topological(schedule.weights)]
-    mask = analyse_mask(schedule.mask)
+    plan = plan_tiles(schedule.mask)
     reads = any(node.op is Op.LOAD for node in nodes)
-    if not mask.exact or reads or summed.of_keys or summed.diagonals:
+    if plan.mapped or reads or summed.of_keys or summed.diagonals:
         return False
     if PRODUCT in gradient:
-        return dims == (128, 128) and not mask.bounds and all(node.op in OF_SIGNS for node in gradient)
+        return dims == (128, 128) and not plan.bounds.bounds and all(node.op in OF_SIGNS for node in gradient)
     if not PLACES & set(nodes) or dims == (64, 64):
         return True
-    later_is_longer = any(bound.q > 0 > bound.kv for bound in mask.bounds)
-    return dims == (128, 128) and not PLACES & set(gradient) and later_is_longer
+    return dims == (128, 128) and not PLACES & set(gradient) and plan.later_is_longer
