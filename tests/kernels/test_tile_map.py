@@ -18,7 +18,7 @@ from attention_engine.kernels.tile_map import tile_map
 from attention_engine.target.interpreter import Interpreter
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 4, 2, 150, 181
-TILE = Tile(32, 16, 128, 0)
+TILES = {"small": Tile(32, 16, 128, 0), "asked in four strips": Tile(128, 64, 128, 0)}
 IDS = torch.stack([torch.arange(KEYS) // 40, (torch.arange(KEYS) * 7 % 23 > 11).long() * 3 + torch.arange(KEYS) // 90])
 INPUTS = {
     "documents": (("batch", "seq_len_kv"), "int32", IDS.int()),
@@ -66,16 +66,16 @@ def kept_pairs(mask):
     return found.expand(BATCH, HEADS, QUERIES, KEYS)
 
 
-def expected_lists(kept, plan, over_keys):
+def expected_lists(kept, plan, over_keys, size):
     """For each (batch, head, row): the entries, from every pair."""
     lists = {}
     for b in range(BATCH if plan.by_batch else 1):
         for h in range((HEADS if over_keys else KV_HEADS) if plan.by_head else 1):
             group = HEADS // KV_HEADS if plan.by_head and not over_keys else 1
-            for i in range(-(-QUERIES // TILE.q)):
-                for j in range(-(-KEYS // TILE.kv)):
+            for i in range(-(-QUERIES // size.q)):
+                for j in range(-(-KEYS // size.kv)):
                     for g in range(group):
-                        pairs = kept[b, h * group + g, i * TILE.q : (i + 1) * TILE.q, j * TILE.kv : (j + 1) * TILE.kv]
+                        pairs = kept[b, h * group + g, i * size.q : (i + 1) * size.q, j * size.kv : (j + 1) * size.kv]
                         row, tile = (i, j) if over_keys else (j, i * group + g)
                         if pairs.any():
                             lists.setdefault((b, h, row), []).append(2 * tile + (not pairs.all()))
@@ -83,21 +83,22 @@ def expected_lists(kept, plan, over_keys):
 
 
 @pytest.mark.parametrize("over_keys", [True, False], ids=["over keys", "over queries"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("name", MASKS)
-def test_lists_hold_the_tiles_that_hold_a_kept_pair(name, over_keys):
+def test_lists_hold_the_tiles_that_hold_a_kept_pair(name, tile, over_keys):
     types = {n: Type.BOOL if n == "keep" else Type.FLOAT if n == "gate" else Type.INT for n in INPUTS}
     mask = trace(None, MASKS[name], None, CustomIO({n: axes for n, (axes, _, _) in INPUTS.items()}), types).mask
     problem = Problem(HEADS, KV_HEADS, 32, 32, "float16", custom=tuple((n, d, a) for n, (a, d, _) in INPUTS.items()))
     plan = plan_tiles(mask)
     assert plan.mapped
-    rows, tiles = -(-QUERIES // TILE.q), -(-KEYS // TILE.kv)
+    rows, tiles = -(-QUERIES // tile.q), -(-KEYS // tile.kv)
     if not over_keys:
         rows, tiles = tiles, rows * plan.candidates(problem)
     size = (BATCH if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles + 1)
     lists = torch.full(size, -7, dtype=torch.int32)
     read = [tensor for n, (_, _, tensor) in INPUTS.items() if n in plan.reads]
-    Interpreter(tile_map(problem, mask, TILE, over_keys))(BATCH, QUERIES, KEYS, *read, lists)
-    expected = expected_lists(kept_pairs(mask), plan, over_keys)
+    Interpreter(tile_map(problem, mask, tile, over_keys))(BATCH, QUERIES, KEYS, *read, lists)
+    expected = expected_lists(kept_pairs(mask), plan, over_keys, tile)
     for b, h, row in torch.cartesian_prod(*map(torch.arange, size[:3])).tolist():
         count, *entries = lists[b, h, row].tolist()
         assert sorted(entries[:count]) == entries[:count] == expected.get((b, h, row), []), (b, h, row)
