@@ -79,10 +79,10 @@ class Kernel:
         if needed > limit:
             problem = self.problem
             raise TileDoesNotFit(
-                f"head dims {problem.dim} and {problem.dim_v} in {problem.dtype} need {needed} bytes of shared memory "
-                f"a block with the smallest tile there is, and {self.target.name} has {limit}.\n"
-                '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
-            )
+                problem.dim, problem.dim_v, problem.dtype,
+                f"need {needed} bytes of shared memory a block with their default tile, and "
+                f"{self.target.name} has {limit}",
+            )  # fmt: skip
         return kernel
 
     @property

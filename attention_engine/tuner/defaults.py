@@ -57,10 +57,7 @@ def default_entry(kernel: KernelName, problem: Problem, target: Target) -> Entry
         and problem.dim <= entry.key["dim"] and problem.dim_v <= entry.key["dim_v"]
     ]  # fmt: skip
     if not fitting:
-        raise TileDoesNotFit(
-            f"head dims {problem.dim} and {problem.dim_v} in {problem.dtype} have no tile for {family(target)}.\n"
-            '  Choose smaller head dims or a 16-bit dtype; backend="reference" runs any.'
-        )
+        raise TileDoesNotFit(problem.dim, problem.dim_v, problem.dtype, f"have no tile for {family(target)}")
     return min(fitting, key=lambda entry: entry.key["dim"] + entry.key["dim_v"])
 
 

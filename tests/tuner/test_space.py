@@ -148,3 +148,10 @@ def test_every_usual_problem_has_default_tiles(gpu, dtype):
 def test_head_dims_beyond_every_class_are_refused():
     with pytest.raises(TileDoesNotFit, match="head dims 2048 and 64 in float16 have no tile for sm_90a"):
         defaults.default_tiles(Problem(4, 2, 2048, 64, "float16"), None, H100)
+
+
+@pytest.mark.parametrize(("dtype", "way_out"), [("float16", "smaller head dims;"), ("float32", "a 16-bit dtype;")])
+def test_only_fp32_is_told_that_16_bits_take_less(dtype, way_out):
+    with pytest.raises(TileDoesNotFit) as caught:
+        defaults.default_tiles(Problem(4, 2, 2048, 64, dtype), None, H100)
+    assert way_out in str(caught.value)
