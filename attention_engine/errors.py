@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-WIDEST = 256  # head dims that every 16-bit kernel has tiles for
-
 
 class AttentionEngineError(Exception):
     """The base of every error that this package raises on purpose."""
@@ -191,13 +189,9 @@ class TileDoesNotFit(AttentionEngineError, ValueError):
     """No tile of this problem fits the GPU."""
 
     def __init__(self, dim: int, dim_v: int, dtype: str, why: str) -> None:
-        ways = ["smaller head dims" if dtype != "float32" else "smaller head dims or a 16-bit dtype"]
-        if dim <= WIDEST < dim_v:
-            ways.append(f"or an engine for value dims of {WIDEST}, which gives the same column by column: "
-                        f"torch.cat([attention(q, k, part) for part in v.split({WIDEST}, -1)], -1)")  # fmt: skip
+        smaller = "smaller head dims" if dtype != "float32" else "smaller head dims or a 16-bit dtype"
         super().__init__(
-            f"head dims {dim} and {dim_v} in {dtype} {why}.\n"
-            f'  Choose {", ".join(ways)}; backend="reference" runs any.'
+            f'head dims {dim} and {dim_v} in {dtype} {why}.\n  Choose {smaller}; backend="reference" runs any.'
         )
 
 

@@ -26,7 +26,7 @@ from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.check_cuts import check_online
-from attention_engine.runtime import op, transforms  # noqa: F401 - registers what transforms need
+from attention_engine.runtime import op, parts, transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.cost import Cost, cost_of
 from attention_engine.runtime.explain import explain
@@ -230,6 +230,8 @@ class AttentionEngine(torch.nn.Module):
         check_custom(specs, tensors, q, k)
         types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
         key = self._key(backend, types, variant)
+        if backend != "reference" and v.shape[3] > parts.WIDEST:
+            return self._results(*parts.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
         if asked is not None and not cast and unwatched():  # nothing that others look at may be kept, nor fakes
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
@@ -296,6 +298,7 @@ class AttentionEngine(torch.nn.Module):
         place = torch.device("cuda" if device is None and not interpret else "cpu")
         dtype = getattr(torch, self.qkv_meta[0].dtype_name)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
+        v = v[..., : parts.width(v.shape[3])]
         specs = list(self.custom_io.specs.values())
         bools = [self._types.get(spec.name) is Type.BOOL for spec in specs]
         dtypes = [torch.uint8 if held_as_bool else torch.float32 for held_as_bool in bools]
