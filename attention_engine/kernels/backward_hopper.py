@@ -150,7 +150,8 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
-            skewed = SkewedSums(summed, tile, problem.group) if tile.skewed_sums and len(summed.diagonals) > 0 else None
+            skews = tile.skewed_sums and len(summed.diagonals) > 0
+            skewed = SkewedSums(summed, tile, problem.group, dtype) if skews else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
             k_full = T.alloc_barrier(arrive_count=WARP)
             v_full = T.alloc_barrier(arrive_count=WARP)

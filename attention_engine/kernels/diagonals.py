@@ -17,7 +17,8 @@ from attention_engine.kernels.warps import COMPUTE
 from attention_engine.passes.ends import find_ends
 from attention_engine.passes.read_places import CustomSums
 
-PITCH = 8  # numbers between the rows of a held tile: four rows of eight then lie in different banks
+PITCH = 8  # numbers of 16 bits between the rows of a held tile: eight rows of eight then lie in different banks
+LANES = 8  # columns of a tile of pairs that the threads of a row share among them, two each
 
 
 @T.macro
@@ -58,22 +59,25 @@ def add_to_diagonal(summed: CustomSums, target: Any, place: Place, strip: Any, a
 class SkewedSums:
     """The same sums at a quarter of the instructions, in kernels whose copying warp is apart (`Tile.skewed_sums`).
 
-    The fp32 tile is held in shared memory. A thread walks down part of the rows, a column further in each, and back to
-    the first column once: so all threads walk as far, each over two diagonals. The parts of a diagonal are then joined
-    in their order. Tiles in which every read is clamped to the end of early queries, or of late ones, add up key by
-    key: the block adds those sums to diagonals of the first, or last, query, which are read at the same entry. Where
-    steps take several heads in turn, each step adds its own.
+    The tile is held in shared memory, in the dtype of q. A thread walks down part of the rows, a column further in
+    each, and back to the first column once: so all threads walk as far, each over two diagonals. The parts of a
+    diagonal are then joined in their order. Tiles in which every read is clamped to the end of early queries, or of
+    late ones, add up key by key: the block adds those sums to diagonals of the first, or last, query, which are read at
+    the same entry. Each thread keeps its own part of a key's sum over all steps. Where steps take several heads in
+    turn, each adds its own.
     """
 
-    def __init__(self, summed: CustomSums, tile: Tile, heads: int) -> None:
+    def __init__(self, summed: CustomSums, tile: Tile, heads: int, dtype: str) -> None:
         self.summed, self.tile = summed, tile
         self.parts = tile.threads // tile.q
         self.rows = -(-tile.kv // self.parts)  # that a thread walks down: no more than there are columns
         self.ends = [find_ends(read) for read, _ in summed.diagonals]
         self.clamped = all(e is not None for e in self.ends) and not tile.shared_weights  # keys whole in a warpgroup
         self.over_steps = self.clamped and heads == 1
-        self.far = [T.alloc_fragment([tile.kv], FLOAT) for _ in range(2 if self.over_steps else int(self.clamped))]
-        self.held = named("held_gradients", T.alloc_shared([tile.kv, tile.q + PITCH], FLOAT))
+        shape = [tile.kv, LANES] if self.over_steps else [tile.kv]
+        self.far = [T.alloc_fragment(shape, FLOAT) for _ in range(2 if self.over_steps else int(self.clamped))]
+        self.joined = T.alloc_fragment([tile.kv], FLOAT) if self.over_steps else None
+        self.held = named("held_gradients", T.alloc_shared([tile.kv, tile.q + PITCH], dtype))
         self.walked = named("walked_sums", T.alloc_shared([2, tile.threads], FLOAT))
 
     def is_clamped(self, place: Place, corners: Corners, late: bool) -> Any:
@@ -103,14 +107,25 @@ def hold(sums: SkewedSums, gradients: Any, place: Place, corners: Corners) -> No
     """Before the threads meet: keeps the tile, or the sums of its keys where it is clamped."""
     if sums.clamped:
         if sums.is_clamped(place, corners, False):
-            T.reduce_sum(gradients, sums.far[0], dim=1, clear=not sums.over_steps)
+            _sum_far(sums, gradients, sums.far[0])
         else:
             if sums.is_clamped(place, corners, True):
-                T.reduce_sum(gradients, sums.far[-1], dim=1, clear=not sums.over_steps)
+                _sum_far(sums, gradients, sums.far[-1])
             else:
                 T.copy(gradients, sums.held[:, 0 : sums.tile.q])
     else:
         T.copy(gradients, sums.held[:, 0 : sums.tile.q])
+
+
+@T.macro
+def _sum_far(sums: SkewedSums, gradients: Any, far: Any) -> None:
+    """Key by key; over steps, by as many parts as threads have."""
+    if sums.over_steps:
+        for j, c in T.Parallel(sums.tile.kv, LANES):
+            for m in T.unroll(sums.tile.q // LANES):
+                far[j, c] = far[j, c] + gradients[j, m * LANES + c]
+    else:
+        T.reduce_sum(gradients, far, dim=1, clear=True)
 
 
 @T.macro
@@ -134,8 +149,10 @@ def add_held(sums: SkewedSums, buffers: Any, factors: Any, place: Place, corners
 def finish_sums(sums: SkewedSums, buffers: Any, factors: Any, place: Place, kv0: Any, sizes: Sizes) -> None:
     """After the last step."""
     if sums.over_steps:
-        _add_far(sums, sums.far[0], buffers, factors, place, 0, kv0, sizes)
-        _add_far(sums, sums.far[1], buffers, factors, place, sizes.q - 1, kv0, sizes)
+        T.reduce_sum(sums.far[0], sums.joined, dim=1)
+        _add_far(sums, sums.joined, buffers, factors, place, 0, kv0, sizes)
+        T.reduce_sum(sums.far[1], sums.joined, dim=1)
+        _add_far(sums, sums.joined, buffers, factors, place, sizes.q - 1, kv0, sizes)
 
 
 @T.macro
@@ -161,9 +178,9 @@ def _walk(sums: SkewedSums) -> None:
         for i in T.unroll(rows):
             if T.And(d < sums.parts * tile.q, row0 + i < tile.kv):
                 if column0 + i < tile.q:
-                    before = before + held[row0 + i, column0 + i]
+                    before = before + T.cast(held[row0 + i, column0 + i], FLOAT)
                 else:
-                    after = after + held[row0 + i, column0 + i - tile.q]
+                    after = after + T.cast(held[row0 + i, column0 + i - tile.q], FLOAT)
         sums.walked[0, d] = before
         sums.walked[1, d] = after
     T.fence_proxy_async()  # or TileLang sets one before each step's first product, where it waits for dQ's additions

@@ -101,7 +101,8 @@ def pairs_issue_much(schedule: ForwardSchedule) -> bool:
 
 def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums, dims: tuple[int, int]) -> bool:
     """Do its pairs leave registers for the larger tile of these head dims? Only where a mask has plain bounds, pairs
-    read no custom input, and none has a gradient summed over pairs.
+    read no custom input, and none has a gradient summed over pairs; or where they read one table of distances with ends
+    and make its gradient, and no pair is masked.
 
     Compiled for head dims 128: a product that is kept fits where its sign is all that is asked (ReLU) and nothing is
     masked. Places fit at head dims 64; at 128 where they leave the gradient of a product alone (ALiBi, not retention)
@@ -111,9 +112,12 @@ def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums, dims: tuple[
     gradient = topological(schedule.product_gradient)
     nodes = [*gradient, *topological(schedule.weights)]
     plan = plan_tiles(schedule.mask)
-    reads = any(node.op is Op.LOAD for node in nodes)
-    if plan.mapped or reads or summed.of_keys or summed.diagonals:
+    reads = {node for node in nodes if node.op is Op.LOAD}
+    if plan.mapped or summed.of_keys:
         return False
+    if reads or summed.diagonals:
+        one_table = len(reads) == 1 and schedule.ends is not None and len(summed.diagonals) == 1
+        return dims == (128, 128) and one_table and not plan.bounds.bounds and PRODUCT not in gradient
     if PRODUCT in gradient:
         return dims == (128, 128) and not plan.bounds.bounds and all(node.op in OF_SIGNS for node in gradient)
     if not PLACES & set(nodes) or dims == (64, 64):

@@ -68,7 +68,7 @@ def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
             in_memory = (tile.specialised and tile.shared_weights) or in_turn
             handed = 4 if in_memory else 1  # tiles of pairs: weights and gradients of two steps, or gradients
             shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + handed * pairs) * size
-            shared += pairs * 4 if tile.skewed_sums else 0
+            shared += pairs * size if tile.skewed_sums else 0
             sums = tile.kv * (dim + dim_v) + (3 * pairs // 2 if in_turn else 2 * pairs)  # one of two packed, in turn
         case "queries":
             shared = (tile.q * (dim + dim_v) + stages * tile.kv * (dim + dim_v)) * size
