@@ -58,6 +58,7 @@ def padded(shape: Shape) -> dict[str, Tensor]:
 
 IDS = {"documents": ("batch", "seq_len")}
 MASKS = {
+    "none": Part(None, lambda b, h, i, j: (i >= 0) & (j >= 0)),
     "causal": Part(lib.causal, lambda b, h, i, j: i >= j),
     "offset": Part(lib.causal_from(-9), lambda b, h, i, j: j <= i - 9),  # the first nine rows keep nothing
     "two-sided window": Part(lib.sliding_window(37, 11), lambda b, h, i, j: (j >= i - 37) & (j <= i + 11)),
@@ -191,7 +192,7 @@ PAIRS = {  # (score, mask): row function
     ("through a table", "prefix"): "softmax", ("symmetric", "causal"): "softmax", ("symmetric", "global"): "sigmoid",
     ("of keys", "padding"): "softmax", ("of keys", "block diagonal"): "sigmoid",
     ("of pairs", "causal"): "softmax", ("of pairs", "documents"): "softmax", ("times pairs", "dilated"): "sigmoid",
-    ("image", "neighbourhood"): "softmax",
+    ("image", "neighbourhood"): "softmax", ("relative", "none"): "softmax",
 }  # fmt: skip
 
 

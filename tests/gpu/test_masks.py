@@ -23,6 +23,18 @@ def test_kernels_keep_the_rule(score, mask, record_property):
     record_property(*worst_ratio(found, f"{score}, {mask}"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("mask", ["none", "two-sided window"])
+def test_a_relative_bias_at_head_dim_128(mask, kv_heads, dtype, record_property):
+    """Most tiles are past the reach of the table; sums over steps, where one head has its keys alone."""
+    found = []
+    for batch, length in ((2, 1000), (1, 4096)):
+        shape = Shape(batch, length, length, 4, kv_heads, 128, 128)
+        found += errors("relative", mask, shape, dtype, "cuda", backend="tilelang")
+    record_property(*worst_ratio(found, f"relative, {mask}, {kv_heads} key heads, {dtype}"))
+
+
 def build(axes, mask, score=None, heads=4, dim=64, **options):
     meta = meta_tensor(None, heads, None, dim, dtype=torch.float16)
     score = score or library.scale(dim**-0.5)

@@ -74,6 +74,20 @@ def lower_sums_of_diagonals(kv_heads):
     return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
 
 
+def lower_default_sums_of_diagonals(kv_heads, dtype):
+    """Of a full mask, whose default tile has room for more queries."""
+    metas = [meta_tensor(1, heads, 256, 128, dtype=dtype) for heads in (4, kv_heads, kv_heads)]
+    score = relative_bias("table", 128, 128**-0.5)
+    engine = AttentionEngine(
+        metas, CustomIO({"table": ("heads", 257)}), score, online_func=OnlineSoftmax(), device=arch.H100()
+    )
+    kernels = engine._kernels("cuda")
+    assert kernels.tiles.backward == Tile(80, 128, 256, 2, specialised=True, skewed_sums=True)
+    return target_compile.lower_kernel(
+        kernels.backward.prim_func, arch.H100(), pass_configs=kernels.backward.configs
+    )
+
+
 def lower_case(kernel, name):
     (case,) = find(name)
     made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
@@ -88,6 +102,8 @@ def hopper():
     lowered = {name: lower(arch.H100(), *given) for name, given in HOPPER.items()}
     lowered.update({name: lower_case(*given) for name, given in ROOMY.items()})
     tables = {"table_backward": lower_sums_of_diagonals(2), "ungrouped_table_backward": lower_sums_of_diagonals(4)}
+    for kv_heads, dtype in ((4, HALF), (4, torch.bfloat16), (2, HALF)):
+        tables[f"table_{kv_heads}_{str(dtype)[6:]}_backward"] = lower_default_sums_of_diagonals(kv_heads, dtype)
     return compile_together({**lowered, **tables}, arch.H100())
 
 

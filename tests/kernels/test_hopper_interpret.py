@@ -304,11 +304,12 @@ ENDS = {
     "twins": {},
     "by hand": {"forward": by_hand(128), "backward": by_hand(64)},
     "skewed": {"forward": by_hand(128), "backward": skew(by_hand(64))},
+    "skewed, larger": {"forward": by_hand(128), "backward": skew(by_hand(80))},
 }
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["by atomics", "deterministic"])
-@pytest.mark.parametrize(("name", "kv_heads"), [*((name, 1) for name in ENDS), ("skewed", 2)])
+@pytest.mark.parametrize(("name", "kv_heads"), [*((name, 1) for name in ENDS), ("skewed", 2), ("skewed, larger", 2)])
 def test_tiles_at_either_end_of_a_relative_bias(name, kv_heads, deterministic, kernels):
     """Of three by four tiles some are past the reach on one side, some on the other, some on neither."""
     shape = Shape(1, 300, 420, 2, kv_heads, 128, 128)
