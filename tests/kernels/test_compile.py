@@ -33,6 +33,8 @@ HOPPER = {
     "postprocess": ("backward_postprocess", HALF, 64),
     "wide_forward": ("forward", BRAIN, 128, 128, PLAIN),
     "deep_persistent_forward": ("forward", BRAIN, 192, 128, PERSISTENT),
+    "uneven_persistent_forward": ("forward", HALF, 128, 256),
+    "widest_persistent_forward": ("forward", BRAIN, 256),
     "wide_backward": ("backward", HALF, 128),
     "deep_backward": ("backward", BRAIN, 192, 128),
     "ungrouped_deep_backward": ("backward", HALF, 192, 128, None, (2, 2)),

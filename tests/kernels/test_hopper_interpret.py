@@ -156,7 +156,7 @@ PERSISTENT = {  # head dims and tiles: with an output tile of its own, through t
     "128-through-queries": ((128, 128), by_hand(128, 176)),
     "192-128": ((192, 128), by_hand(128)),
     "192-128-narrow": ((192, 128), by_hand(128, 96)),
-    "128-256": ((128, 256), by_hand(128, 96)),
+    "128-256": ((128, 256), by_hand(128, 112)),
     "256": ((256, 256), by_hand(128, 80)),
 }
 MANY = (((400, 131), (3, 3), 1), ((77, 260), (4, 2), 2))  # lengths, heads, batch: more items than the three blocks

@@ -47,7 +47,7 @@ def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=
         ({"dims": (64, 64), "score": softcap(20.0, 0.1)}, [(128, 128), (64, 128)]),
         ({"dims": (192, 128)}, [(128, 96), (64, 128)]),
         ({"dims": (192, 128), "score": softcap(20.0, 0.1)}, [(128, 96), (64, 64)]),
-        ({"dims": (128, 256), "dtype": torch.bfloat16}, [(128, 96), (32, 128)]),
+        ({"dims": (128, 256), "dtype": torch.bfloat16}, [(128, 112), (32, 128)]),
         ({"dims": (192, 128), "mask": sliding_window(99)}, [(128, 96), (64, 128)]),
         ({"dims": (192, 128), "mask": None}, [(128, 128), (64, 128)]),
         ({"dims": (256, 256)}, [(128, 80), (64, 64)]),
@@ -86,7 +86,7 @@ def test_maths_of_places_and_signs_get_the_larger_tiles_where_they_fit(name, for
     ("mask", "dim", "forms"),
     [
         (causal, 128, (True, False)), (sliding_window(99), 128, (True, False)), (None, 128, (False, False)),
-        (dilated(3), 128, (True, False)), (causal, 64, (True, True)), (causal, 256, (False, False)),
+        (dilated(3), 128, (True, False)), (causal, 64, (True, True)), (causal, 256, (True, False)),
         (None, 64, (False, True)), (dilated(3), 64, (True, False)), (dilated(3), 256, (False, False)),
     ],
 )  # fmt: skip
