@@ -138,6 +138,26 @@ def test_diagonals_are_summed_by_walks_where_the_held_tile_fits(dims, walks):
     assert tile.specialised and tile.skewed_sums is walks
 
 
+@pytest.mark.parametrize(
+    ("mask", "dim", "wanted", "clamped", "queries"),
+    [
+        (None, 128, True, True, 80), (causal, 128, True, True, 64), (sliding_window(99), 128, True, True, 64),
+        (None, 128, False, True, 64), (None, 128, True, False, 64), (None, 64, True, True, 64),
+    ],
+)  # fmt: skip
+def test_a_table_of_distances_gets_the_larger_tile_where_its_gradient_is_made_and_nothing_is_masked(
+    mask, dim, wanted, clamped, queries
+):
+    def unclamped(s, custom, b, h, q_idx, kv_idx):
+        return s * 0.1 + custom["table"][h, q_idx - kv_idx + 32]
+
+    metas = [meta_tensor(1, 2, 256, dim, dtype=torch.float16)] * 3
+    custom, score = CustomIO({"table": ("heads", 65)}), relative_bias("table", 32, 0.1) if clamped else unclamped
+    made = AttentionEngine(metas, custom, score, mask, OnlineSoftmax(), device=arch.H100())._kernels("cuda")
+    maths = made.maths.wanting(("table",) if wanted else ())
+    assert default_tiles(made.problem, maths, arch.H100()).backward.q == queries
+
+
 def test_atomics_of_a_pair_are_left_to_the_straight_line_kernel():
     def score(s, custom, b, h, q_idx, kv_idx):
         return s * 0.1 + custom["table"][(q_idx * kv_idx) % 7]
