@@ -29,7 +29,8 @@ def test_kernels_keep_the_rule(name, groups, dims, dtype, record_property):
     found = []
     for length in (1, 17, 63, 64, 65, 200):
         shape = Shape(1, length, *GROUPS[groups], *dims)
-        draws = 1 if dtype is FP32 else 4 if CASES[name].axes and length < 200 else 2
+        few = CASES[name].axes and length < 200  # numbers in a gradient, one for each token: eager's may all be lucky
+        draws = 4 if few else 1 if dtype is FP32 else 2
         found += errors(CASES[name], shape, dtype, backend="interpret", draws=draws)
     record_property(*worst_ratio(found, f"linear {name} {str(dtype)[6:]}"))
 
