@@ -14,7 +14,7 @@ WIDEST = 256  # value dims that a kernel has room for
 
 def width(dim_v: int) -> int:
     """The value dim of a kernel, of values that are cut in as few equal parts as have room."""
-    return -(-dim_v // -(-dim_v // WIDEST)) if dim_v else 0
+    return -(-dim_v // -(-dim_v // WIDEST))
 
 
 def run(
