@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial as bind
 from typing import Any
 
@@ -203,9 +204,15 @@ class TileMaths:
 
         over_pairs(self.tile.q, self.tile.kv, entry)
 
-    def weigh(self, kv0: Any) -> None:
-        """The tile of scores becomes weights, and the row states move on."""
+    def weigh(self, kv0: Any, before_weights: Callable[[], None] | None = None) -> None:
+        """The tile of scores becomes weights, and the row states move on.
+
+        before_weights: what else to do, before weights are made of scores that rows were reduced from, or at the end.
+        """
         for step in self.schedule.steps:
+            if before_weights is not None and isinstance(step, TileStep):
+                before_weights()
+                before_weights = None
             match step:
                 case ReduceStep():
                     source = self.scores
@@ -222,6 +229,8 @@ class TileMaths:
                     self._rows(step)
                 case TileStep():
                     self._map(self.scores, step.value, kv0, TILE)
+        if before_weights is not None:
+            before_weights()
 
     def _rows(self, step: RowStep) -> None:
         def entry(i: Any) -> None:

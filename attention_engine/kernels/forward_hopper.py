@@ -5,9 +5,14 @@ values through stages of shared memory, with barriers in both directions. Each w
 a step are made together with the output of the step before, so that its row values and exponentials run while the
 tensor cores do both. Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), algorithm 2.
 
+Two groups that start together stay together, and then each unit idles while both wait for another; so they are parted.
+Where products bound a step, groups issue them in turns, and wait for the output of the step before when they have their
+row maxima (two groups) or their exponentials (three). Elsewhere the second of two starts when the first has weights.
+
 Tile(persistent=True): as many blocks as the GPU runs at once, each of which walks over work items (items.py). The
-copying warp goes on to the next item's tiles while the others end the present one: queries are handed back when their
-last product is made, and the output leaves by a tile of its own, where shared memory has room, a warpgroup at a time.
+copying warp goes on to the next item's tiles while the others end the present one, and tells them by shared memory
+which item is next: queries are handed back when their last product is made, the next item's first scores are made
+behind the last output, and that leaves by a tile of its own, where shared memory has room, a warpgroup at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from attention_engine.kernels.forward import TileMaths, forward_parameters, need
 from attention_engine.kernels.items import Deal, Items
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.staged import StagedReads
-from attention_engine.kernels.tiles import KeyWalk, Visit, either
+from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.warps import (
     COMPUTE,
     GROUP,
@@ -48,23 +53,25 @@ from attention_engine.kernels.warps import (
     finish_before,
     registers,
 )
-from attention_engine.passes.by_hand import forward_fits
+from attention_engine.passes.by_hand import forward_fits, products_take_turns
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 
 SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 128 bytes
+BLOCK, HEAD, BATCH, STEPS = range(4)  # an item's record
+NO_MORE = -1  # steps, in the record after the last item's
 
 
 @dataclass(frozen=True)
 class Item:
-    """A block of queries of one head and batch, from the query q0 on; what was done before it by the thread's block:
-    items, and steps."""
+    """A block of queries of one head and batch, from the query q0 on, and its steps, one at least; what was done before
+    it by the thread's block: items, and steps."""
 
-    q0: Any
+    block: Any
     head: Any
     batch: Any
-    walk: KeyWalk
     steps: Any
+    q0: Any
     items_before: Any = 0
     steps_before: Any = 0
 
@@ -88,6 +95,8 @@ class Memory:
     output: Any
     rows: dict[Expr, Any]
     written: Any
+    record: Any
+    entries: Any
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -102,6 +111,11 @@ def output_fits(problem: Problem, tile: Tile) -> bool:
     return 2 * (tile.q * (dim + dim_v) + tile.stages * tile.kv * (dim + dim_v)) <= SHARED_BYTES
 
 
+def at_least_one(walk: KeyWalk) -> Any:
+    """The steps of a walk; one where no pair is kept, whose tile is masked whole: an item is never empty."""
+    return name_value(T.max(walk.count, 1))
+
+
 def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, places: int = 1) -> Any:
     """The PrimFunc of forward.py: (q, k, v, custom..., [tile_lists], o, rows...); places: of a persistent form."""
     assert forward_fits(problem, schedule), "default tiles ask first"
@@ -110,36 +124,55 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     groups = tile.threads // GROUP
-    roomy = tile.persistent and groups == 2 and dim_v <= 128  # then who copies may keep count of more
-    producer_registers, consumer_registers = registers(tile.threads, 40 if roomy else 24)
+    producer_registers, consumer_registers = registers(tile.threads)
     each_group, each_column = list(range(groups)), list(range(0, dim_v, SWIZZLED))
-    in_turn = groups > 2  # measured: two find turns of their own, three need to be told
+    in_turn = groups > 2 or products_take_turns(schedule)
+    late = groups > 2  # the wait for the output of the step before: after the exponentials, or the maxima
     warps = tile.threads // WARP
     blocks = T.ceildiv(sizes.q, tile.q)
     items = Items(problem, tile, sizes, plan.later_is_longer, places)
     own_output = tile.persistent and output_fits(problem, tile)
     through_queries = dim == dim_v and not own_output
+    queries_stay = tile.persistent and not through_queries
+    each_number = list(range(4))
 
     @T.macro
-    def weigh(maths: TileMaths, visit: Visit) -> None:
+    def nothing() -> None: ...
+
+    @T.macro
+    def weigh(maths: TileMaths, visit: Visit, before_weights: Callable[[], None] | None = None) -> None:
         kv_tile = visit.tile
         kv0 = kv_tile * tile.kv
         maths.score(kv0)
         if schedule.fill is not None:
             where_partial(either(visit.is_partial(kv_tile), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
-        maths.weigh(kv0)
+        maths.weigh(kv0, before_weights)
 
     @T.macro
-    def copy_item(buffers: Any, memory: Memory, item: Item) -> None:
-        q0, kv_head, walk = item.q0, item.head // problem.group, item.walk
+    def note_item(memory: Memory, item: Item) -> None:
+        """Tells the others which item is next; those of the item before have been read when its queries are back."""
+        T.barrier_wait(memory.q_empty, item.items_before % 2 ^ 1)
+        if T.get_thread_binding() == 0:
+            memory.record[BLOCK] = item.block
+            memory.record[HEAD] = item.head
+            memory.record[BATCH] = item.batch
+            memory.record[STEPS] = item.steps
+
+    @T.macro
+    def copy_item(buffers: Any, memory: Memory, item: Item, walk: KeyWalk) -> None:
+        kv_head = item.head // problem.group
         if tile.persistent:
-            T.barrier_wait(memory.q_empty, item.items_before % 2 ^ 1)
-        T.tma_copy(window(buffers["q"], item.batch, item.head, q0, tile.q, dim), memory.q, barrier=memory.q_full)
+            note_item(memory, item)
+        T.tma_copy(window(buffers["q"], item.batch, item.head, item.q0, tile.q, dim), memory.q, barrier=memory.q_full)
         T.barrier_arrive(memory.q_full)
-        for step in T.serial(item.steps):
-            kv0 = walk.at(step).tile * tile.kv
+        for step in T.unroll(item.steps, unroll_factor=1):  # four steps at once would spill
+            visit = walk.at(step)
+            kv0 = visit.tile * tile.kv
             stage, turn = item.stage(step, stages)
             T.barrier_wait(memory.k_empty[stage], turn ^ 1)
+            if plan.mapped:  # noqa: SIM102 - Python's condition, then the kernel's
+                if T.get_thread_binding() == 0:
+                    memory.entries[stage] = visit.entry
             T.tma_copy(
                 window(buffers["k"], item.batch, kv_head, kv0, tile.kv, dim), memory.k[stage, :, :],
                 barrier=memory.k_full[stage],
@@ -160,8 +193,43 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     @T.macro
     def take_first_turn(thread: Any) -> None:
         """The first group needs nobody's leave to start."""
-        if thread < 2 * GROUP:
-            T.named_barrier_arrive(TURN, 2 * GROUP)
+        if in_turn:  # noqa: SIM102 - Python's condition, then the kernel's
+            if thread < 2 * GROUP:
+                T.named_barrier_arrive(TURN, 2 * GROUP)
+
+    @T.macro
+    def take_turn(thread: Any) -> None:
+        """Groups issue the products of a step one after another."""
+        if in_turn:
+            T.sync_threads(TURN + thread // GROUP - 1, 2 * GROUP)
+
+    @T.macro
+    def pass_turn(thread: Any) -> None:
+        """To the next group."""
+        if in_turn:
+            T.named_barrier_arrive(TURN + thread // GROUP % groups, 2 * GROUP)
+
+    @T.macro
+    def start_apart(thread: Any, item: Item) -> None:
+        """Of two groups without turns the second starts when the first has weights: one's products, the other's
+        exponentials. Nothing else would part them: what runs together stays together."""
+        if not in_turn:  # noqa: SIM102 - Python's condition, then the kernel's
+            if T.And(item.items_before == 0, thread >= 2 * GROUP):
+                T.sync_threads(TURN + thread // GROUP - 2, 2 * GROUP)
+
+    @T.macro
+    def let_second_start(thread: Any, item: Item) -> None:
+        """The first group has weights."""
+        if not in_turn:  # noqa: SIM102 - Python's condition, then the kernel's
+            if T.And(item.items_before == 0, thread < 2 * GROUP):
+                T.named_barrier_arrive(TURN + thread // GROUP - 1, 2 * GROUP)
+
+    @T.macro
+    def wait_output(memory: Memory, thread: Any, step: Any, turn: Any) -> None:
+        """Until the output of a step is there, whose values came in phase `turn`; what works on scores comes before."""
+        finish_before(memory.scores, tile.q * tile.kv // tile.threads, memory.v_full, step, turn)
+        T.wait_wgmma(0)
+        give_back(thread, memory.v_empty, step)
 
     @T.macro
     def give_back_queries(thread: Any, memory: Memory, last: Any) -> None:
@@ -220,88 +288,128 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             multiply_rows(output, factors)
 
     @T.macro
-    def compute_item(buffers: Any, memory: Memory, item: Item) -> None:
+    def start_scores(memory: Memory, item: Item) -> None:
+        """The products of an item's first step, on their way; of no item they are anything, and nobody's."""
+        stage, turn = item.stage(0, stages)
+        thread = T.get_thread_binding()
+        if item.steps > 0:
+            T.barrier_wait(memory.k_full[stage], turn)
+        start_apart(thread, item)
+        T.wgmma_gemm(
+            memory.q, memory.k[stage, :, :], memory.scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
+        )
+
+    @T.macro
+    def compute_item(buffers: Any, memory: Memory, item: Item, start_next: Callable[[], None]) -> None:
+        """From the item's first scores, which are on their way, to its output."""
         q, k, v, weights, scores, output = (
             memory.q, memory.k, memory.v, memory.weights, memory.scores, memory.output
         )  # fmt: skip
-        walk, steps, q0, thread = item.walk, item.steps, item.q0, T.get_thread_binding()
+        steps, q0, thread, read, batch, head = (
+            item.steps, item.q0, T.get_thread_binding(), reader(buffers), item.batch, item.head
+        )  # fmt: skip
+        handed = HandedList(steps, lambda step: memory.entries[item.stage(step, stages)[0]]) if plan.mapped else None
+        walk = KeyWalk(plan, sizes, tile, buffers, batch, head, item.block, handed)
         staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
-        T.fill(output, 0)
-        for variable, value in schedule.initial:
-            T.fill(memory.rows[variable], value)
-        read, batch, head = reader(buffers), item.batch, item.head
         place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
         maths = TileMaths(
             schedule, tile, place, memory.rows, scores, memory.other, q0, sizes, staged
         )
-        T.barrier_wait(memory.q_full, item.items_before % 2)
-        if steps > 0:
-            first, first_turn = item.stage(0, stages)
-            first_visit = walk.at(0)
-            T.barrier_wait(memory.k_full[first], first_turn)
-            T.wgmma_gemm(q, k[first, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
-            T.wait_wgmma(0)
-            give_back(thread, memory.k_empty, first)
-            give_back_queries(thread, memory, steps == 1)
-            weigh(maths, first_visit)
-            T.copy(scores, weights)
-            if in_turn and not tile.persistent:
-                take_first_turn(thread)
-            for after in T.serial(steps - 1):
-                step = after + 1
-                visit = walk.at(step)  # a list is read here, while the products are made
-                stage, turn = item.stage(step, stages)
-                before, turn_before = item.stage(after, stages)
-                T.barrier_wait(memory.k_full[stage], turn)
-                if in_turn:
-                    T.sync_threads(TURN + thread // GROUP - 1, 2 * GROUP)
-                T.wgmma_gemm(q, k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
-                T.barrier_wait(memory.v_full[before], turn_before)
-                T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
-                if in_turn:
-                    T.named_barrier_arrive(TURN + thread // GROUP % groups, 2 * GROUP)
-                T.wait_wgmma(1)  # the scores are there, the output on its way
-                give_back(thread, memory.k_empty, stage)
-                give_back_queries(thread, memory, step + 1 == steps)
-                weigh(maths, visit)
-                if in_turn:
-                    finish_before(scores, tile.q * tile.kv // tile.threads, memory.v_full, before, turn_before)
+        T.fill(output, 0)
+        for variable, value in schedule.initial:
+            T.fill(memory.rows[variable], value)
+        T.wait_wgmma(0)
+        first, _ = item.stage(0, stages)
+        first_visit = walk.at(0)
+        give_back(thread, memory.k_empty, first)
+        give_back_queries(thread, memory, steps == 1)
+        weigh(maths, first_visit)
+        T.copy(scores, weights)
+        let_second_start(thread, item)
+        for after in T.serial(steps - 1):
+            step = after + 1
+            stage, turn = item.stage(step, stages)
+            before, turn_before = item.stage(after, stages)
+            T.barrier_wait(memory.k_full[stage], turn)
+            visit = walk.at(step)
+            take_turn(thread)
+            T.wgmma_gemm(q, k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
+            T.barrier_wait(memory.v_full[before], turn_before)
+            T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
+            pass_turn(thread)
+            T.wait_wgmma(1)  # the scores are there, the output on its way
+            give_back(thread, memory.k_empty, stage)
+            give_back_queries(thread, memory, step + 1 == steps)
+            until_output = bind(wait_output, memory, thread, before, turn_before)
+            weigh(maths, visit, None if late or not in_turn else until_output)
+            if late:
+                until_output()
+            elif not in_turn:
                 T.wait_wgmma(0)
                 give_back(thread, memory.v_empty, before)
-                if schedule.rescale is not None:
-                    rescale(memory.output, memory.rows[schedule.rescale])
-                T.copy(scores, weights)
-            last, last_turn = item.stage(steps - 1, stages)
-            T.barrier_wait(memory.v_full[last], last_turn)
-            T.wgmma_gemm(weights, v[last, :, :], output, policy=ROWS_WHOLE)
-            T.wait_wgmma(0)
-            if tile.persistent:
-                give_back(thread, memory.v_empty, last)
+            if schedule.rescale is not None:
+                rescale(memory.output, memory.rows[schedule.rescale])
+            T.copy(scores, weights)
+        last, last_turn = item.stage(steps - 1, stages)
+        T.barrier_wait(memory.v_full[last], last_turn)
+        T.wgmma_gemm(weights, v[last, :, :], output, policy=ROWS_WHOLE)
+        if queries_stay:
+            start_next()
+            T.wait_wgmma(1)  # the output is there, the next item's scores on their way
         else:
-            give_back_queries(thread, memory, True)
+            T.wait_wgmma(0)
+        if tile.persistent:
+            give_back(thread, memory.v_empty, last)
         maths.finish(output, dim_v)
         store_output(buffers, memory, item, thread)
         for name, expr in schedule.rows:
             maths.write_row(memory.written, expr)
             T.copy(memory.written, buffers[f"row_{name}"][batch, head, q0 : q0 + tile.q])
+        if through_queries and tile.persistent:
+            start_next()
 
     @T.macro
-    def over_items(buffers: Any, place: Any, only: Item | None, act: Callable[[Item], None]) -> None:
-        if only is not None:
-            act(only)
-        else:
-            deal = Deal(items, place)
-            items_before = T.alloc_var("int32", 0)
-            steps_before = T.alloc_var("int32", 0)
-            for turn in T.serial(deal.turns):
-                section, pairs, position = deal.position(turn)
-                if position < name_value(pairs * items.blocks):
-                    block, head, batch = deal.item(section, pairs, position)
-                    walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
-                    steps, done, steps_done = walk.count, items_before + 0, steps_before + 0
-                    act(Item(name_value(block * tile.q), head, batch, walk, steps, done, steps_done))
-                    items_before = done + 1
-                    steps_before = steps_done + steps
+    def copy_items(buffers: Any, memory: Memory, place: Any) -> None:
+        """Copies the items of a persistent block, and tells the others that there are no more."""
+        deal = Deal(items, place)
+        items_before = T.alloc_var("int32", 0)
+        steps_before = T.alloc_var("int32", 0)
+        for turn in T.serial(deal.turns):
+            section, pairs, position = deal.position(turn)
+            if position < name_value(pairs * items.blocks):
+                block, head, batch = deal.item(section, pairs, position)
+                walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+                steps, done, steps_done = at_least_one(walk), items_before + 0, steps_before + 0
+                item = Item(block, head, batch, steps, name_value(block * tile.q), done, steps_done)
+                copy_item(buffers, memory, item, walk)
+                items_before = done + 1
+                steps_before = steps_done + steps
+        note_item(memory, Item(0, 0, 0, NO_MORE, 0, items_before))
+        T.barrier_arrive(memory.q_full)
+
+    @T.macro
+    def take_item(memory: Memory, numbers: Any, items_before: Any, steps_before: Any) -> None:
+        """Notes the numbers of an item whose queries have come, and starts its first products."""
+        T.barrier_wait(memory.q_full, items_before % 2)
+        for number in each_number:
+            numbers[number] = T.shfl_sync(memory.record[number], 0)  # so that ptxas sees a warp's threads agree
+        start_scores(memory, Item(0, 0, 0, numbers[STEPS], 0, items_before, steps_before))
+
+    @T.macro
+    def compute_items(buffers: Any, memory: Memory) -> None:
+        """Computes the items that the copying warp hands on."""
+        numbers = T.alloc_local([len(each_number)], "int32")
+        items_before = T.alloc_var("int32", 0)
+        steps_before = T.alloc_var("int32", 0)
+        take_item(memory, numbers, items_before, steps_before)
+        while numbers[STEPS] != NO_MORE:
+            block, head, batch, steps = numbers[BLOCK] + 0, numbers[HEAD] + 0, numbers[BATCH] + 0, numbers[STEPS] + 0
+            done, steps_done = items_before + 0, steps_before + 0
+            items_before = done + 1
+            steps_before = steps_done + steps
+            item = Item(block, head, batch, steps, name_value(block * tile.q), done, steps_done)
+            compute_item(buffers, memory, item, bind(take_item, memory, numbers, items_before, steps_before))
+        T.wait_wgmma(0)  # of no item
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -323,27 +431,35 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             k_empty = T.alloc_barrier(arrive_count=[warps] * stages)
             v_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             v_empty = T.alloc_barrier(arrive_count=[warps] * stages)
+            record = named("record", T.alloc_shared([len(each_number)], "int32")) if tile.persistent else None
+            entries = named("entries", T.alloc_shared([stages], "int32")) if plan.mapped else None
             memory = Memory(
-                q, k, v, o, weights, scores, other, output, rows, written,
+                q, k, v, o, weights, scores, other, output, rows, written, record, entries,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty,
             )  # fmt: skip
-            only = None
+            item, walk = None, None
             if not tile.persistent:
                 turn_of_block, head, batch = place
                 block = blocks - 1 - turn_of_block if plan.later_is_longer else turn_of_block
                 walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
-                steps = walk.count
-                only = Item(block * tile.q, head, batch, walk, steps)
+                item = Item(block, head, batch, at_least_one(walk), block * tile.q)
             thread = T.get_thread_binding()
             if thread < GROUP:
                 T.dec_max_nreg(producer_registers)
                 if thread < WARP:
-                    over_items(buffers, place, only, bind(copy_item, buffers, memory))
+                    if tile.persistent:
+                        copy_items(buffers, memory, place)
+                    else:
+                        copy_item(buffers, memory, item, walk)
             else:
                 T.inc_max_nreg(consumer_registers)
-                if in_turn and tile.persistent:
-                    take_first_turn(thread)
-                over_items(buffers, place, only, bind(compute_item, buffers, memory))
+                take_first_turn(thread)
+                if tile.persistent:
+                    compute_items(buffers, memory)
+                else:
+                    T.barrier_wait(memory.q_full, 0)
+                    start_scores(memory, item)
+                    compute_item(buffers, memory, item, nothing)
                 if tile.persistent or thread % GROUP == 0:
                     T.tma_store_wait(0)  # has read: the memory may go
 

@@ -17,7 +17,7 @@ from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
 from attention_engine.kernels.mask_ranges import INT_HIGHEST, INT_LOWEST, MaskRanges, cut, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import LISTS, kv_range, list_parameters, q_range
+from attention_engine.kernels.tiles import EMPTY, LISTS, kv_range, list_parameters, q_range
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 
 LANES = 128  # tiles that are bounded at once
@@ -78,6 +78,8 @@ def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
                         row_maker.note(count + order[lane], entry)
                 count = count + order[LANES - 1]
             row_maker.note(0, count)
+            if count == 0:
+                row_maker.note(1, EMPTY)
 
     return build("tile_map", parameters, body)
 

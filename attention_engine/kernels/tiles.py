@@ -2,8 +2,9 @@
 
 Affine masks give loop bounds and need no map. For every other mask a kernel (tile_map.py) writes, for each row of
 tiles, the list of tiles that hold a kept pair: lists[batch or 0, head or 0, row, 0] is their count, and the entries
-after it are 2 * tile + (1 where some pair of the tile is masked), in rising order. A list keeps a pipelined loop whole,
-which an `if` around its body would not.
+after it are 2 * tile + (1 where some pair of the tile is masked), in rising order. Of an empty list the first entry is
+EMPTY, for walks that take one step at least. A list keeps a pipelined loop whole, which an `if` around its body would
+not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from attention_engine.passes.analyse_mask import MaskPlan
 from attention_engine.passes.tile_plan import TilePlan
 
 LISTS = "tile_lists"
+EMPTY = 1  # tile 0, of which some pair is masked
 
 
 def list_parameters(plan: TilePlan, sizes: Any, problem: Problem, tile: Tile, over_keys: bool) -> dict[str, Any]:
@@ -36,11 +38,13 @@ def list_parameters(plan: TilePlan, sizes: Any, problem: Problem, tile: Tile, ov
 
 @dataclass(frozen=True)
 class Visit:
-    """A step of a walk: its tile; whether the tile may hold a masked pair; the query head, where steps have several."""
+    """A step of a walk: its tile; whether the tile may hold a masked pair; the query head, where steps have several;
+    the list's entry, where there is a list."""
 
     tile: Any
     partial: Callable[[Any], Any]
     head: Any = None
+    entry: Any = None
 
     def is_partial(self, tile: Any) -> Any:
         """May the tile, under the name it has by now, hold a masked pair (of those within the lengths)? Python's truth
@@ -48,12 +52,32 @@ class Visit:
         return self.partial(tile)
 
 
-class KeyWalk:
-    """The tiles of keys that a block of queries walks over: `count` steps."""
+@dataclass(frozen=True)
+class HandedList:
+    """A row of a tile map that another warp reads: how many steps, and where it notes a step's entry."""
 
-    def __init__(self, plan: TilePlan, sizes: Any, tile: Tile, buffers: Any, batch: Any, head: Any, row: Any) -> None:
+    count: Any
+    place: Callable[[Any], Any]
+
+    def entry(self, step: Any) -> Any:
+        """What the list holds for a step; read here, once, and told by one lane, so that ptxas sees a warp agree."""
+        return _name("entry", T.shfl_sync(self.place(step), 0))
+
+
+class KeyWalk:
+    """The tiles of keys that a block of queries walks over: `count` steps.
+
+    handed: by a list that another warp reads.
+    """
+
+    def __init__(
+        self, plan: TilePlan, sizes: Any, tile: Tile, buffers: Any, batch: Any, head: Any, row: Any,
+        handed: HandedList | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.shape, self.q0 = plan, tile, row * tile.q
-        self.lists = _Lists(plan, buffers, batch, head, row) if plan.mapped else None
+        self.lists: HandedList | _Lists | None = handed
+        if plan.mapped and handed is None:
+            self.lists = _Lists(plan, buffers, batch, head, row)
         if self.lists is not None:
             self.count = self.lists.count
             return
@@ -66,7 +90,7 @@ class KeyWalk:
         """The tile of a step."""
         if self.lists is not None:
             entry = self.lists.entry(step)
-            return Visit(entry // 2, lambda _: entry % 2 != 0)
+            return Visit(entry // 2, lambda _: entry % 2 != 0, entry=entry)
         return Visit(self.first + step, self._is_partial)
 
     def _is_partial(self, tile: Any) -> Any:

@@ -16,11 +16,12 @@ REGISTERS_PER_SM = 65536
 SHARED_BYTES = 232448 - 1024  # for a block's tiles; the rest is for barriers
 
 
-def registers(threads: int, copying: int = 24) -> tuple[int, int]:
+def registers(threads: int) -> tuple[int, int]:
     """Registers of a copying thread, and of each of so many computing ones, in the units of 8 that setmaxnreg takes.
 
-    A copying thread of a block of 512 starts with 128, and gives back all but so many.
+    A copying thread of a block of 512 starts with 128, and gives back all but 24.
     """
+    copying = 24
     return copying, min(240, (REGISTERS_PER_SM - GROUP * copying) // threads // 8 * 8)
 
 

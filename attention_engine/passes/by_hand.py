@@ -79,6 +79,16 @@ def scores_are_of_places(schedule: ForwardSchedule) -> bool:
     return schedule.score is not PRODUCT and of_places and _weights_are_light(schedule)
 
 
+def products_take_turns(schedule: ForwardSchedule) -> bool:
+    """Should two warpgroups issue their products in turns? Where pairs are light, or multiply a product by what places
+    say: then tensor cores bound a step.
+
+    Measured on an H100 at head dim 128, against groups that only start apart: softmax at 1024 and 2048 tokens 2 to 3 %
+    faster, causal 2 to 5 %, causal retention 5 %; ALiBi as before, softcap 3 % and relative biases 1 % slower.
+    """
+    return scores_are_light(schedule) or (scores_are_of_places(schedule) and not adds_to_products(schedule))
+
+
 def adds_to_products(schedule: ForwardSchedule) -> bool:
     """Is a score a product and something else beside it?"""
     rests = [rest for _, rest in map(split_coefficient, terms(schedule.score))]

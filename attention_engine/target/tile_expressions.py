@@ -234,6 +234,11 @@ class ExpressionCompiler(BufferCompiler):
             case "tl.any_sync":  # of the threads that run together here, more than a warp: where one asks, all do
                 code = self.expression(arguments[1])
                 return Code(lambda frame: int(torch.as_tensor(code.run(frame)).any()), dtype)
+            case "tl.shfl_sync":  # here no lane has a value of its own
+                code = self.expression(arguments[1])
+                if code.lanes:
+                    raise NotInterpretable("a shuffle within T.Parallel")
+                return code
             case "tirx.fma" | "tl.fma":
                 a, b, c = (self.expression(argument) for argument in arguments[:3])
                 return Code(lambda f: a.run(f) * b.run(f) + c.run(f), dtype, a.lanes | b.lanes | c.lanes)

@@ -93,8 +93,10 @@ def _forward_by_hand(dims: tuple[int, int], schedule: ForwardSchedule) -> Tile:
         q, kv = 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
     tile = Tile(q, kv, 2 * q, 2, specialised=True)
     if plan.mapped:
-        return replace(tile, persistent=dims in LISTED)
+        return replace(tile, persistent=dims in SHARED_OUT)
     uneven = UNEVEN.get(dims, {}) if plan.later_is_longer else {}
+    if light and schedule.rescale is not None and dims in SHARED_OUT:
+        tile = replace(tile, persistent=True)
     issues_much = dims == (128, 128) and bool(uneven) and of_places and adds_to_products(schedule)  # ALiBi: 18 % faster
     lazy = schedule.rescale is not None and (dims[0] == 64 or issues_much)
     return replace(tile, lazy_rescale=lazy, **uneven)
@@ -110,10 +112,10 @@ UNEVEN: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"persistent": True}, (128, 128): {"persistent": True}, (192, 128): {"persistent": True, "kv": 96},
     (128, 256): {"persistent": True, "kv": 112}, (256, 256): {"persistent": True},
 }  # fmt: skip
-# By head dims, where blocks that walk over lists of tiles are persistent too. On an H100, D 128, documents of 1024 and
-# uneven ones at S 8192: 7 and 13 % faster, though 60 bytes spill for each item and three numbers are loaded at a step.
-# Lazy rescaling (3 % faster at head dim 64) was not measured with them.
-LISTED = ((64, 64), (128, 128))
+# By head dims, where blocks are persistent under full masks and lists of tiles too. On an H100, D 128: full masks at
+# S 1024 and 2048 9 and 3 % faster, at 8192 2 % slower; documents of 1024 at S 8192 7 % and uneven ones 13 % faster.
+# Lazy rescaling (3 % faster at head dim 64) was not measured with lists.
+SHARED_OUT = ((64, 64), (128, 128))
 
 
 def _own_keys(q: int) -> Tile:

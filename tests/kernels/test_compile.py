@@ -46,6 +46,7 @@ ROOMY = {
     "narrow_sloped_forward": ("forward", "mha-64.alibi.full.2048"),
     "narrow_sloped_backward": ("backward", "mha-64.alibi.full.2048"),
     "signed_backward": ("backward", "mha-128.relu.full.2048"),
+    "sloped_forward": ("forward", "mha-128.alibi.full.2048"),
     "sigmoid_forward": ("forward", "mha-128.sigmoid.full.2048"),
 }
 IN_MEMORY = ("deep_backward", "ungrouped_deep_backward", "widest_backward")
@@ -153,11 +154,12 @@ def test_backward_blocks_of_causal_masks_have_numbers_of_their_own():
     assert "blockIdx.y" in hopper()["deep_backward"].cuda  # no register for numbers of its own
 
 
-def test_three_warpgroups_take_turns_and_two_do_not():
-    for name, groups in (("forward", 3), ("wide_forward", 2)):
+def test_warpgroups_take_turns_at_each_step_or_start_apart():
+    for name, groups, turns in (("forward", 3, True), ("wide_forward", 2, True), ("sloped_forward", 2, False)):
         cuda = hopper()[name].cuda
         assert f"__launch_bounds__({128 * (groups + 1)}" in cuda
-        assert ("__named_barrier_arrive" in cuda) is (groups == 3)
+        before, of_steps = cuda.split("for (int after", 1)
+        assert "__named_barrier_arrive" in before and ("__named_barrier_arrive" in of_steps) is turns
 
 
 def test_persistent_forward_kernels_copy_ahead_of_the_next_item():

@@ -20,7 +20,13 @@ from attention_engine.library import (
     sliding_window,
     softcap,
 )
-from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, rows_read, vanishes_with_weights
+from attention_engine.passes.by_hand import (
+    backward_fits,
+    pairs_in_turn,
+    products_take_turns,
+    rows_read,
+    vanishes_with_weights,
+)
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
 from attention_engine.target.compile import ONE_CHAIN
@@ -85,15 +91,28 @@ def test_maths_of_places_and_signs_get_the_larger_tiles_where_they_fit(name, for
 @pytest.mark.parametrize(
     ("mask", "dim", "forms"),
     [
-        (causal, 128, (True, False)), (sliding_window(99), 128, (True, False)), (None, 128, (False, False)),
+        (causal, 128, (True, False)), (sliding_window(99), 128, (True, False)), (None, 128, (True, False)),
         (dilated(3), 128, (True, False)), (causal, 64, (True, True)), (causal, 256, (True, False)),
-        (None, 64, (False, True)), (dilated(3), 64, (True, False)), (dilated(3), 256, (False, False)),
+        (None, 64, (True, True)), (dilated(3), 64, (True, False)), (dilated(3), 256, (False, False)),
     ],
 )  # fmt: skip
-def test_blocks_share_all_work_where_they_walk_over_lists_or_later_queries_see_more_keys(mask, dim, forms):
+def test_which_blocks_share_all_work_and_rescale_lazily(mask, dim, forms):
     metas = [meta_tensor(1, 2, 256, dim, dtype=torch.float16)] * 3
     tile = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())._kernels("cuda").tiles
     assert (tile.forward.persistent, tile.forward.lazy_rescale) == forms
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("softmax.full", True), ("softmax.causal", True), ("softmax.window", True), ("retention.causal", True),
+        ("alibi.full", False), ("alibi.causal", False), ("softcap.full", False), ("sigmoid.causal", False),
+    ],
+)  # fmt: skip
+def test_products_take_turns_where_they_bound_a_step(name, turns):
+    (case,) = find(f"mha-128.{name}.2048")
+    made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
+    assert products_take_turns(made.maths.forward_schedule) is turns
 
 
 def test_what_never_rescales_has_no_lazy_form():
