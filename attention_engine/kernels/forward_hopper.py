@@ -38,19 +38,19 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.forward import TileMaths, forward_parameters, needs_another, of_pairs, row_variables
-from attention_engine.kernels.items import Deal, Items
+from attention_engine.kernels.items import Deal, Item, Items, at_least_one
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
+from attention_engine.kernels.turns import Turns
 from attention_engine.kernels.warps import (
     COMPUTE,
     GROUP,
     LEAVE,
     ROWS_WHOLE,
-    SHARED_BYTES,
-    TURN,
     WARP,
     finish_before,
+    output_fits,
     registers,
 )
 from attention_engine.passes.by_hand import forward_fits, products_take_turns
@@ -60,25 +60,6 @@ from attention_engine.passes.tile_plan import plan_tiles
 SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 128 bytes
 BLOCK, HEAD, BATCH, STEPS = range(4)  # an item's record
 NO_MORE = -1  # steps, in the record after the last item's
-
-
-@dataclass(frozen=True)
-class Item:
-    """A block of queries of one head and batch, from the query q0 on, and its steps, one at least; what was done before
-    it by the thread's block: items, and steps."""
-
-    block: Any
-    head: Any
-    batch: Any
-    steps: Any
-    q0: Any
-    items_before: Any = 0
-    steps_before: Any = 0
-
-    def stage(self, step: Any, stages: int) -> tuple[Any, Any]:
-        """Where a step's keys and values are, and the parity of their barriers."""
-        count = self.steps_before + step
-        return count % stages, (count // stages) % 2
 
 
 @dataclass(frozen=True)
@@ -105,17 +86,6 @@ class Memory:
     v_empty: Any
 
 
-def output_fits(problem: Problem, tile: Tile) -> bool:
-    """Has shared memory room for a tile of the output beside queries, keys and values?"""
-    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    return 2 * (tile.q * (dim + dim_v) + tile.stages * tile.kv * (dim + dim_v)) <= SHARED_BYTES
-
-
-def at_least_one(walk: KeyWalk) -> Any:
-    """The steps of a walk; one where no pair is kept, whose tile is masked whole: an item is never empty."""
-    return name_value(T.max(walk.count, 1))
-
-
 def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, places: int = 1) -> Any:
     """The PrimFunc of forward.py: (q, k, v, custom..., [tile_lists], o, rows...); places: of a persistent form."""
     assert forward_fits(problem, schedule), "default tiles ask first"
@@ -127,6 +97,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     producer_registers, consumer_registers = registers(tile.threads)
     each_group, each_column = list(range(groups)), list(range(0, dim_v, SWIZZLED))
     in_turn = groups > 2 or products_take_turns(schedule)
+    turns = Turns(groups, in_turn)
     late = groups > 2  # the wait for the output of the step before: after the exponentials, or the maxima
     warps = tile.threads // WARP
     blocks = T.ceildiv(sizes.q, tile.q)
@@ -189,40 +160,6 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     def give_back(thread: Any, barriers: Any, stage: Any) -> None:
         if thread % WARP == 0:
             T.barrier_arrive(barriers[stage])
-
-    @T.macro
-    def take_first_turn(thread: Any) -> None:
-        """The first group needs nobody's leave to start."""
-        if in_turn:  # noqa: SIM102 - Python's condition, then the kernel's
-            if thread < 2 * GROUP:
-                T.named_barrier_arrive(TURN, 2 * GROUP)
-
-    @T.macro
-    def take_turn(thread: Any) -> None:
-        """Groups issue the products of a step one after another."""
-        if in_turn:
-            T.sync_threads(TURN + thread // GROUP - 1, 2 * GROUP)
-
-    @T.macro
-    def pass_turn(thread: Any) -> None:
-        """To the next group."""
-        if in_turn:
-            T.named_barrier_arrive(TURN + thread // GROUP % groups, 2 * GROUP)
-
-    @T.macro
-    def start_apart(thread: Any, item: Item) -> None:
-        """Of two groups without turns the second starts when the first has weights: one's products, the other's
-        exponentials. Nothing else would part them: what runs together stays together."""
-        if not in_turn:  # noqa: SIM102 - Python's condition, then the kernel's
-            if T.And(item.items_before == 0, thread >= 2 * GROUP):
-                T.sync_threads(TURN + thread // GROUP - 2, 2 * GROUP)
-
-    @T.macro
-    def let_second_start(thread: Any, item: Item) -> None:
-        """The first group has weights."""
-        if not in_turn:  # noqa: SIM102 - Python's condition, then the kernel's
-            if T.And(item.items_before == 0, thread < 2 * GROUP):
-                T.named_barrier_arrive(TURN + thread // GROUP - 1, 2 * GROUP)
 
     @T.macro
     def wait_output(memory: Memory, thread: Any, step: Any, turn: Any) -> None:
@@ -291,10 +228,9 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     def start_scores(memory: Memory, item: Item) -> None:
         """The products of an item's first step, on their way; of no item they are anything, and nobody's."""
         stage, turn = item.stage(0, stages)
-        thread = T.get_thread_binding()
         if item.steps > 0:
             T.barrier_wait(memory.k_full[stage], turn)
-        start_apart(thread, item)
+        turns.start_apart(T.get_thread_binding(), item.items_before)
         T.wgmma_gemm(
             memory.q, memory.k[stage, :, :], memory.scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
         )
@@ -312,9 +248,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         walk = KeyWalk(plan, sizes, tile, buffers, batch, head, item.block, handed)
         staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
         place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
-        maths = TileMaths(
-            schedule, tile, place, memory.rows, scores, memory.other, q0, sizes, staged
-        )
+        maths = TileMaths(schedule, tile, place, memory.rows, scores, memory.other, q0, sizes, staged)
         T.fill(output, 0)
         for variable, value in schedule.initial:
             T.fill(memory.rows[variable], value)
@@ -325,18 +259,18 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         give_back_queries(thread, memory, steps == 1)
         weigh(maths, first_visit)
         T.copy(scores, weights)
-        let_second_start(thread, item)
+        turns.let_second_start(thread, item.items_before)
         for after in T.serial(steps - 1):
             step = after + 1
             stage, turn = item.stage(step, stages)
             before, turn_before = item.stage(after, stages)
             T.barrier_wait(memory.k_full[stage], turn)
             visit = walk.at(step)
-            take_turn(thread)
+            turns.take(thread)
             T.wgmma_gemm(q, k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
             T.barrier_wait(memory.v_full[before], turn_before)
             T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
-            pass_turn(thread)
+            turns.hand_on(thread)
             T.wait_wgmma(1)  # the scores are there, the output on its way
             give_back(thread, memory.k_empty, stage)
             give_back_queries(thread, memory, step + 1 == steps)
@@ -453,7 +387,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
                         copy_item(buffers, memory, item, walk)
             else:
                 T.inc_max_nreg(consumer_registers)
-                take_first_turn(thread)
+                turns.begin(thread)
                 if tile.persistent:
                     compute_items(buffers, memory)
                 else:

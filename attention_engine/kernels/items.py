@@ -8,6 +8,7 @@ heads, of whose keys and values the L2 cache holds all. Counted on paper, an H10
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -15,8 +16,28 @@ import tilelang.language as T
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import Sizes
 from attention_engine.kernels.splice import name_value
+from attention_engine.kernels.tiles import KeyWalk
 
 L2_BYTES = 32 * 1024 * 1024  # for keys and values, of the 50 MB that an H100 has
+
+
+@dataclass(frozen=True)
+class Item:
+    """A block of queries of one head and batch, from the query q0 on, and its steps, one at least; what was done before
+    it by the thread's block: items, and steps."""
+
+    block: Any
+    head: Any
+    batch: Any
+    steps: Any
+    q0: Any
+    items_before: Any = 0
+    steps_before: Any = 0
+
+    def stage(self, step: Any, stages: int) -> tuple[Any, Any]:
+        """Where a step's keys and values are, and the parity of their barriers."""
+        count = self.steps_before + step
+        return count % stages, (count // stages) % 2
 
 
 class Items:
@@ -77,6 +98,11 @@ class Deal:
             block = position - pair * blocks
         batch = name_value(T.truncdiv(pair, self.items.heads))
         return name_value(block), name_value(pair - batch * self.items.heads), batch
+
+
+def at_least_one(walk: KeyWalk) -> Any:
+    """The steps of a walk; one where no pair is kept, whose tile is masked whole: an item is never empty."""
+    return name_value(T.max(walk.count, 1))
 
 
 class KeyBlocks:

@@ -6,6 +6,8 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.ir.problem import Problem, Tile, padded
+
 WARP, GROUP = 32, 128  # threads
 COMPUTE = 1  # the named barrier on which the computing threads meet
 TURN = 2  # the first of those on which each group waits for its turn to start products
@@ -23,6 +25,12 @@ def registers(threads: int) -> tuple[int, int]:
     """
     copying = 24
     return copying, min(240, (REGISTERS_PER_SM - GROUP * copying) // threads // 8 * 8)
+
+
+def output_fits(problem: Problem, tile: Tile) -> bool:
+    """Has shared memory room for a tile of the output beside queries, keys and values?"""
+    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    return 2 * (tile.q * (dim + dim_v) + tile.stages * tile.kv * (dim + dim_v)) <= SHARED_BYTES
 
 
 @T.macro
