@@ -21,7 +21,7 @@ from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
-from attention_engine.target.compile import ONE_CHAIN, UNIFORM_GROUPS, Resources
+from attention_engine.target.compile import HELD_BARRIERS, ONE_CHAIN, UNIFORM_GROUPS, Resources
 
 if TYPE_CHECKING:
     from attention_engine.target.cache import KernelKey
@@ -185,6 +185,7 @@ class Kernels:
     def _kernel(self, builder: str, *given: object, uniform: bool = False, one_chain: bool = False) -> Kernel:
         configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper"))
         configs |= {UNIFORM_GROUPS: True} if uniform else {}
+        configs |= {HELD_BARRIERS: True} if builder == "forward_hopper.forward_hopper" else {}
         configs |= {ONE_CHAIN: True} if one_chain else {}
         return Kernel(builder, (self.problem, *given), self.target, self.problem, configs)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from attention_engine.errors import BadMeta, HeadDimsDiffer, HeadsDoNotGroup
 
 Length = int | str | None
+Lengths = tuple[int, int, int]  # batch, queries, keys
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -92,3 +94,14 @@ def check_linear_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
                 f"Choose {name} heads that divide {v.heads}: {divisors}."
             )
     return q, k, v
+
+
+@overload
+def hints_of(metas: Sequence[Meta], usual: Lengths) -> Lengths: ...
+@overload
+def hints_of(metas: Sequence[Meta], usual: None = None) -> Lengths | None: ...
+def hints_of(metas: Sequence[Meta], usual: Lengths | None = None) -> Lengths | None:
+    """Batch, queries and keys as the metas of q, k, v name them; where they don't, the usual ones, or all None."""
+    named = (metas[0].batch, metas[0].length, metas[1].length)
+    batch, queries, keys = (n if isinstance(n, int) else m for n, m in zip(named, usual or (0, 0, 0), strict=True))
+    return (batch, queries, keys) if usual or (batch and queries and keys) else None

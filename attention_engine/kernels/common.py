@@ -18,6 +18,7 @@ from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 from attention_engine.passes.strength import PARTS
 
 FLOAT = "float32"
+LANES = 8  # columns of a tile of pairs that the threads of a row share among them, two each
 Buffers = Mapping[str, Any]
 
 
@@ -149,6 +150,14 @@ def over_pairs(rows: int, columns: int, body: Callable[[Any, Any], None]) -> Non
     """Runs `body` for each entry of a tile, in parallel."""
     for i, j in T.Parallel(rows, columns):
         body(i, j)
+
+
+@T.macro
+def add_columns(part: Any, values: Any, rows: int, columns: int) -> None:
+    """Adds each column of a tile to the part of its own: part (rows, LANES). No thread asks another."""
+    for i, c in T.Parallel(rows, LANES):
+        for m in T.unroll(columns // LANES):
+            part[i, c] = part[i, c] + values[i, m * LANES + c]
 
 
 def assign(targets: Iterable[tuple[Any, Expr]], splice: Splice, *indices: Any) -> None:

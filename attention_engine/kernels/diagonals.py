@@ -11,14 +11,13 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.problem import Tile
-from attention_engine.kernels.common import FLOAT, Place, Sizes, named
+from attention_engine.kernels.common import FLOAT, LANES, Place, Sizes, add_columns, named
 from attention_engine.kernels.ends import Corners, past_end
 from attention_engine.kernels.warps import COMPUTE
 from attention_engine.passes.ends import find_ends
 from attention_engine.passes.read_places import CustomSums
 
 PITCH = 8  # numbers of 16 bits between the rows of a held tile: eight rows of eight then lie in different banks
-LANES = 8  # columns of a tile of pairs that the threads of a row share among them, two each
 
 
 @T.macro
@@ -121,9 +120,7 @@ def hold(sums: SkewedSums, gradients: Any, place: Place, corners: Corners) -> No
 def _sum_far(sums: SkewedSums, gradients: Any, far: Any) -> None:
     """Key by key; over steps, by as many parts as threads have."""
     if sums.over_steps:
-        for j, c in T.Parallel(sums.tile.kv, LANES):
-            for m in T.unroll(sums.tile.q // LANES):
-                far[j, c] = far[j, c] + gradients[j, m * LANES + c]
+        add_columns(far, gradients, sums.tile.kv, sums.tile.q)
     else:
         T.reduce_sum(gradients, far, dim=1, clear=True)
 

@@ -14,11 +14,13 @@ from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
 from attention_engine.kernels.common import (
     FLOAT,
+    LANES,
     Accumulator,
     Operand,
     Place,
     Sizes,
     accumulate,
+    add_columns,
     assign,
     block_values,
     build,
@@ -39,7 +41,7 @@ from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.splice import both
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
-from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, TileStep
+from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
 
@@ -56,7 +58,7 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
                 found[step.variable] = None
             case RowStep():
                 found.update(dict.fromkeys(v for v, _ in step.assignments))
-            case TileStep():
+            case TileStep() | SumStep():
                 pass
     return list(found)
 
@@ -119,11 +121,10 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             read = reader(buffers)
             place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
             staged = StagedReads(of_pairs(schedule), problem, tile)
-            maths = TileMaths(schedule, tile, place, rows, scores, other, q0, sizes, staged)
+            maths = TileMaths(schedule, tile, place, rows, {}, scores, other, q0, sizes, staged)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
-            for variable, value in schedule.initial:
-                T.fill(rows[variable], value)
+            maths.start()
             walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
@@ -141,8 +142,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 maths.weigh(kv0)
                 load(weights, scores)
                 if schedule.rescale is not None:
-                    for i, d in T.Parallel(tile.q, dim_v):
-                        output[i, d] *= rows[schedule.rescale][i]
+                    multiply_rows(output, rows[schedule.rescale], tile, dim_v)
                 load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
                 accumulate(weights, v, sums)
             maths.finish(output, dim_v)
@@ -154,14 +154,59 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     return build("forward", parameters, body)
 
 
+def sums_in_parts(schedule: ForwardSchedule, tile: Tile) -> dict[Expr, Any]:
+    """Room for the row states that threads may hold in parts: a part is the columns that a thread has of eight."""
+    return {s.state: T.alloc_fragment([tile.q, LANES], FLOAT) for s in schedule.steps if isinstance(s, SumStep)}
+
+
+@T.macro
+def multiply_rows(output: Any, factors: Any, tile: Tile, dim_v: int) -> None:
+    """output *= factors, row by row."""
+    for i, d in T.Parallel(tile.q, dim_v):
+        output[i, d] *= factors[i]
+
+
+@T.macro
+def rescale(output: Any, factors: Any, tile: Tile, dim_v: int) -> None:
+    """Brings the output so far to what its rows hold by now; lazily, where a warp has a row whose factor is not 1."""
+    if tile.lazy_rescale:
+        changed = T.alloc_var("bool")
+        changed = False
+        for i in T.Parallel(tile.q):
+            changed = T.Or(changed, factors[i] != 1)
+        if T.any_sync(changed) != 0:
+            multiply_rows(output, factors, tile, dim_v)
+    else:
+        multiply_rows(output, factors, tile, dim_v)
+
+
+@T.macro
+def multiply_row(row: Any, factors: Any, tile: Tile) -> None:
+    """row *= factors, where there are some."""
+    if factors is not None:
+        for i in T.Parallel(tile.q):
+            row[i] *= factors[i]
+
+
+@T.macro
+def multiply_parts(part: Any, factors: Any, tile: Tile) -> None:
+    """part *= factors, where there are some."""
+    if factors is not None:
+        for i, c in T.Parallel(tile.q, LANES):
+            part[i, c] *= factors[i]
+
+
 class TileMaths:
-    """The schedule's steps on the kernel's buffers."""
+    """The schedule's steps on the kernel's buffers.
+
+    parts: for the row states that threads hold in parts (`sums_in_parts`); none where each step joins them.
+    """
 
     def __init__(
-        self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], scores: Any, other: Any,
-        q0: Any, sizes: Sizes, staged: StagedReads,
+        self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], parts: dict[Expr, Any],
+        scores: Any, other: Any, q0: Any, sizes: Sizes, staged: StagedReads,
     ) -> None:  # fmt: skip
-        self.staged = staged
+        self.staged, self.parts = staged, parts
         self.schedule, self.tile, self.place, self.rows = schedule, tile, place, rows
         self.scores, self.other, self.q0, self.sizes = scores, other, q0, sizes
 
@@ -225,12 +270,35 @@ class TileMaths:
                     else:
                         fill(target, START[step.kind])
                         REDUCE[step.kind](source, target, dim=1, clear=False)
+                case SumStep():
+                    self._sum(step)
                 case RowStep():
                     self._rows(step)
                 case TileStep():
                     self._map(self.scores, step.value, kv0, TILE)
         if before_weights is not None:
             before_weights()
+
+    def start(self) -> None:
+        """The row states as they begin."""
+        for variable, value in self.schedule.initial:
+            fill(self.rows[variable], value)
+        for part in self.parts.values():
+            fill(part, 0)
+
+    def _sum(self, step: SumStep) -> None:
+        factors = None if step.factor is None else self.rows[step.factor]
+        if step.state in self.parts:
+            multiply_parts(self.parts[step.state], factors, self.tile)
+            add_columns(self.parts[step.state], self.scores, self.tile.q, self.tile.kv)
+        else:
+            multiply_row(self.rows[step.state], factors, self.tile)
+            REDUCE["sum"](self.scores, self.rows[step.state], dim=1, clear=False)
+
+    def join(self) -> None:
+        """The row states that were held in parts, before the end."""
+        for state, part in self.parts.items():
+            REDUCE["sum"](part, self.rows[state], dim=1)
 
     def _rows(self, step: RowStep) -> None:
         def entry(i: Any) -> None:

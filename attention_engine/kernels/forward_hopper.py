@@ -6,8 +6,11 @@ a step are made together with the output of the step before, so that its row val
 tensor cores do both. Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), algorithm 2.
 
 Two groups that start together stay together, and then each unit idles while both wait for another; so they are parted.
-Where products bound a step, groups issue them in turns, and wait for the output of the step before when they have their
-row maxima (two groups) or their exponentials (three). Elsewhere the second of two starts when the first has weights.
+Where products bound a step, groups issue them in turns. Two wait for the output of the step before when they have their
+row maxima, so that the output is multiplied by its rows' factors while exponentials are made; three, and two whose
+factors are made of weights, when they have those. Elsewhere the second of two starts when the first has weights. Sums
+of weights stay in parts, one for each thread of a row: joined at each step, they keep ptxas from setting
+multiplications between exponentials.
 
 Tile(persistent=True): as many blocks as the GPU runs at once, each of which walks over work items (items.py). The
 copying warp goes on to the next item's tiles while the others end the present one, and tells them by shared memory
@@ -37,7 +40,15 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
-from attention_engine.kernels.forward import TileMaths, forward_parameters, needs_another, of_pairs, row_variables
+from attention_engine.kernels.forward import (
+    TileMaths,
+    forward_parameters,
+    needs_another,
+    of_pairs,
+    rescale,
+    row_variables,
+    sums_in_parts,
+)
 from attention_engine.kernels.items import Deal, Item, Items, at_least_one
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.staged import StagedReads
@@ -75,6 +86,7 @@ class Memory:
     other: Any
     output: Any
     rows: dict[Expr, Any]
+    parts: dict[Expr, Any]
     written: Any
     record: Any
     entries: Any
@@ -98,7 +110,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     each_group, each_column = list(range(groups)), list(range(0, dim_v, SWIZZLED))
     in_turn = groups > 2 or products_take_turns(schedule)
     turns = Turns(groups, in_turn)
-    late = groups > 2  # the wait for the output of the step before: after the exponentials, or the maxima
+    early = in_turn and groups == 2 and (schedule.rescale is None or schedule.rescales_early)  # it waits early
     warps = tile.threads // WARP
     blocks = T.ceildiv(sizes.q, tile.q)
     items = Items(problem, tile, sizes, plan.later_is_longer, places)
@@ -138,7 +150,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         T.barrier_arrive(memory.q_full)
         for step in T.unroll(item.steps, unroll_factor=1):  # four steps at once would spill
             visit = walk.at(step)
-            kv0 = visit.tile * tile.kv
+            kv0 = T.if_then_else(walk.count > 0, visit.tile * tile.kv, sizes.kv)  # where no key is kept: zeros, no NaN
             stage, turn = item.stage(step, stages)
             T.barrier_wait(memory.k_empty[stage], turn ^ 1)
             if plan.mapped:  # noqa: SIM102 - Python's condition, then the kernel's
@@ -162,11 +174,18 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             T.barrier_arrive(barriers[stage])
 
     @T.macro
-    def wait_output(memory: Memory, thread: Any, step: Any, turn: Any) -> None:
-        """Until the output of a step is there, whose values came in phase `turn`; what works on scores comes before."""
-        finish_before(memory.scores, tile.q * tile.kv // tile.threads, memory.v_full, step, turn)
+    def take_output(memory: Memory, thread: Any, step: Any) -> None:
+        """Waits for the output of a step, and brings it to what rows hold by now."""
         T.wait_wgmma(0)
         give_back(thread, memory.v_empty, step)
+        if schedule.rescale is not None:
+            rescale(memory.output, memory.rows[schedule.rescale], tile, dim_v)
+
+    @T.macro
+    def until_output(memory: Memory, thread: Any, step: Any, turn: Any) -> None:
+        """The same, where values came in phase `turn`; what works on scores comes before."""
+        finish_before(memory.scores, tile.q * tile.kv // tile.threads, memory.v_full, step, turn)
+        take_output(memory, thread, step)
 
     @T.macro
     def give_back_queries(thread: Any, memory: Memory, last: Any) -> None:
@@ -208,23 +227,6 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             T.copy(memory.output, window(buffers["o"], item.batch, item.head, q0, tile.q, dim_v))
 
     @T.macro
-    def multiply_rows(output: Any, factors: Any) -> None:
-        for i, d in T.Parallel(tile.q, dim_v):
-            output[i, d] *= factors[i]
-
-    @T.macro
-    def rescale(output: Any, factors: Any) -> None:
-        if tile.lazy_rescale:
-            changed = T.alloc_var("bool")
-            changed = False
-            for i in T.Parallel(tile.q):
-                changed = T.Or(changed, factors[i] != 1)
-            if T.any_sync(changed) != 0:
-                multiply_rows(output, factors)
-        else:
-            multiply_rows(output, factors)
-
-    @T.macro
     def start_scores(memory: Memory, item: Item) -> None:
         """The products of an item's first step, on their way; of no item they are anything, and nobody's."""
         stage, turn = item.stage(0, stages)
@@ -248,10 +250,9 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         walk = KeyWalk(plan, sizes, tile, buffers, batch, head, item.block, handed)
         staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
         place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
-        maths = TileMaths(schedule, tile, place, memory.rows, scores, memory.other, q0, sizes, staged)
+        maths = TileMaths(schedule, tile, place, memory.rows, memory.parts, scores, memory.other, q0, sizes, staged)
         T.fill(output, 0)
-        for variable, value in schedule.initial:
-            T.fill(memory.rows[variable], value)
+        maths.start()
         T.wait_wgmma(0)
         first, _ = item.stage(0, stages)
         first_visit = walk.at(0)
@@ -274,15 +275,12 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             T.wait_wgmma(1)  # the scores are there, the output on its way
             give_back(thread, memory.k_empty, stage)
             give_back_queries(thread, memory, step + 1 == steps)
-            until_output = bind(wait_output, memory, thread, before, turn_before)
-            weigh(maths, visit, None if late or not in_turn else until_output)
-            if late:
-                until_output()
-            elif not in_turn:
-                T.wait_wgmma(0)
-                give_back(thread, memory.v_empty, before)
-            if schedule.rescale is not None:
-                rescale(memory.output, memory.rows[schedule.rescale])
+            fenced = bind(until_output, memory, thread, before, turn_before)
+            weigh(maths, visit, fenced if early else None)
+            if not in_turn:
+                take_output(memory, thread, before)
+            elif not early:
+                fenced()
             T.copy(scores, weights)
         last, last_turn = item.stage(steps - 1, stages)
         T.barrier_wait(memory.v_full[last], last_turn)
@@ -294,6 +292,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             T.wait_wgmma(0)
         if tile.persistent:
             give_back(thread, memory.v_empty, last)
+        maths.join()
         maths.finish(output, dim_v)
         store_output(buffers, memory, item, thread)
         for name, expr in schedule.rows:
@@ -358,6 +357,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
             output = T.alloc_fragment([tile.q, dim_v], FLOAT)
             rows = {v: named(v.name, T.alloc_fragment([tile.q], FLOAT)) for v in row_variables(schedule)}
+            parts = sums_in_parts(schedule, tile)
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
             q_full = T.alloc_barrier(arrive_count=WARP)
             q_empty = T.alloc_barrier(arrive_count=warps) if tile.persistent else None
@@ -368,7 +368,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             record = named("record", T.alloc_shared([len(each_number)], "int32")) if tile.persistent else None
             entries = named("entries", T.alloc_shared([stages], "int32")) if plan.mapped else None
             memory = Memory(
-                q, k, v, o, weights, scores, other, output, rows, written, record, entries,
+                q, k, v, o, weights, scores, other, output, rows, parts, written, record, entries,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty,
             )  # fmt: skip
             item, walk = None, None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from attention_engine.ir.evaluate import LOWEST, Value, evaluate
@@ -52,7 +53,18 @@ class TileStep:
     value: Expr
 
 
-Step = ReduceStep | RowStep | TileStep
+@dataclass(frozen=True)
+class SumStep:
+    """state = factor * state + the sum of the tile over the keys; without a factor, of 1.
+
+    Nothing reads the state before the end, so that a kernel may hold it in parts, which it joins there.
+    """
+
+    state: Expr
+    factor: Expr | None
+
+
+Step = ReduceStep | RowStep | TileStep | SumStep
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,12 @@ class ForwardSchedule:
     rows: tuple[tuple[str, Expr], ...]
     mask: Expr | None
     ends: Ends | None = None
+
+    @property
+    def rescales_early(self) -> bool:
+        """Is the output's factor known before the weights are?"""
+        before = itertools.takewhile(lambda step: not isinstance(step, TileStep), self.steps)
+        return any(self.rescale is v for step in before if isinstance(step, RowStep) for v, _ in step.assignments)
 
 
 @dataclass(frozen=True)
@@ -140,8 +158,7 @@ def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ())
         roots = _ask_keep(roots, len(roots) - 2)
     rows = (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))
     block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots)))
-    builder = _Steps(roots)
-    steps, rescale = builder.build([s.variable for s in program.states])
+    steps, rescale = _Steps(roots).build(program.states)
     output_rows, (output,) = _row_values([program.output], "end")
     return ForwardSchedule(
         block=tuple(block),
@@ -230,8 +247,11 @@ def _hoist(roots: list[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
     return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
 
 
-def _row_values(roots: list[Expr], prefix: str) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
-    """Takes out what depends on the row alone (and is more than a variable, a number or an index)."""
+def _row_values(
+    roots: list[Expr], prefix: str, without: Set[Expr] = frozenset()
+) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
+    """Takes out what depends on the row alone (and is more than a variable, a number or an index), not on `without`."""
+    waiting = {n for n in topological(*roots) if without & set(topological(n))}
 
     def is_row(node: Expr) -> bool:
         plain = node.op in (Op.CONST, Op.VAR)
@@ -240,6 +260,7 @@ def _row_values(roots: list[Expr], prefix: str) -> tuple[list[tuple[Expr, Expr]]
             and not plain
             and not node.axes & {Axis.KEY, Axis.CHANNEL}
             and Axis.QUERY in node.axes
+            and node not in waiting
         )
 
     found = {node: var(f"{prefix}{i}", node.axes) for i, node in enumerate(largest(roots, is_row))}
@@ -247,57 +268,104 @@ def _row_values(roots: list[Expr], prefix: str) -> tuple[list[tuple[Expr, Expr]]
 
 
 class _Steps:
-    """Orders reductions, row values and tile updates."""
+    """Orders reductions, row values and tile updates.
+
+    Row values come as early as what they take: the factor of the output so far before the weights are made, so that the
+    output can be multiplied while exponentials are.
+    """
 
     def __init__(self, roots: list[Expr]) -> None:
         *self.updates, self.weights, self.rescale = roots
+        self.pending = [n for n in topological(self.weights, *roots) if n.op is Op.REDUCE]
+        self.results = {n: var(f"reduced{i}", ROW) for i, n in enumerate(self.pending)}
+        self.waited = set(self.results.values())
         self.steps: list[Step] = []
-        self.results: dict[Expr, Expr] = {}
+        self.left: dict[Expr, Expr] = {}  # to be assigned: states, and the factor of the output
+        self.sums: dict[Expr, SumStep] = {}
         self.rows = 0
 
-    def build(self, states: list[Expr]) -> tuple[list[Step], Expr | None]:
-        roots = [self.weights, *self.updates, self.rescale]
-        pending = [n for n in topological(*roots) if n.op is Op.REDUCE]
+    def build(self, states: tuple[State, ...]) -> tuple[list[Step], Expr | None]:
+        updates = zip((s.variable for s in states), self.updates, strict=True)
+        self.left = {s: self._resolve(u) for s, u in updates if u is not s}
+        rescale = None
+        if not is_const(self.rescale, 1):
+            rescale = var("rescale", ROW)
+            self.left[rescale] = self._resolve(self.rescale)
+        from_zero = {s.variable for s in states if s.initial == 0}
         current: Expr = TILE
-        for position, node in enumerate(pending):
+        for position, node in enumerate(self.pending):
             source = node.args[0]
-            later = [p.args[0] for p in pending[position + 1 :] if p.args[0] is not self.weights]
+            later = [p.args[0] for p in self.pending[position + 1 :] if p.args[0] is not self.weights]
             if source is self.weights and current is TILE and not any(_reads_tile(e) for e in later):
-                self._tile(self.weights)
+                self._make_weights(from_zero)
                 current = self.weights
             self._reduce(node, None if source is current else source, current)
         if current is not self.weights:
-            self._tile(self.weights)
-        rescale = None
-        assignments = [(s, self._resolve(u)) for s, u in zip(states, self.updates, strict=True) if u is not s]
-        if not is_const(self.rescale, 1):
-            rescale = var("rescale", ROW)
-            assignments.append((rescale, self._resolve(self.rescale)))
-        if assignments:
-            self.steps.append(RowStep(tuple(assignments)))
+            self._make_weights(from_zero)
+        if self.left:
+            self.steps.append(RowStep(tuple(self.left.items())))
         return self.steps, rescale
 
     def _resolve(self, expr: Expr) -> Expr:
         """The expression with reductions as the row variables that hold them."""
         return substitute(expr, self.results)
 
-    def _values(self, expr: Expr) -> Expr:
-        """The expression with its row values computed before, once a row."""
+    def _values(self, expr: Expr) -> tuple[list[tuple[Expr, Expr]], Expr]:
+        """The row values of an expression, and the expression with them."""
         found, (result,) = _row_values([self._resolve(expr)], f"row{self.rows}_")
         self.rows += 1
+        return found, result
+
+    def _make_weights(self, from_zero: set[Expr]) -> None:
+        found, result = self._values(self.weights)
+        sources = [n.args[0] for n, v in self.results.items() if v in self.waited and n.args[0] is not self.weights]
+        if not self.left.keys() & set(topological(*sources)):  # which read the states as they were
+            found += self._sum_weights(from_zero)
+            found += self._move_on()
         if found:
             self.steps.append(RowStep(tuple(found)))
-        return result
+        self.steps.append(TileStep(result))
 
-    def _tile(self, value: Expr) -> None:
-        self.steps.append(TileStep(self._values(value)))
+    def _sum_weights(self, from_zero: set[Expr]) -> list[tuple[Expr, Expr]]:
+        """Finds the states that sums of weights are added to, and no more; their factors, where they have no name."""
+        named = []
+        for node, variable in self.results.items():
+            readers = [s for s, e in self.left.items() if variable in topological(e)]
+            if variable not in self.waited or (node.args[0], node.arg) != (self.weights, "sum") or len(readers) != 1:
+                continue
+            (state,) = readers
+            (factor,) = differentiate(self.left[state], [state])
+            (rest,) = simplify(substitute(self.left[state], {state: const(0.0)}))
+            others = topological(factor, *(e for s, e in self.left.items() if s is not state))
+            if state not in from_zero or rest is not variable or {state, *self.waited} & set(others):
+                continue
+            del self.left[state]
+            name = next((v for v, e in self.left.items() if e is factor), var(f"factor{len(self.sums)}", ROW))
+            if name not in self.left and not is_const(factor, 1):
+                named.append((name, factor))
+            self.sums[variable] = SumStep(state, None if is_const(factor, 1) else name)
+        return named
+
+    def _move_on(self) -> list[tuple[Expr, Expr]]:
+        """What is left to assign, as far as reductions are there; the rest has by names what it reads of old states."""
+        ready = {v: e for v, e in self.left.items() if not self.waited & set(topological(e))}
+        ahead = {v: e for v, e in self.left.items() if v not in ready}
+        found, exprs = _row_values(list(ahead.values()), "ahead", self.waited)
+        old = [v for v in ready if v in topological(*exprs)]
+        copies = {v: var(f"old{number}", ROW) for number, v in enumerate(old)}
+        self.left = {v: substitute(e, copies) for v, e in zip(ahead, exprs, strict=True)}
+        return [*ready.items(), *found, *((copy, v) for v, copy in copies.items())]
 
     def _reduce(self, node: Expr, source: Expr | None, current: Expr) -> None:
-        variable = var(f"reduced{len(self.results)}", ROW)
         absolute = source is not None and source.op is Op.ABS and source.args[0] is current
-        value = None if source is None or absolute else self._values(source)
-        self.steps.append(ReduceStep(variable, str(node.arg), absolute, value))
-        self.results[node] = variable
+        value = None
+        if source is not None and not absolute:
+            found, value = self._values(source)
+            if found:
+                self.steps.append(RowStep(tuple(found)))
+        variable = self.results[node]
+        self.steps.append(self.sums.get(variable) or ReduceStep(variable, str(node.arg), absolute, value))
+        self.waited.remove(variable)
 
 
 def _reads_tile(expr: Expr) -> bool:

@@ -21,7 +21,7 @@ def explain(asked: Asked, tuning: Tuning) -> str:
     """A paragraph for each kernel of a problem."""
     _, queries, keys = asked.lengths
     head = f"{asked.problem.dtype}, {queries} queries and {keys} keys, on {gpu_name(asked.target)}"
-    tiles = default_tiles(asked.problem, asked.maths, asked.target)
+    tiles = default_tiles(asked.problem, asked.maths, asked.target, asked.hints)
     names: list[KernelName] = asked.kernels(False, tiles)
     refusal: list[str] = []
     if isinstance(asked.maths.refusal, BackwardNotDerived):

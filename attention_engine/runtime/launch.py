@@ -55,6 +55,7 @@ class Launcher:
 
     tiles: those to use, whatever the problem; choose(wanted, problem, target, (batch, queries, keys), device,
     default tiles, backward, custom inputs): which tiles a direction runs with, where they may differ from the defaults.
+    hints: batch, queries and keys that calls will likely have, for defaults.
     """
 
     maths: Maths
@@ -64,6 +65,7 @@ class Launcher:
     deterministic: bool
     tiles: Tiles | None = None
     choose: Choose | None = None
+    hints: tuple[int, int, int] | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
     _plans: dict[object, LaunchPlan] = field(default_factory=dict)
     _maps: TileMaps = field(default_factory=TileMaps)
@@ -117,7 +119,7 @@ class Launcher:
         found = self._kernels.get(key)
         if found is None:
             problem, target, maths = self.problem(q, k, v, custom), self.target(q), self.maths.wanting(wanted)
-            tiles = self.tiles or default_tiles(problem, maths, target)
+            tiles = self.tiles or default_tiles(problem, maths, target, self.hints)
             if self.choose is not None:
                 sizes = (q.shape[0], q.shape[1], k.shape[1])
                 tiles = self.choose(tuple(wanted), problem, target, sizes, q.device, tiles, backward, custom)

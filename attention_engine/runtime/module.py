@@ -19,7 +19,7 @@ from attention_engine.errors import (
     UnknownOption,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
-from attention_engine.frontend.meta import Meta, check_metas
+from attention_engine.frontend.meta import Meta, check_metas, hints_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
@@ -52,6 +52,7 @@ from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 from attention_engine.runtime.watching import unwatched, watched
 from attention_engine.target.compile import Resources
+from attention_engine.tuner.defaults import hints_matter
 
 MOST_SEEN = 4096
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
@@ -164,7 +165,9 @@ class AttentionEngine(torch.nn.Module):
             program = self._trace(dict(types), blocks)
             specs = list(self._io(blocks).specs.values())
             device = self.device.name if self.device else ""
-            options = f"{backend} {device} {self.deterministic} {[(s.name, s.axes) for s in specs]} {self.tuning}"
+            hints = hints_of(self.qkv_meta) if hints_matter(*(m.dim for m in self.qkv_meta[1:])) else ""
+            inputs = [(s.name, s.axes) for s in specs]
+            options = f"{backend} {device} {self.deterministic} {inputs} {self.tuning}{hints}"
             key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
             if key not in op.ATTENTIONS:
                 maths = analyse(program)
@@ -183,9 +186,9 @@ class AttentionEngine(torch.nn.Module):
             asked = Asked(maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted)
             return choose(tuning, asked, tiles, backward, custom)
 
-        tuning, deterministic = self.tuning, self.deterministic
+        tuning, deterministic, hints = self.tuning, self.deterministic, hints_of(self.qkv_meta)
         chosen = choose_tiles if tuning.matters else None
-        return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen)
+        return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)
 
     # torch.compile asks for the key and looks no further; torch.compiler.assume_constant_result sets this too, after
     # a second's import of the compiler
@@ -304,14 +307,13 @@ class AttentionEngine(torch.nn.Module):
         dtypes = [torch.uint8 if held_as_bool else torch.float32 for held_as_bool in bools]
         custom = [torch.empty(1, dtype=t, device=place) for t in dtypes]
         launcher = Launcher(self._maths(), specs, interpret, device, self.deterministic)
-        hints = (self.qkv_meta[0].batch, self.qkv_meta[0].length, self.qkv_meta[1].length)
-        batch, queries, keys = (n if isinstance(n, int) else m for n, m in zip(hints, USUAL, strict=True))
+        lengths = hints_of(self.qkv_meta, USUAL)
         problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
         wanted = tuple(spec.name for spec, held_as_bool in zip(specs, bools, strict=True) if not held_as_bool)
-        sizes = (batch, queries, keys)
         return Asked(
-            launcher.maths.wanting(wanted), specs, problem, target, self.deterministic, sizes, str(place), wanted
-        )
+            launcher.maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,
+            hints_of(self.qkv_meta),
+        )  # fmt: skip
 
     def explain(self) -> str:
         """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""

@@ -80,6 +80,7 @@ class Asked:
     lengths: tuple[int, int, int]  # batch, queries, keys
     device: str
     wanted: tuple[str, ...] = ()  # the custom inputs whose gradients are asked for; maths holds no others
+    hints: tuple[int, int, int] | None = None  # batch, queries and keys that the metas name, if all
 
     def over_queries(self, tiles: Tiles) -> bool:
         """Is dQ made by a kernel of its own?"""
@@ -87,7 +88,7 @@ class Asked:
 
     def kernels_as_known(self, tuning: Tuning) -> Kernels:
         """The kernels with the tiles that are known without measuring."""
-        tiles = default_tiles(self.problem, self.maths, self.target)
+        tiles = default_tiles(self.problem, self.maths, self.target, self.hints)
         known: dict[str, Tile] = {name: entry.tile for name, entry in look_up(tuning, self, tiles).items()}
         tiles = dataclasses.replace(tiles, **known)
         return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic)

@@ -23,6 +23,7 @@ from attention_engine.target.proofs import with_quick_proofs
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
 UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
+HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
 ONE_CHAIN = "attention_engine.one_chain"  # rows are reduced in one chain, as TileLang prints it: not printed.in_chains
 
 
@@ -151,13 +152,14 @@ def _prepare(
 ) -> tuple[dict[str, Any], AbstractContextManager[None], list[str]]:
     """What TileLang is told, what is done to the text that it prints, and the flags for nvcc."""
     configs = dict(pass_configs or {})
-    uniform, one_chain = bool(configs.pop(UNIFORM_GROUPS, False)), bool(configs.pop(ONE_CHAIN, False))
+    uniform, one_chain, held = (bool(configs.pop(rule, False)) for rule in (UNIFORM_GROUPS, ONE_CHAIN, HELD_BARRIERS))
     flags = [
         *work_arounds(arch, configs),
         *(printed.UNIFORM_FLAGS if uniform else []),
         *(printed.ONE_CHAIN_FLAGS if one_chain else []),
+        *(printed.HELD_FLAGS if held else []),
     ]
-    return configs, printed.rewriting(uniform, one_chain), flags
+    return configs, printed.rewriting(uniform, one_chain, held), flags
 
 
 def tilelang_target(arch: Arch) -> dict[str, str]:

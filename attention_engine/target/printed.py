@@ -1,4 +1,4 @@
-"""Works round two shortfalls of what TileLang 0.1.15 prints, by rules on the CUDA text.
+"""Works round shortfalls of what TileLang 0.1.15 prints, by rules on the CUDA text.
 
 A thread reduces its part of a row by one chain of dependent operations: of a row of 128 scores it has 32 numbers, whose
 maximum waits for each result in turn (4 to 6 clocks each). Four chains side by side wait for 8. Sums are then taken in
@@ -8,6 +8,10 @@ Descriptors of wgmma's operands are made from the thread's index. That it gives 
 ptxas can't see, so it moves each descriptor to uniform registers (R2UR) before each product, which waits for it. An
 index that one lane tells the others is uniform to ptxas too. The hand-placed kernels of dense attention ask for it;
 walks of linear attention spilled.
+
+The address of a barrier is a name to ptxas, which it works out again at each use (from the number of the block in its
+cluster: 20 of a step's 500 instructions, and what a step's first product waits for). An address that comes out of an
+assembly statement is held in a register. The forward pass asks for it, for the threads that compute.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ from typing import Any
 
 FLAGS = ["-DATTENTION_ENGINE_PRINTED=1"]  # in the compiler's cache key: another text is another kernel
 UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
+HELD_FLAGS = ["-DATTENTION_ENGINE_HELD_BARRIERS=1"]
 ONE_CHAIN_FLAGS = ["-DATTENTION_ENGINE_ONE_CHAIN=1"]
 CHAINS = 4
 
 # A loop over `step` whose only line joins a term to one total: total = max(total, term), or total = (total + term).
 _LOOP = re.compile(
+    r"(?P<clear>[ \t]*(?P<cleared>\w+\[\w+\])\ =\ -CUDART_INF_F;\n)?"
     r"(?P<indent>[ \t]*)\#pragma\ unroll\n"
     r"[ \t]*for\ \(int\ (?P<step>\w+)\ =\ 0;\ \w+\ <\ (?P<count>\d+);\ \+\+\w+\)\ \{\n"
     r"[ \t]*(?P<total>\w+\[(?!(?P=step)\])\w+\])\ =\ "
@@ -53,9 +59,12 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def rewriting(uniform_groups: bool = False, one_chain: bool = False) -> Iterator[None]:
+def rewriting(
+    uniform_groups: bool = False, one_chain: bool = False, held_barriers: bool = False
+) -> Iterator[None]:
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
-    _ours.rules = [*([] if one_chain else [in_chains]), *([with_uniform_groups] if uniform_groups else [])]
+    asked = {in_chains: not one_chain, with_uniform_groups: uniform_groups, with_held_barriers: held_barriers}
+    _ours.rules = [rule for rule, wanted in asked.items() if wanted]
     try:
         yield
     finally:
@@ -79,23 +88,27 @@ def _rewritten(loop: re.Match[str]) -> str:
     declared = re.search(rf"\bfloat {re.escape(total.split('[')[0])}\[", loop.string)
     if declared is None or count % CHAINS or count < 4 * CHAINS or total in (loop["of"] or loop["term"]):
         return loop[0]
+    term = loop["of"] or loop["term"]
     part = f"{total.split('[')[0]}_part"
     each = f"{part}[{step} & {CHAINS - 1}]"
+    cleared = loop["clear"] is not None and loop["cleared"] == total and bool(loop["greatest"])
     if loop["greatest"]:
-        start, joined = total, f"max({each}, {loop['of']})"
+        first, joined = term if cleared else f"max({total}, {term})", f"max({each}, {term})"
         end = f"max(max({part}[0], {part}[1]), max({part}[2], {part}[3]))"
     else:
-        start, joined = "0.0f", f"{each} + {loop['term']}"
-        end = f"{total} + (({part}[0] + {part}[1]) + ({part}[2] + {part}[3]))"
+        first, joined = f"{total} + {term}", f"{each} + {term}"
+        end = f"({part}[0] + {part}[1]) + ({part}[2] + {part}[3])"
     lines = [
         "{",
-        f"  float {part}[{CHAINS}] = {{{', '.join([start] * CHAINS)}}};",
+        f"  float {part}[{CHAINS}];",
         "  #pragma unroll",
-        f"  for (int {step} = 0; {step} < {count}; ++{step}) {{ {each} = {joined}; }}",
+        f"  for (int {step} = 0; {step} < {count}; ++{step}) {{",
+        f"    {each} = {step} == 0 ? {first} : {step} < {CHAINS} ? {term} : {joined};",
+        "  }",
         f"  {total} = {end};",
         "}",
     ]
-    return "".join(f"{indent}{line}\n" for line in lines)
+    return (loop["clear"] or "") + "".join(f"{indent}{line}\n" for line in lines)
 
 
 _GROUP = "(((int)threadIdx.x) >> 7)"
@@ -108,3 +121,25 @@ def with_uniform_groups(cuda: str) -> str:
         return cuda
     declared = f"  const int warpgroup = __shfl_sync(0xffffffffu, {_GROUP}, 0);\n"
     return _BODY.sub(lambda body: body[0] + declared, cuda.replace(_GROUP, "warpgroup"))
+
+
+# The barriers, at an address that is in a register.
+_HELD = """\
+const auto held = [](uint64_t* barriers) {
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barriers));
+  asm volatile("mov.u32 %0, %0;" : "+r"(address));
+  return reinterpret_cast<Barrier*>(__cvta_shared_to_generic(address));
+};
+"""
+_BARRIERS = re.compile(r"^  auto (\w+) = reinterpret_cast<Barrier\*>\(\1_mem\);\n", re.MULTILINE)
+_COMPUTING = re.compile(r"^([ ]+)tl::warpgroup_reg_alloc<\d+>\(\);\n", re.MULTILINE)
+
+
+def with_held_barriers(cuda: str) -> str:
+    """The source with addresses of barriers in registers, of the threads that ask for more of those."""
+    start = _COMPUTING.search(cuda)
+    if start is None:
+        return cuda
+    used = [name for name in _BARRIERS.findall(cuda) if f" {name}[" in cuda[start.end() :]]
+    lines = [*_HELD.splitlines(), *(f"Barrier* const {name} = held({name}_mem);" for name in used)]
+    return cuda[: start.end()] + "".join(f"{start[1]}{line}\n" for line in lines) + cuda[start.end() :]

@@ -9,10 +9,9 @@
 7. Waves: blocks over the SMs' places, rounded up; the last wave is as long as a full one.
 8. A step costs 300 cycles of barriers and loop besides, more where copies don't run two stages ahead, and an eighth of
    its time where weights go through shared memory. A third stage buys little and costs memory.
-9. Lazy rescaling saves a tenth of the per-pair arithmetic in half of the steps.
-10. Where an SM holds one block, nothing hides some 3000 cycles of its start and end, but a persistent kernel does.
-11. The time is waves * blocks an SM holds * steps of a block * the time of a step.
-12. Its order is what counts: measuring decides.
+9. Where an SM holds one block, nothing hides some 3000 cycles of its start and end, but a persistent kernel does.
+10. The time is waves * blocks an SM holds * steps of a block * the time of a step.
+11. Its order is what counts: measuring decides.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def cycles(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile, work: W
     rate = (arch.peak_tflops or PEAK_TFLOPS) * 1e12 / arch.sm_count / CLOCK
     short = min(tile.kv / 64, 1.0) * min(tile.q / 64, 1.0)
     matrix = flops / (rate * (0.4 + 0.6 * short)) * (8 if problem.splits else 1)
-    scalar = pairs * (1 / 16 + 12 / 128) * (0.95 if tile.lazy_rescale else 1.0)
+    scalar = pairs * (1 / 16 + 12 / 128)
     walked, held = (tile.q, tile.kv) if kernel == "backward" else (tile.kv, tile.q)
     dims = problem.dim + problem.dim_v
     copies = walked * dims * size / 40 + (walked * problem.dim * 4 / 40 if kernel == "backward" else 0)

@@ -16,12 +16,12 @@ from attention_engine.compiler import Maths, Target, Tiles
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.by_hand import (
-    adds_to_products,
     backward_fits,
     forward_fits,
     pairs_are_light,
     scores_are_light,
     scores_are_of_places,
+    weights_take_special_functions,
 )
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.schedule import ForwardSchedule
@@ -31,6 +31,7 @@ from attention_engine.tuner.space import demand
 from attention_engine.tuner.store import Entry, parse
 
 FOLDER = Path(__file__).parent / "data"
+Lengths = tuple[int, int, int]  # batch, queries, keys
 ROOMY = 160 * 1024  # bytes of shared memory a block: A100, H100 and B200 have more, the others 99 KB
 
 
@@ -61,18 +62,26 @@ def default_entry(kernel: KernelName, problem: Problem, target: Target) -> Entry
     return min(fitting, key=lambda entry: entry.key["dim"] + entry.key["dim_v"])
 
 
-def default_tiles(problem: Problem, maths: Maths | None, target: Target) -> Tiles:
-    """Tiles that fit the target and are good for the problem; without maths, for kernels that run any."""
+def default_tiles(problem: Problem, maths: Maths | None, target: Target, hints: Lengths | None = None) -> Tiles:
+    """Tiles that fit the target and are good for the problem; without maths, for kernels that run any.
+
+    hints: batch, queries and keys that calls will likely have; those of a call change no default, or it would compile.
+    """
     tiles = Tiles(*(default_entry(kernel, problem, target).tile for kernel in KERNEL_NAMES))
     if maths is None or not isinstance(target, Arch) or not target.has_wgmma:
         return tiles
-    return _placed_by_hand(problem, maths, target, tiles)
+    return _placed_by_hand(problem, maths, target, tiles, hints)
 
 
-def _placed_by_hand(problem: Problem, maths: Maths, target: Arch, tiles: Tiles) -> Tiles:
+def hints_matter(dim: int, dim_v: int) -> bool:
+    """Do hints change a default of these head dims?"""
+    return (dim, dim_v) in BRIEF
+
+
+def _placed_by_hand(problem: Problem, maths: Maths, target: Arch, tiles: Tiles, hints: Lengths | None) -> Tiles:
     """The kernels with a group of warps that copies, where there are such; which tiles don't spill is tested."""
     if forward_fits(problem, maths.forward_schedule):
-        tiles = replace(tiles, forward=_forward_by_hand((problem.dim, problem.dim_v), maths.forward_schedule))
+        tiles = replace(tiles, forward=_forward_by_hand(problem, maths.forward_schedule, target, hints))
     schedule = maths.backward_schedule
     axes = {name: axes for name, _, axes in problem.custom}
     summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
@@ -85,27 +94,45 @@ def _placed_by_hand(problem: Problem, maths: Maths, target: Arch, tiles: Tiles) 
     return tiles
 
 
-def _forward_by_hand(dims: tuple[int, int], schedule: ForwardSchedule) -> Tile:
+def _forward_by_hand(problem: Problem, schedule: ForwardSchedule, target: Arch, hints: Lengths | None) -> Tile:
+    dims = problem.dim, problem.dim_v
     plan, light = plan_tiles(schedule.mask), scores_are_light(schedule)
     of_places = scores_are_of_places(schedule)
     q, kv = FORWARD[dims][0 if light or (of_places and dims == (64, 64)) else 1]
     if dims == (128, 128) and schedule.rescale is None and not plan.mapped and not plan.bounds.bounds:
         q, kv = 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
     tile = Tile(q, kv, 2 * q, 2, specialised=True)
+    if schedule.rescale is not None and dims == (64, 64) and not weights_take_special_functions(schedule):
+        tile = replace(tile, lazy_rescale=True)  # causal retention: 5 % faster
     if plan.mapped:
         return replace(tile, persistent=dims in SHARED_OUT)
-    uneven = UNEVEN.get(dims, {}) if plan.later_is_longer else {}
+    if plan.later_is_longer:
+        return replace(tile, **UNEVEN.get(dims, {}))
     if light and schedule.rescale is not None and dims in SHARED_OUT:
         tile = replace(tile, persistent=True)
-    issues_much = dims == (128, 128) and bool(uneven) and of_places and adds_to_products(schedule)  # ALiBi: 18 % faster
-    lazy = schedule.rescale is not None and (dims[0] == 64 or issues_much)
-    return replace(tile, lazy_rescale=lazy, **uneven)
+        return tile if hints is None else _with_fewer_waves(tile, problem, target, hints)
+    return tile
+
+
+def _with_fewer_waves(tile: Tile, problem: Problem, target: Arch, hints: Lengths) -> Tile:
+    """The tile of BRIEF, if its last wave leaves that much fewer SMs idle than this one's."""
+    brief, cost = BRIEF.get((problem.dim, problem.dim_v), (tile, 1.0))
+    batch, queries, _ = hints
+
+    def time(a: Tile, of_a_row: float) -> float:
+        blocks = batch * problem.heads * -(-queries // a.q)
+        return -(-blocks // target.sm_count) * a.q * of_a_row
+
+    return brief if time(brief, cost) < time(tile, 1.0) else tile
 
 
 # By head dims, for maths of pairs that need few registers, and for others: queries and keys of a tile; 64 queries for
 # each warpgroup, of which three have 160 registers a thread, and two 240.
 FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
            (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
+# By head dims, another tile for full masks and light maths where its fewer waves count for more, and how much longer
+# its rows take. On an H100, 32 heads in all: 15 and 24 % faster at S 512 and 1024, as fast at 2048, 8 % slower at 8192.
+BRIEF = {(64, 64): (Tile(128, 176, 256, 2, specialised=True, persistent=True), 1.09)}
 # By head dims, what changes where later queries see more keys. On an H100, causal at S 2048 and 8192: 3 to 17 % faster;
 # 128/256 and 256/256 at S 4096: 14 and 6 %.
 UNEVEN: dict[tuple[int, int], dict[str, Any]] = {
@@ -114,7 +141,6 @@ UNEVEN: dict[tuple[int, int], dict[str, Any]] = {
 }  # fmt: skip
 # By head dims, where blocks are persistent under full masks and lists of tiles too. On an H100, D 128: full masks at
 # S 1024 and 2048 9 and 3 % faster, at 8192 2 % slower; documents of 1024 at S 8192 7 % and uneven ones 13 % faster.
-# Lazy rescaling (3 % faster at head dim 64) was not measured with lists.
 SHARED_OUT = ((64, 64), (128, 128))
 
 

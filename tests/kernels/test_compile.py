@@ -9,6 +9,7 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.compiler import Kernels
+from attention_engine.frontend.meta import hints_of
 from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, causal, relative_bias, scale
 
@@ -48,6 +49,8 @@ ROOMY = {
     "signed_backward": ("backward", "mha-128.relu.full.2048"),
     "sloped_forward": ("forward", "mha-128.alibi.full.2048"),
     "sigmoid_forward": ("forward", "mha-128.sigmoid.full.2048"),
+    "capped_forward": ("forward", "mha-128.softcap.full.2048"),
+    "brief_forward": ("forward", "vit.softmax.full.1024"),
 }
 IN_MEMORY = ("deep_backward", "ungrouped_deep_backward", "widest_backward")
 
@@ -95,7 +98,7 @@ def lower_case(kernel, name):
     (case,) = find(name)
     made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
     maths = made.maths.wanting(())
-    tiles = default_tiles(made.problem, maths, arch.H100())
+    tiles = default_tiles(made.problem, maths, arch.H100(), hints_of(case.metas()))
     source = getattr(Kernels(maths, made.problem, tiles, arch.H100(), deterministic=False), kernel)
     return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
 
@@ -155,7 +158,7 @@ def test_backward_blocks_of_causal_masks_have_numbers_of_their_own():
 
 
 def test_warpgroups_take_turns_at_each_step_or_start_apart():
-    for name, groups, turns in (("forward", 3, True), ("wide_forward", 2, True), ("sloped_forward", 2, False)):
+    for name, groups, turns in (("forward", 3, True), ("wide_forward", 2, True), ("capped_forward", 2, False)):
         cuda = hopper()[name].cuda
         assert f"__launch_bounds__({128 * (groups + 1)}" in cuda
         before, of_steps = cuda.split("for (int after", 1)

@@ -13,6 +13,7 @@ from attention_engine.library import (
     causal,
     causal_from,
     document,
+    padding,
     relative_bias,
     scale,
     sliding_window,
@@ -61,8 +62,8 @@ def kernels(monkeypatch):
     op.ATTENTIONS.clear()
     chosen = {}
 
-    def choose(problem, maths, target):
-        return replace(default(problem, maths, target), **chosen)
+    def choose(problem, maths, target, hints):
+        return replace(default(problem, maths, target, hints), **chosen)
 
     default = launch.default_tiles
     monkeypatch.setattr(launch, "default_tiles", choose)
@@ -227,6 +228,28 @@ def test_documents_in_a_persistent_form(kernels):
         )
         found.append(engine(*(tensors[n] for n in "qkv"), ids))
     assert torch.equal(*found)
+    want = plain.attention(
+        *(tensors[n] for n in "qkv"), "softmax", causal=True, score=plain.scaled(0.1),
+        mask=lambda b, h, i, j: ids[0, i] == ids[0, j],
+    )  # fmt: skip
+    torch.testing.assert_close(found[0].double(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("mask", ["bounds", "list"])
+def test_values_of_nan_dont_reach_queries_that_keep_no_key(kernels, mask, persistent):
+    shape = Shape(2, 300, 200, 1, 1, 128, 128)
+    kernels.update(forward=replace(by_hand(128), persistent=persistent))
+    axes, mask_mod, custom, empty = {
+        "bounds": ({}, causal_from(-140), [], (slice(None), slice(128))),
+        "list": ({"keys": ("batch",)}, padding("keys"), [torch.tensor([0, 200])], 0),
+    }[mask]
+    meta = shape.meta(torch.float16)
+    engine = AttentionEngine(meta, CustomIO(axes), scale(0.1), mask_mod, OnlineSoftmax(), backend="interpret")
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    tensors["v"][:] = torch.nan
+    o = engine(*(tensors[n] for n in "qkv"), *custom)
+    assert ran("forward") and not o[empty].any() and o[1, -1].isnan().all()
 
 
 def test_a_key_and_a_query_alone(kernels):

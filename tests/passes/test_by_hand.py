@@ -72,12 +72,12 @@ def test_tiles_follow_the_registers_that_the_maths_needs(problem, expected):
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
-        ("mha-128.alibi.full", (128, 128, ""), 64), ("mha-128.alibi.causal", (128, 128, "PL"), 80),
-        ("mha-64.alibi.full", (192, 128, "L"), 128), ("mha-64.alibi.window", (192, 128, "PL"), 128),
+        ("mha-128.alibi.full", (128, 128, ""), 64), ("mha-128.alibi.causal", (128, 128, "P"), 80),
+        ("mha-64.alibi.full", (192, 128, ""), 128), ("mha-64.alibi.window", (192, 128, "P"), 128),
         ("mha-64.retention.causal", (192, 128, "PL"), 128), ("mha-128.retention.causal", (128, 128, "P"), 64),
         ("mha-128.relu.full", (192, 80, ""), 80), ("mha-128.relu.causal", (128, 128, "P"), 64),
         ("mha-128.sigmoid.full", (192, 80, ""), 80), ("mha-128.sigmoid.causal", (128, 128, "P"), 80),
-        ("mha-64.softcap.full", (128, 128, "L"), 64), ("mha-64.relu.full", (192, 128, ""), 64),
+        ("mha-64.softcap.full", (128, 128, ""), 64), ("mha-64.relu.full", (192, 128, ""), 64),
     ],
 )  # fmt: skip
 def test_maths_of_places_and_signs_get_the_larger_tiles_where_they_fit(name, forward, backward):
@@ -92,11 +92,11 @@ def test_maths_of_places_and_signs_get_the_larger_tiles_where_they_fit(name, for
     ("mask", "dim", "forms"),
     [
         (causal, 128, (True, False)), (sliding_window(99), 128, (True, False)), (None, 128, (True, False)),
-        (dilated(3), 128, (True, False)), (causal, 64, (True, True)), (causal, 256, (True, False)),
-        (None, 64, (True, True)), (dilated(3), 64, (True, False)), (dilated(3), 256, (False, False)),
+        (dilated(3), 128, (True, False)), (causal, 64, (True, False)), (causal, 256, (True, False)),
+        (None, 64, (True, False)), (dilated(3), 64, (True, False)), (dilated(3), 256, (False, False)),
     ],
 )  # fmt: skip
-def test_which_blocks_share_all_work_and_rescale_lazily(mask, dim, forms):
+def test_which_blocks_share_all_work_and_none_rescales_softmax_lazily(mask, dim, forms):
     metas = [meta_tensor(1, 2, 256, dim, dtype=torch.float16)] * 3
     tile = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())._kernels("cuda").tiles
     assert (tile.forward.persistent, tile.forward.lazy_rescale) == forms
@@ -106,13 +106,27 @@ def test_which_blocks_share_all_work_and_rescale_lazily(mask, dim, forms):
     ("name", "turns"),
     [
         ("softmax.full", True), ("softmax.causal", True), ("softmax.window", True), ("retention.causal", True),
-        ("alibi.full", False), ("alibi.causal", False), ("softcap.full", False), ("sigmoid.causal", False),
+        ("alibi.full", True), ("relu.causal", True), ("softcap.full", False), ("sigmoid.causal", False),
     ],
 )  # fmt: skip
-def test_products_take_turns_where_they_bound_a_step(name, turns):
+def test_products_take_turns_where_a_pair_takes_one_special_function(name, turns):
     (case,) = find(f"mha-128.{name}.2048")
     made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
     assert products_take_turns(made.maths.forward_schedule) is turns
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "mask", "expected"),
+    [
+        (8, 6, 1024, None, (128, 176)), (2, 16, 1024, None, (128, 176)), (2, 16, 8192, None, (192, 128)),
+        (2, 16, 1024, causal, (192, 128)), (None, 16, 1024, None, (192, 128)), (2, 16, None, None, (192, 128)),
+    ],
+)  # fmt: skip
+def test_blocks_are_lower_where_the_metas_say_that_a_last_wave_would_idle(batch, heads, length, mask, expected):
+    metas = [meta_tensor(batch, heads, length, 64, dtype=torch.float16)] * 3
+    engine = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())
+    tile = engine._kernels("cuda").tiles.forward
+    assert (tile.q, tile.kv, tile.persistent, tile.lazy_rescale) == (*expected, True, False)
 
 
 def test_what_never_rescales_has_no_lazy_form():

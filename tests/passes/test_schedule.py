@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from attention_engine.passes.schedule import (
     ForwardSchedule,
     ReduceStep,
     RowStep,
+    Step,
+    SumStep,
     TileStep,
     schedule_backward,
     schedule_forward,
@@ -100,7 +103,7 @@ def as_row(value: Value, length: int) -> list:
     return value if isinstance(value, list) else [value] * length
 
 
-def run_step(step: ReduceStep | RowStep | TileStep, at: dict[Expr, Value], length: int) -> None:
+def run_step(step: Step, at: dict[Expr, Value], length: int) -> None:
     match step:
         case ReduceStep(variable, kind, absolute, source):
             row = as_row(at[TILE] if source is None else evaluate(source, at, length), length)
@@ -108,6 +111,8 @@ def run_step(step: ReduceStep | RowStep | TileStep, at: dict[Expr, Value], lengt
         case RowStep(assignments):
             assert all(Axis.KEY not in e.axes for _, e in assignments)
             at |= zip((n for n, _ in assignments), evaluate_all([e for _, e in assignments], at, length), strict=True)
+        case SumStep(state, factor):
+            at[state] = at[state] * (1.0 if factor is None else at[factor]) + math.fsum(as_row(at[TILE], length))
         case TileStep(value):
             at[TILE] = as_row(evaluate(value, at, length), length)
 
@@ -268,3 +273,102 @@ def test_a_row_keeps_its_own_names_apart():
         written = [s.variable for s in schedule.steps if isinstance(s, ReduceStep)]
         written += [n for s in schedule.steps if isinstance(s, RowStep) for n, _ in s.assignments]
         assert len(written) == len(set(written)), name
+
+
+class Lagging(OnlineFunc):
+    """Each tile's weights are added up times the maximum before it: an old state that is read when it has moved on."""
+
+    def __init__(self):
+        super().__init__({"m": -5.0, "z": 0.0}, {"z": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        old = online_rowscales["m"]
+        m = old.max(scores.get_reduce("max"))
+        weights = (scores - m).exp()
+        return weights, {"m": m, "z": online_rowscales["z"] + weights.get_reduce("sum") * old}, (old - m).exp()
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o, {"z": online_rowscales["z"]}
+
+
+def test_the_factor_of_the_output_is_made_before_the_weights():
+    for name in ("softmax", "retention", "gated", "softmax by hand"):
+        schedule = schedule_forward(EXAMPLES[name].trace())
+        made = [n for step in schedule.steps if isinstance(step, RowStep) for n, _ in step.assignments]
+        before = itertools.takewhile(lambda step: not isinstance(step, TileStep), schedule.steps)
+        early = [n for step in before if isinstance(step, RowStep) for n, _ in step.assignments]
+        assert schedule.rescale in made and schedule.rescale in early, name
+
+
+def test_a_sum_of_weights_that_nothing_reads_before_the_end_is_held_in_parts():
+    (found,) = [step for step in schedule_forward(EXAMPLES["softmax"].trace()).steps if isinstance(step, SumStep)]
+    assert (found.state.name, found.factor.name) == ("state.r", "rescale")
+    (found,) = [s for s in schedule_forward(EXAMPLES["relu2 row sum"].trace()).steps if isinstance(s, SumStep)]
+    assert (found.state.name, found.factor) == ("state.r", None)
+    for name in ("retention", "live retention"):  # whose weights are made of the sum
+        assert not any(isinstance(s, SumStep) for s in schedule_forward(EXAMPLES[name].trace()).steps), name
+
+
+def test_what_is_left_of_an_update_reads_the_old_states():
+    program = trace(scaled, None, Lagging(), CustomIO({}))
+    schedule = schedule_forward(program)
+    assert not any(isinstance(step, SumStep) for step in schedule.steps)
+    last = schedule.steps[-1]
+    assert isinstance(last, RowStep)
+    read = topological(*(e for _, e in last.assignments))
+    assert "state.m" not in {node.name for node in read if node.op is Op.VAR}
+    scores, v = draw_values(PRODUCT)[PRODUCT], [1.0] * KEYS
+    rows = [e for _, e in program.finals]
+    expected, expected_rows = run_program(program, {PRODUCT: scores}, v, KEPT["all"], rows)
+    found, found_rows = run_schedule(schedule, {PRODUCT: scores}, v, KEPT["all"], [KEYS])
+    assert close(found, expected) and all(map(close, found_rows, expected_rows))
+
+
+class Damped(OnlineFunc):
+    """The output so far is divided by what the weights of a tile add up to."""
+
+    def __init__(self):
+        super().__init__({"t": 1.0}, {"t": 1.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        weights = scores.exp()
+        total = weights.get_reduce("sum") + 1.0
+        return weights, {"t": online_rowscales["t"] * total}, 1 / total
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o, {"t": online_rowscales["t"]}
+
+
+class Biased(Lagging):
+    """A reduction behind that of the weights, of no scores, reads the maximum as it was."""
+
+    def __init__(self):
+        OnlineFunc.__init__(self, {"m": -5.0, "z": 0.0, "y": 0.0}, {"z": 0.0, "y": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx, custom):
+        weights, rows, factor = Lagging.online_fwd(scores, online_rowscales, b, h, q_idx)
+        of_bias = (custom["bias"] + online_rowscales["m"]).get_reduce("sum")
+        return weights, {**rows, "y": online_rowscales["y"] + of_bias}, factor
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o, {n: online_rowscales[n] for n in "zy"}
+
+
+@pytest.mark.parametrize("online", [Damped, Biased])
+def test_what_comes_after_the_weights_reads_what_it_should(online):
+    io = CustomIO({"bias": ("seq_len_kv",)}) if online is Biased else CustomIO({})
+    program = trace(scaled, None, online(), io)
+    schedule = schedule_forward(program)
+    assert schedule.rescales_early is False
+    values = draw_values(*(e for _, e in program.named()))
+    values = {n: x for n, x in values.items() if n is not SCORE and n is not OUTPUT}
+    values[PRODUCT], rows = draw_values(PRODUCT)[PRODUCT], [e for _, e in program.finals]
+    expected, expected_rows = run_program(program, values, [1.0] * KEYS, KEPT["all"], rows)
+    found, found_rows = run_schedule(schedule, values, [1.0] * KEYS, KEPT["all"], [KEYS])
+    assert close(found, expected) and all(map(close, found_rows, expected_rows))

@@ -2,7 +2,7 @@
 
 from attention_engine.arch import H100
 from attention_engine.target.compile import ONE_CHAIN, lower_kernel
-from attention_engine.target.printed import in_chains, with_uniform_groups
+from attention_engine.target.printed import in_chains, with_held_barriers, with_uniform_groups
 from tests.target import flash
 
 PRINTED = """\
@@ -17,9 +17,12 @@ REWRITTEN = """\
   float most[2];
   int count[2];
       {
-        float most_part[4] = {most[i_5], most[i_5], most[i_5], most[i_5]};
+        float most_part[4];
         #pragma unroll
-        for (int rv = 0; rv < 32; ++rv) { most_part[rv & 3] = max(most_part[rv & 3], scores[(rv & 15) * 4 + i_5]); }
+        for (int rv = 0; rv < 32; ++rv) {
+          most_part[rv & 3] = rv == 0 ? max(most[i_5], scores[(rv & 15) * 4 + i_5]) : \
+rv < 4 ? scores[(rv & 15) * 4 + i_5] : max(most_part[rv & 3], scores[(rv & 15) * 4 + i_5]);
+        }
         most[i_5] = max(max(most_part[0], most_part[1]), max(most_part[2], most_part[3]));
       }
 """
@@ -29,10 +32,18 @@ def test_a_maximum_goes_in_four_chains():
     assert in_chains(PRINTED) == REWRITTEN
 
 
+def test_a_maximum_of_nothing_is_not_compared():
+    cleared = "      most[i_5] = -CUDART_INF_F;\n"
+    found = in_chains(PRINTED.replace("      #pragma", f"{cleared}      #pragma"))
+    assert cleared in found and "rv == 0 ? scores[(rv & 15) * 4 + i_5] : " in found
+    other = in_chains(PRINTED.replace("      #pragma", f"{cleared.replace('i_5', 'i_6')}      #pragma"))
+    assert "rv == 0 ? max(most[i_5], " in other
+
+
 def test_a_sum_starts_from_what_there_is():
     found = in_chains(PRINTED.replace("max(most[i_5], ", "(most[i_5] + "))
-    assert "float most_part[4] = {0.0f, 0.0f, 0.0f, 0.0f};" in found
-    assert "most[i_5] = most[i_5] + ((most_part[0] + most_part[1]) + (most_part[2] + most_part[3]));" in found
+    assert "rv == 0 ? most[i_5] + scores[(rv & 15) * 4 + i_5] : rv < 4 ? scores[" in found
+    assert "most[i_5] = (most_part[0] + most_part[1]) + (most_part[2] + most_part[3]);" in found
 
 
 def test_short_loops_and_integers_stay():
@@ -60,13 +71,29 @@ def test_a_warpgroups_number_is_one_lanes():
     assert with_uniform_groups(plain) == plain
 
 
+def test_the_threads_that_compute_hold_their_barriers():
+    declared = "".join(
+        f"  __shared__ __align__(16) uint64_t {n}_mem[2];\n  auto {n} = reinterpret_cast<Barrier*>({n}_mem);\n"
+        for n in ("full", "empty", "other")
+    )
+    copying = "  if (x) {\n    empty[0].wait(1);\n    other[0].wait(1);\n  } else {\n"
+    computing = "    tl::warpgroup_reg_alloc<240>();\n    full[0].wait(0);\n    empty[0].arrive();\n  }\n}\n"
+    head = 'extern "C" __global__ void made();\nextern "C" __global__ void made() {\n'
+    found = with_held_barriers(head + declared + copying + computing)
+    alloc, *body = computing.splitlines(keepends=True)
+    held = "".join(f"    Barrier* const {n} = held({n}_mem);\n" for n in ("full", "empty"))
+    assert found.startswith(head + declared + copying + alloc + "    const auto held = [](uint64_t* barriers) {\n")
+    assert found.endswith("    };\n" + held + "".join(body))
+    assert with_held_barriers(head + declared + "}\n") == head + declared + "}\n"
+
+
 def test_kernels_are_printed_so():
     """In four chains, or in one where a kernel asks for it; a user's own TileLang kernels stay as they are."""
     import tilelang
 
     kernel = flash.forward(64, 64)
     ours = lower_kernel(kernel, H100()).cuda
-    assert "_part[rv & 3] = max(" in ours
+    assert "max(largest_clear_part[rv & 3], " in ours
     one_chain = lower_kernel(kernel, H100(), pass_configs={ONE_CHAIN: True})
     assert "_part[" not in one_chain.cuda and one_chain.flags != lower_kernel(kernel, H100()).flags
     with tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}):
