@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from attention_engine.errors import BadMeta, HeadDimsDiffer, HeadsDoNotGroup
 
@@ -96,12 +96,14 @@ def check_linear_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     return q, k, v
 
 
-@overload
-def hints_of(metas: Sequence[Meta], usual: Lengths) -> Lengths: ...
-@overload
-def hints_of(metas: Sequence[Meta], usual: None = None) -> Lengths | None: ...
-def hints_of(metas: Sequence[Meta], usual: Lengths | None = None) -> Lengths | None:
-    """Batch, queries and keys as the metas of q, k, v name them; where they don't, the usual ones, or all None."""
+def hints_of(metas: Sequence[Meta]) -> Lengths | None:
+    """Batch, queries and keys as the metas of q, k, v name them; None where they don't name all."""
+    batch, queries, keys = lengths_of(metas, (0, 0, 0))
+    return (batch, queries, keys) if batch and queries and keys else None
+
+
+def lengths_of(metas: Sequence[Meta], usual: Lengths) -> Lengths:
+    """Batch, queries and keys; the usual ones where the metas of q, k, v don't name them."""
     named = (metas[0].batch, metas[0].length, metas[1].length)
-    batch, queries, keys = (n if isinstance(n, int) else m for n, m in zip(named, usual or (0, 0, 0), strict=True))
-    return (batch, queries, keys) if usual or (batch and queries and keys) else None
+    batch, queries, keys = (n if isinstance(n, int) else m for n, m in zip(named, usual, strict=True))
+    return batch, queries, keys

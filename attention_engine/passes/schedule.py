@@ -7,17 +7,17 @@ something and the number joins the later formulas (for softmax: one multiply-add
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import random
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from attention_engine.ir.evaluate import LOWEST, Value, evaluate
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, rebuild, substitute, topological, var
-from attention_engine.ir.program import OUTPUT, PAIR, PRODUCT, ROW, SCORE, Backward, Program, State, state_variable
+from attention_engine.ir.evaluate import LOWEST, evaluate
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, rebuild, substitute, topological, var
+from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Program, State
 from attention_engine.passes.differentiate import differentiate
+from attention_engine.passes.empty_rows import finite, guard_empty_rows
 from attention_engine.passes.ends import Ends, find_ends
 from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
@@ -111,45 +111,6 @@ class BackwardSchedule:
     ends: Ends | None = None
 
 
-def guard_empty_rows(program: Program) -> Program:
-    """The program with an output of 0 for rows that keep no pair."""
-    if _is_zero_at_start(program):
-        return program
-    (factor,) = differentiate(program.output, [OUTPUT])
-    (rest,) = simplify(substitute(program.output, {OUTPUT: const(0.0)}))
-    scales = OUTPUT not in topological(factor) and is_const(rest, 0)
-    states = program.states
-    if scales and states:  # where every state is as it began, the factor has no meaning, kept pairs or not
-        (empty,) = simplify(functools.reduce(functools.partial(make, Op.AND), map(_is_as_it_began, states)))
-    else:
-        kept = State("_kept", 0.0, make(Op.MAXIMUM, state_variable("_kept"), make(Op.REDUCE, const(1.0), arg="max")))
-        states = (*states, kept)
-        empty = make(Op.EQUAL, kept.variable, const(0.0))
-    guarded = mul(OUTPUT, where(empty, const(0.0), factor)) if scales else where(empty, const(0.0), program.output)
-    return dataclasses.replace(program, states=states, output=guarded)
-
-
-def _is_zero_at_start(program: Program) -> bool:
-    values: dict[Expr, Value] = {
-        n: 0.3 if n.dtype is Type.FLOAT else 1 for n in topological(program.output) if n.op in (Op.VAR, Op.LOAD)
-    }
-    start = {s.variable: _finite(s.initial) for s in program.states}
-    return bool(evaluate(program.output, values | start | {OUTPUT: 0.0}) == 0)
-
-
-def _is_as_it_began(state: State) -> Expr:
-    """Did no kept pair touch the state? One that starts at -inf may have met a masked tile: LOWEST times a scale."""
-    if state.initial <= LOWEST:
-        return make(Op.LESS, state.variable, const(LOWEST * 1e-10))
-    if state.initial >= -LOWEST:
-        return make(Op.LESS, const(LOWEST * -1e-10), state.variable)
-    return make(Op.EQUAL, state.variable, const(state.initial))
-
-
-def _finite(value: float) -> float:
-    return float(max(min(value, -LOWEST), LOWEST))
-
-
 def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ()) -> ForwardSchedule:
     """The forward pass in order; `saved` are rows to write beside the program's own."""
     program = guard_empty_rows(program)
@@ -164,7 +125,7 @@ def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ())
         block=tuple(block),
         score=score,
         fill=fill,
-        initial=tuple((s.variable, _finite(s.initial)) for s in program.states),
+        initial=tuple((s.variable, finite(s.initial)) for s in program.states),
         steps=tuple(steps),
         rescale=rescale,
         output_rows=RowStep(tuple(output_rows)),

@@ -19,7 +19,7 @@ from attention_engine.errors import (
     UnknownOption,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
-from attention_engine.frontend.meta import Meta, check_metas, hints_of
+from attention_engine.frontend.meta import Meta, check_metas, hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
@@ -307,7 +307,7 @@ class AttentionEngine(torch.nn.Module):
         dtypes = [torch.uint8 if held_as_bool else torch.float32 for held_as_bool in bools]
         custom = [torch.empty(1, dtype=t, device=place) for t in dtypes]
         launcher = Launcher(self._maths(), specs, interpret, device, self.deterministic)
-        lengths = hints_of(self.qkv_meta, USUAL)
+        lengths = lengths_of(self.qkv_meta, USUAL)
         problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
         wanted = tuple(spec.name for spec, held_as_bool in zip(specs, bools, strict=True) if not held_as_bool)
         return Asked(

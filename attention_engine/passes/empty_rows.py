@@ -1,0 +1,52 @@
+"""Rows that keep no pair: their output is 0, whatever the program's formula makes of states as they began."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from attention_engine.ir.evaluate import LOWEST, Value, evaluate
+from attention_engine.ir.expr import Expr, Op, Type, const, is_const, make, substitute, topological
+from attention_engine.ir.program import OUTPUT, Program, State, state_variable
+from attention_engine.passes.differentiate import differentiate
+from attention_engine.passes.simplify import mul, simplify, where
+
+
+def guard_empty_rows(program: Program) -> Program:
+    """The program with an output of 0 for rows that keep no pair."""
+    if _is_zero_at_start(program):
+        return program
+    (factor,) = differentiate(program.output, [OUTPUT])
+    (rest,) = simplify(substitute(program.output, {OUTPUT: const(0.0)}))
+    scales = OUTPUT not in topological(factor) and is_const(rest, 0)
+    states = program.states
+    if scales and states:  # where every state is as it began, the factor has no meaning, kept pairs or not
+        (empty,) = simplify(functools.reduce(functools.partial(make, Op.AND), map(_is_as_it_began, states)))
+    else:
+        kept = State("_kept", 0.0, make(Op.MAXIMUM, state_variable("_kept"), make(Op.REDUCE, const(1.0), arg="max")))
+        states = (*states, kept)
+        empty = make(Op.EQUAL, kept.variable, const(0.0))
+    guarded = mul(OUTPUT, where(empty, const(0.0), factor)) if scales else where(empty, const(0.0), program.output)
+    return dataclasses.replace(program, states=states, output=guarded)
+
+
+def _is_zero_at_start(program: Program) -> bool:
+    values: dict[Expr, Value] = {
+        n: 0.3 if n.dtype is Type.FLOAT else 1 for n in topological(program.output) if n.op in (Op.VAR, Op.LOAD)
+    }
+    start = {s.variable: finite(s.initial) for s in program.states}
+    return bool(evaluate(program.output, values | start | {OUTPUT: 0.0}) == 0)
+
+
+def _is_as_it_began(state: State) -> Expr:
+    """Did no kept pair touch the state? One that starts at -inf may have met a masked tile: LOWEST times a scale."""
+    if state.initial <= LOWEST:
+        return make(Op.LESS, state.variable, const(LOWEST * 1e-10))
+    if state.initial >= -LOWEST:
+        return make(Op.LESS, const(LOWEST * -1e-10), state.variable)
+    return make(Op.EQUAL, state.variable, const(state.initial))
+
+
+def finite(value: float) -> float:
+    """Infinities as the finite numbers that stand for them."""
+    return float(max(min(value, -LOWEST), LOWEST))
