@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -182,11 +182,9 @@ class Kernels:
         self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
         self._pairs: dict[tuple[Expr, str], Kernel] = {}
 
-    def _kernel(self, builder: str, *given: object, uniform: bool = False, one_chain: bool = False) -> Kernel:
-        configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper"))
-        configs |= {UNIFORM_GROUPS: True} if uniform else {}
-        configs |= {HELD_BARRIERS: True} if builder == "forward_hopper.forward_hopper" else {}
-        configs |= {ONE_CHAIN: True} if one_chain else {}
+    def _kernel(self, builder: str, *given: object, rules: Sequence[str] = ()) -> Kernel:
+        """rules: what to do to the text that TileLang prints, beside what all kernels ask for."""
+        configs = pass_configs(self.problem, by_hand=builder.endswith("_hopper")) | dict.fromkeys(rules, True)
         return Kernel(builder, (self.problem, *given), self.target, self.problem, configs)
 
     @cached_property
@@ -210,9 +208,8 @@ class Kernels:
             return self._kernel("forward.forward", self.maths.forward_schedule, tile)
         places = (places_of(self.target),) if tile.persistent else ()
         schedule = self.maths.forward_schedule
-        return self._kernel(
-            "forward_hopper.forward_hopper", schedule, tile, *places, uniform=True, one_chain=pairs_issue_much(schedule)
-        )
+        rules = [UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else [])]
+        return self._kernel("forward_hopper.forward_hopper", schedule, tile, *places, rules=rules)
 
     def preprocess(self, finals: tuple[str, ...], delta_given: bool = False) -> Kernel:
         """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
@@ -259,7 +256,7 @@ class Kernels:
         builder = "backward_hopper.backward_hopper" if tile.specialised else "backward.backward"
         return self._kernel(
             builder, self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums,
-            uniform=tile.specialised,
+            rules=[UNIFORM_GROUPS] if tile.specialised else [],
         )  # fmt: skip
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:

@@ -160,10 +160,10 @@ def sums_in_parts(schedule: ForwardSchedule, tile: Tile) -> dict[Expr, Any]:
 
 
 @T.macro
-def multiply_rows(output: Any, factors: Any, tile: Tile, dim_v: int) -> None:
-    """output *= factors, row by row."""
-    for i, d in T.Parallel(tile.q, dim_v):
-        output[i, d] *= factors[i]
+def multiply_rows(values: Any, factors: Any, tile: Tile, columns: int) -> None:
+    """values *= factors, row by row."""
+    for i, d in T.Parallel(tile.q, columns):
+        values[i, d] *= factors[i]
 
 
 @T.macro
@@ -182,18 +182,9 @@ def rescale(output: Any, factors: Any, tile: Tile, dim_v: int) -> None:
 
 @T.macro
 def multiply_row(row: Any, factors: Any, tile: Tile) -> None:
-    """row *= factors, where there are some."""
-    if factors is not None:
-        for i in T.Parallel(tile.q):
-            row[i] *= factors[i]
-
-
-@T.macro
-def multiply_parts(part: Any, factors: Any, tile: Tile) -> None:
-    """part *= factors, where there are some."""
-    if factors is not None:
-        for i, c in T.Parallel(tile.q, LANES):
-            part[i, c] *= factors[i]
+    """row *= factors."""
+    for i in T.Parallel(tile.q):
+        row[i] *= factors[i]
 
 
 class TileMaths:
@@ -287,13 +278,15 @@ class TileMaths:
             fill(part, 0)
 
     def _sum(self, step: SumStep) -> None:
-        factors = None if step.factor is None else self.rows[step.factor]
-        if step.state in self.parts:
-            multiply_parts(self.parts[step.state], factors, self.tile)
-            add_columns(self.parts[step.state], self.scores, self.tile.q, self.tile.kv)
+        part, row, factor = self.parts.get(step.state), self.rows[step.state], step.factor
+        if part is not None:
+            if factor is not None:
+                multiply_rows(part, self.rows[factor], self.tile, LANES)
+            add_columns(part, self.scores, self.tile.q, self.tile.kv)
         else:
-            multiply_row(self.rows[step.state], factors, self.tile)
-            REDUCE["sum"](self.scores, self.rows[step.state], dim=1, clear=False)
+            if factor is not None:
+                multiply_row(row, self.rows[factor], self.tile)
+            REDUCE["sum"](self.scores, row, dim=1, clear=False)
 
     def join(self) -> None:
         """The row states that were held in parts, before the end."""

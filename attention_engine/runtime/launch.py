@@ -15,6 +15,7 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
@@ -45,7 +46,7 @@ def stride_unit(*dims: int) -> int:
 
 
 Choose = Callable[
-    [tuple[str, ...], Problem, Target, tuple[int, int, int], torch.device, Tiles, bool, Sequence[Tensor]], Tiles
+    [tuple[str, ...], Problem, Target, Lengths, torch.device, Tiles, bool, Sequence[Tensor]], Tiles
 ]
 
 
@@ -65,7 +66,7 @@ class Launcher:
     deterministic: bool
     tiles: Tiles | None = None
     choose: Choose | None = None
-    hints: tuple[int, int, int] | None = None
+    hints: Lengths | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
     _plans: dict[object, LaunchPlan] = field(default_factory=dict)
     _maps: TileMaps = field(default_factory=TileMaps)

@@ -19,7 +19,7 @@ from attention_engine.errors import (
     UnknownOption,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
-from attention_engine.frontend.meta import Meta, check_metas, hints_of, lengths_of
+from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
@@ -180,7 +180,7 @@ class AttentionEngine(torch.nn.Module):
 
     def _launcher(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> Launcher:
         def choose_tiles(
-            wanted: tuple[str, ...], problem: Problem, target: Target, lengths: tuple[int, int, int],
+            wanted: tuple[str, ...], problem: Problem, target: Target, lengths: Lengths,
             device: torch.device, tiles: Tiles, backward: bool, custom: Sequence[Tensor],
         ) -> Tiles:  # fmt: skip
             asked = Asked(maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted)

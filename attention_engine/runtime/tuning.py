@@ -18,6 +18,7 @@ from attention_engine import settings
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.errors import NotWhileCapturing
 from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
@@ -77,10 +78,10 @@ class Asked:
     problem: Problem
     target: Target
     deterministic: bool
-    lengths: tuple[int, int, int]  # batch, queries, keys
+    lengths: Lengths
     device: str
     wanted: tuple[str, ...] = ()  # the custom inputs whose gradients are asked for; maths holds no others
-    hints: tuple[int, int, int] | None = None  # batch, queries and keys that the metas name, if all
+    hints: Lengths | None = None  # batch, queries and keys that the metas name, if all
 
     def over_queries(self, tiles: Tiles) -> bool:
         """Is dQ made by a kernel of its own?"""

@@ -14,6 +14,7 @@ from typing import Any
 from attention_engine.arch import Arch
 from attention_engine.compiler import Maths, Target, Tiles
 from attention_engine.errors import TileDoesNotFit
+from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.by_hand import (
     backward_fits,
@@ -31,7 +32,6 @@ from attention_engine.tuner.space import demand
 from attention_engine.tuner.store import Entry, parse
 
 FOLDER = Path(__file__).parent / "data"
-Lengths = tuple[int, int, int]  # batch, queries, keys
 ROOMY = 160 * 1024  # bytes of shared memory a block: A100, H100 and B200 have more, the others 99 KB
 
 
