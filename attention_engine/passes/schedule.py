@@ -282,7 +282,8 @@ class _Steps:
         sources = [n.args[0] for n, v in self.results.items() if v in self.waited and n.args[0] is not self.weights]
         if not self.left.keys() & set(topological(*sources)):  # which read the states as they were
             found += self._sum_weights(from_zero)
-            found += self._move_on()
+            moved, result = self._move_on(result)
+            found += moved
         if found:
             self.steps.append(RowStep(tuple(found)))
         self.steps.append(TileStep(result))
@@ -297,7 +298,8 @@ class _Steps:
             (state,) = readers
             (factor,) = differentiate(self.left[state], [state])
             (rest,) = simplify(substitute(self.left[state], {state: const(0.0)}))
-            others = topological(factor, *(e for s, e in self.left.items() if s is not state))
+            left = (e for s, e in self.left.items() if s is not state)
+            others = topological(factor, self.weights, *self.pending, *left)
             if state not in from_zero or rest is not variable or {state, *self.waited} & set(others):
                 continue
             del self.left[state]
@@ -307,15 +309,17 @@ class _Steps:
             self.sums[variable] = SumStep(state, None if is_const(factor, 1) else name)
         return named
 
-    def _move_on(self) -> list[tuple[Expr, Expr]]:
-        """What is left to assign, as far as reductions are there; the rest has by names what it reads of old states."""
+    def _move_on(self, weights: Expr) -> tuple[list[tuple[Expr, Expr]], Expr]:
+        """What is left to assign, as far as reductions are there. The weights, which are returned, and the rest have by
+        other names what they read of old states."""
         ready = {v: e for v, e in self.left.items() if not self.waited & set(topological(e))}
         ahead = {v: e for v, e in self.left.items() if v not in ready}
         found, exprs = _row_values(list(ahead.values()), "ahead", self.waited)
-        old = [v for v in ready if v in topological(*exprs)]
+        old = [v for v in ready if v in topological(weights, *exprs)]
         copies = {v: var(f"old{number}", ROW) for number, v in enumerate(old)}
         self.left = {v: substitute(e, copies) for v, e in zip(ahead, exprs, strict=True)}
-        return [*ready.items(), *found, *((copy, v) for v, copy in copies.items())]
+        moved = [*ready.items(), *found, *((copy, v) for v, copy in copies.items())]
+        return moved, substitute(weights, copies)
 
     def _reduce(self, node: Expr, source: Expr | None, current: Expr) -> None:
         absolute = source is not None and source.op is Op.ABS and source.args[0] is current

@@ -372,3 +372,60 @@ def test_what_comes_after_the_weights_reads_what_it_should(online):
     expected, expected_rows = run_program(program, values, [1.0] * KEYS, KEPT["all"], rows)
     found, found_rows = run_schedule(schedule, values, [1.0] * KEYS, KEPT["all"], [KEYS])
     assert close(found, expected) and all(map(close, found_rows, expected_rows))
+
+
+class Fading(OnlineFunc):
+    """Weights that read what weights have added up to so far."""
+
+    def __init__(self):
+        super().__init__({"z": 0.0}, {"z": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        weights = (scores - online_rowscales["z"]).exp()
+        return weights, {"z": online_rowscales["z"] + weights.get_reduce("sum")}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o, {"z": online_rowscales["z"]}
+
+
+class Watching(Fading):
+    """A reduction before the weights reads that."""
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        z = online_rowscales["z"]
+        weights = (scores - (scores + z).get_reduce("max")).exp()
+        return weights, {"z": z + weights.get_reduce("sum")}, 1
+
+
+@pytest.mark.parametrize("online", [Fading, Watching])
+def test_a_sum_that_weights_or_reductions_read_is_joined_at_each_step(online):
+    schedule = schedule_forward(trace(scaled, None, online(), CustomIO({})))
+    assert not any(isinstance(step, SumStep) for step in schedule.steps)
+
+
+class Stale(OnlineFunc):
+    """Weights and a maximum as it was before them."""
+
+    def __init__(self):
+        super().__init__({"m": -5.0}, {"m": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        m = online_rowscales["m"]
+        return scores + m, {"m": m.max(scores.get_reduce("max"))}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o, {"m": online_rowscales["m"]}
+
+
+def test_weights_read_the_states_as_they_were():
+    program = trace(scaled, None, Stale(), CustomIO({}))
+    schedule = schedule_forward(program)
+    values, rows = {PRODUCT: draw_values(PRODUCT)[PRODUCT]}, [e for _, e in program.finals]
+    expected, expected_rows = run_program(program, values, [1.0] * KEYS, KEPT["all"], rows)
+    found, found_rows = run_schedule(schedule, values, [1.0] * KEYS, KEPT["all"], [KEYS])
+    assert close(found, expected) and close(found_rows[0], expected_rows[0])
