@@ -21,6 +21,8 @@ from attention_engine.kernels.common import (
     window,
 )
 
+ENTRIES = 4096  # of the output that a block multiplies with its gradient: many blocks at once keep memory busy
+
 
 def workspace(sizes: Sizes, problem: Problem, tile: Tile) -> Any:
     """The fp32 sums of dQ: (batch, heads, padded queries * padded dim), tile after tile, each in the order of
@@ -44,6 +46,19 @@ def place_in_workspace(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> A
     if vectors:
         return ((i // 16) * (dim // 8) + d // 8) * 128 + (i % 8) * 16 + ((d % 8) // 2) * 4 + ((i % 16) // 8) * 2 + d % 2
     return ((i // 8) * (dim // 8) + d // 8) * 64 + (d % 2) * 32 + (i % 8) * 4 + (d % 8) // 2
+
+
+def entry_of_workspace(x: Any, tile: Tile, dim: int, vectors: bool) -> tuple[Any, Any]:
+    """The query and head dim of a tile that stand at x: the inverse of `place_in_workspace`."""
+    transposed = transposes_dq(tile, dim)
+    columns = (tile.q if transposed else dim) // 8
+    if vectors:
+        block, lane = x // 128, x % 128 // 4
+        i, d = block // columns * 16 + x % 4 // 2 * 8 + lane // 4, block % columns * 8 + lane % 4 * 2 + x % 2
+    else:
+        block, lane = x // 64, x % 32
+        i, d = block // columns * 8 + lane // 4, block % columns * 8 + lane % 4 * 2 + x % 64 // 32
+    return (d, i) if transposed else (i, d)
 
 
 def reads_delta(backward: Backward) -> bool:
@@ -76,41 +91,42 @@ def preprocess(
     if tile is not None:
         parameters["workspace"] = workspace(sizes, problem, tile)
     dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
+    length = min(max(ENTRIES // dim_v, 16), ROW_PAD)
 
     @T.macro
     def body(buffers: Any) -> None:
-        blocks = T.ceildiv(sizes.q, pad) * (pad // ROW_PAD)
+        blocks = T.ceildiv(sizes.q, pad) * (pad // length)
         with T.Kernel(blocks, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
             if tile is not None and tile.specialised:
                 T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
-            delta = T.alloc_fragment([ROW_PAD], FLOAT)
-            row0 = block * ROW_PAD
+            delta = T.alloc_fragment([length], FLOAT)
+            row0 = block * length
             if delta_given:
-                T.copy(buffers["given"][batch, head, row0 : row0 + ROW_PAD], delta)
+                T.copy(buffers["given"][batch, head, row0 : row0 + length], delta)
             elif reads_delta(backward):
-                product = T.alloc_fragment([ROW_PAD, dim_v], FLOAT)
-                output = T.alloc_fragment([ROW_PAD, dim_v], problem.dtype)
-                gradient = T.alloc_fragment([ROW_PAD, dim_v], problem.dtype)
-                T.copy(window(buffers["o"], batch, head, row0, ROW_PAD, dim_v), output)
-                T.copy(window(buffers["do"], batch, head, row0, ROW_PAD, dim_v), gradient)
-                for i, d in T.Parallel(ROW_PAD, dim_v):
+                product = T.alloc_fragment([length, dim_v], FLOAT)
+                output = T.alloc_fragment([length, dim_v], problem.dtype)
+                gradient = T.alloc_fragment([length, dim_v], problem.dtype)
+                T.copy(window(buffers["o"], batch, head, row0, length, dim_v), output)
+                T.copy(window(buffers["do"], batch, head, row0, length, dim_v), gradient)
+                for i, d in T.Parallel(length, dim_v):
                     product[i, d] = T.cast(output[i, d], FLOAT) * T.cast(gradient[i, d], FLOAT)
                 T.reduce_sum(product, delta, dim=1)
             else:
                 T.fill(delta, 0)
-            T.copy(delta, buffers["delta"][batch, head, row0 : row0 + ROW_PAD])
+            T.copy(delta, buffers["delta"][batch, head, row0 : row0 + length])
             place = Place(batch, head, {}, reader(buffers))
-            _read_rows(problem, backward, finals, place, buffers, delta, row0, sizes)
+            _read_rows(problem, backward, finals, place, buffers, delta, row0, length, sizes)
             if tile is not None:
-                for x in T.Parallel(ROW_PAD * padded(problem.dim)):
-                    buffers["workspace"][batch, head, block * (ROW_PAD * padded(problem.dim)) + x] = 0.0
+                for x in T.Parallel(length * padded(problem.dim)):
+                    buffers["workspace"][batch, head, block * (length * padded(problem.dim)) + x] = 0.0
 
     return build("backward_preprocess", parameters, body)
 
 
 def _read_rows(
     problem: Problem, backward: Backward, finals: tuple[str, ...], place: Place, buffers: Any, delta: Any, row0: Any,
-    sizes: Sizes,
+    length: int, sizes: Sizes,
 ) -> None:  # fmt: skip
     """Writes the row values that the backward's pairs read."""
 
@@ -132,7 +148,7 @@ def _read_rows(
             store(buffers[name], kept, place.batch, place.head, row0 + i)
 
     if backward.rows:
-        over_rows(ROW_PAD, entry)
+        over_rows(length, entry)
 
 
 def postprocess(problem: Problem, tile: Tile, scale: float, vectors: bool, threads: int = 256) -> Any:
@@ -149,12 +165,13 @@ def postprocess(problem: Problem, tile: Tile, scale: float, vectors: bool, threa
         with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
             if tile.specialised:
                 T.pdl_sync()
-            sums = T.alloc_shared([tile.q * dim], FLOAT)
-            gradient = T.alloc_fragment([tile.q, dim], problem.dtype)
+            sums = T.alloc_fragment([tile.q * dim], FLOAT)
+            gradient = T.alloc_shared([tile.q, dim], problem.dtype)
             first = block * (tile.q * dim)
             T.copy(buffers["workspace"][batch, head, first : first + tile.q * dim], sums)
-            for i, d in T.Parallel(tile.q, dim):
-                gradient[i, d] = T.cast(sums[place_in_workspace(i, d, tile, dim, vectors)] * scale, problem.dtype)
+            for x in T.Parallel(tile.q * dim):
+                query, d = entry_of_workspace(x, tile, dim, vectors)
+                gradient[query, d] = T.cast(sums[x] * scale, problem.dtype)
             T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
 
     return build("backward_postprocess", parameters, body)

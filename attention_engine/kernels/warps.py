@@ -21,10 +21,12 @@ SHARED_BYTES = 232448 - 1024  # for a block's tiles; the rest is for barriers
 def registers(threads: int) -> tuple[int, int]:
     """Registers of a copying thread, and of each of so many computing ones, in the units of 8 that setmaxnreg takes.
 
-    A copying thread of a block of 512 starts with 128, and gives back all but 24.
+    A copying thread gives back all but 24 of those that a thread starts with, which computing ones ask for: for more
+    they would wait for ever.
     """
-    copying = 24
-    return copying, min(240, (REGISTERS_PER_SM - GROUP * copying) // threads // 8 * 8)
+    copying, all_threads = 24, GROUP + threads
+    started_with = REGISTERS_PER_SM // all_threads // 8 * 8
+    return copying, min(240, (started_with * all_threads - GROUP * copying) // threads // 8 * 8)
 
 
 def output_fits(problem: Problem, tile: Tile) -> bool:

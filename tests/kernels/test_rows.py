@@ -1,0 +1,18 @@
+"""The workspace of dQ: what stands where."""
+
+import pytest
+
+from attention_engine.ir.problem import Tile
+from attention_engine.kernels.rows import entry_of_workspace, place_in_workspace
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+@pytest.mark.parametrize(
+    ("q", "dim", "specialised"), [(80, 128, True), (128, 64, True), (64, 256, True), (64, 192, True), (64, 128, False)]
+)
+def test_each_place_holds_the_entry_that_is_put_there(q, dim, specialised, vectors):
+    tile = Tile(q, 128, 256, 2, specialised=specialised)
+    places = {(i, d): place_in_workspace(i, d, tile, dim, vectors) for i in range(q) for d in range(dim)}
+    assert sorted(places.values()) == list(range(q * dim))
+    for entry, place in places.items():
+        assert entry_of_workspace(place, tile, dim, vectors) == entry
