@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 STAGED_UNIT = 8  # what divides the strides of staged custom inputs, which are of 16 bits
-ROW_PAD = 128  # rows in a block of the kernels around the backward pass
+ROW_PAD = 128  # the backward pass pads its rows to a multiple of it, which blocks of rows divide
 
 
 def padded(dim: int) -> int:

@@ -21,8 +21,8 @@ SHARED_BYTES = 232448 - 1024  # for a block's tiles; the rest is for barriers
 def registers(threads: int) -> tuple[int, int]:
     """Registers of a copying thread, and of each of so many computing ones, in the units of 8 that setmaxnreg takes.
 
-    A copying thread gives back all but 24 of those that a thread starts with, which computing ones ask for: for more
-    they would wait for ever.
+    Every thread starts with as many. Copying ones give back all but 24, and computing ones ask for what was given back:
+    for more they would wait for ever.
     """
     copying, all_threads = 24, GROUP + threads
     started_with = REGISTERS_PER_SM // all_threads // 8 * 8
