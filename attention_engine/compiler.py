@@ -14,7 +14,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
-from attention_engine.passes.by_hand import pairs_issue_much
+from attention_engine.passes.by_hand import pairs_issue_much, starts_longest_first
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
@@ -220,9 +220,14 @@ class Kernels:
         if key not in self._preprocess:
             tile = None if self.over_queries or delta_given else self.tiles.backward
             self._preprocess[key] = self._kernel(
-                "rows.preprocess", self._backward, finals, tile, self.row_pad, delta_given
+                "rows.preprocess", self._backward, finals, tile, self.row_pad, self.longest_first, delta_given
             )
         return self._preprocess[key]
+
+    @cached_property
+    def longest_first(self) -> bool:
+        """Do blocks over keys start longest first, over so many heads as their launch says?"""
+        return starts_longest_first(self.problem, self.tiles.backward, self.tile_plan)
 
     @cached_property
     def exact_delta(self) -> Kernel:
@@ -253,11 +258,10 @@ class Kernels:
     def backward(self) -> Kernel:
         """dK, dV, and the sums of dQ (or not, where backward_queries makes dQ)."""
         tile = self.tiles.backward
-        builder = "backward_hopper.backward_hopper" if tile.specialised else "backward.backward"
-        return self._kernel(
-            builder, self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums,
-            rules=[UNIFORM_GROUPS] if tile.specialised else [],
-        )  # fmt: skip
+        given = (self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums)
+        if not tile.specialised:
+            return self._kernel("backward.backward", *given)
+        return self._kernel("backward_hopper.backward_hopper", *given, rules=[UNIFORM_GROUPS])
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
         """The gradient of a read that differs from pair to pair, as tiles of pairs."""
@@ -277,7 +281,8 @@ class Kernels:
     @cached_property
     def postprocess(self) -> Kernel:
         """dQ from its sums."""
-        return self._kernel("rows.postprocess", self.tiles.backward, self._schedule.scale, self.vectors)
+        given = (self.tiles.backward, self._schedule.scale, self.vectors, self.longest_first)
+        return self._kernel("rows.postprocess", *given)
 
     def of_forward(self) -> dict[str, Kernel]:
         """What a forward pass launches."""

@@ -38,7 +38,7 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.ends import at_ends
-from attention_engine.kernels.rows import place_in_workspace, workspace
+from attention_engine.kernels.rows import counters, place_in_workspace, take_sums_for_granted, workspace
 from attention_engine.kernels.splice import both
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_parameters
@@ -87,9 +87,10 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
 
 
 def backward_parameters(
-    sizes: Sizes, problem: Problem, plan: TilePlan, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums
-) -> dict[str, Any]:
-    """The parameters of a kernel over keys, by name and in order."""
+    sizes: Sizes, problem: Problem, plan: TilePlan, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums,
+    order: Mapping[str, Any] = {},
+) -> dict[str, Any]:  # fmt: skip
+    """The parameters of a kernel over keys, by name and in order; order: those that say in which its blocks start."""
     parameters = sizes.inputs(problem)
     customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
     parameters.update(list_parameters(plan, sizes, problem, tile, over_keys=False))
@@ -97,8 +98,11 @@ def backward_parameters(
     parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
     parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
     parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
+    parameters.update(order)
     if with_dq:
-        parameters["workspace"] = workspace(sizes, problem, tile)
+        parameters["workspace"] = workspace(sizes, problem)
+        if tile.specialised:
+            parameters["counters"] = counters(sizes, problem)
     parameters.update(sum_parameters(summed, sizes, problem, tile, customs))
     return parameters
 
@@ -212,10 +216,12 @@ def backward(
                     dq = T.alloc_fragment([tile.q, dim], FLOAT)
                     T.clear(dq)
                     multiply(gradients_out, k, dq, transpose_A=True, rows=False)
+                    take_sums_for_granted(buffers, batch * problem.heads + head, q_tile, tile.q * dim)
                     for i, d in T.Parallel(tile.q, dim):
                         T.atomic_add(
                             buffers["workspace"][
-                                batch, head, q_tile * (tile.q * dim) + place_in_workspace(i, d, tile, dim, vectors)
+                                batch * problem.heads + head,
+                                q_tile * (tile.q * dim) + place_in_workspace(i, d, tile, dim, vectors)
                             ],
                             dq[i, d],
                         )

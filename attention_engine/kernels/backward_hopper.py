@@ -46,8 +46,9 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.diagonals import SkewedSums, add_held, finish_sums, hold, start_sums, sum_diagonals
 from attention_engine.kernels.items import KeyBlocks
-from attention_engine.kernels.rows import place_in_workspace, transposes_dq
-from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.rows import place_in_workspace, take_sums_for_granted, transposes_dq
+from attention_engine.kernels.spare_warps import SpareWarps, spare_work, wait_for_zeroes
+from attention_engine.kernels.splice import hold_value
 from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.warps import (
     COLUMNS_SHARED,
@@ -59,7 +60,7 @@ from attention_engine.kernels.warps import (
     finish_before,
     registers,
 )
-from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, vanishes_with_weights
+from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, starts_longest_first, vanishes_with_weights
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -90,18 +91,18 @@ def backward_hopper(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING,
 ) -> Any:  # fmt: skip
-    """The PrimFunc of backward.py, with the same parameters."""
+    """The PrimFunc of backward.py, with more parameters: dk, dv, [pairs_of_a_unit], [workspace, counters], sums."""
     assert backward_fits(problem, schedule, summed), "default tiles ask first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
-    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)
+    blocks = KeyBlocks(problem, tile, sizes, starts_longest_first(problem, tile, plan))
+    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed, blocks.parameters)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     transposed = transposes_dq(tile, dim)
     shares = with_dq or len(summed.diagonals) > 0  # gradients of products with all threads
     dq_policy = ROWS_WHOLE if tile.q == tile.threads // 2 else COLUMNS_SHARED
     policy = COLUMNS_SHARED if tile.shared_weights else ROWS_WHOLE
     in_turn = pairs_in_turn(problem, tile)
-    blocks = KeyBlocks(problem, tile, sizes, plan.later_is_longer and not in_turn)
     in_memory = tile.shared_weights or in_turn  # the operands of dV and dK
     factors = [factor_of(schedule, expr) for _, expr in summed.diagonals]
     masks_gradients = not in_turn or not vanishes_with_weights(schedule)
@@ -159,6 +160,7 @@ def backward_hopper(
             q_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             do_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             do_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
+            added = T.alloc_barrier(arrive_count=1) if with_dq else None
             kv0 = block * tile.kv
             walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
             steps = walk.count
@@ -177,9 +179,14 @@ def backward_hopper(
                         turn = (step // stages) % 2
                         copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
                         if step == 0:
+                            if with_dq:
+                                wait_for_zeroes(blocks, index, buffers)
                             T.tma_copy(window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v), v, barrier=v_full)
                             T.barrier_arrive(v_full)
                         copy_step(buffers, shared, ("do", dim_v, batch, head, q0, turn), stage, do_empty, do_full, late)
+                else:
+                    if with_dq:
+                        spare_work(SpareWarps(problem, tile, blocks, index, sizes.q), buffers, added)
             else:
                 T.inc_max_nreg(consumer_registers)
                 T.fill(dk, 0)
@@ -191,6 +198,7 @@ def backward_hopper(
                 T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
                 T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
                 of_only_head = block_values(schedule.block, batch, kv_head, reader(buffers)) if only_head else {}
+                first_row = hold_value(batch * problem.heads + kv_head * problem.group) if with_dq else 0
                 if steps > 0:
                     T.barrier_wait(k_full, 0)
                     T.barrier_wait(v_full, 0)
@@ -198,8 +206,9 @@ def backward_hopper(
                     visit = walk.at(step)
                     head = visit.head
                     q_tile = visit.tile
-                    if in_turn and with_dq:  # no register is left for a guard of the additions
-                        take_for_granted((q_tile + 1) * (tile.q * dim) <= buffers["workspace"].shape[2])
+                    row = first_row if only_head else first_row + (head - kv_head * problem.group)
+                    if with_dq:
+                        take_sums_for_granted(buffers, row, q_tile, tile.q * dim)
                     q0 = q_tile * tile.q
                     stage = step % stages
                     turn = (step // stages) % 2
@@ -288,8 +297,7 @@ def backward_hopper(
                             query, d = (j, i) if transposed else (i, j)
                             T.atomic_add(
                                 buffers["workspace"][
-                                    batch, head,
-                                    q_tile * (tile.q * dim) + place_in_workspace(query, d, tile, dim, vectors),
+                                    row, q_tile * (tile.q * dim) + place_in_workspace(query, d, tile, dim, vectors),
                                 ],
                                 dq[i, j],
                             )  # fmt: skip
@@ -305,7 +313,9 @@ def backward_hopper(
                 if schedule.scale != 1:
                     for j, d in T.Parallel(tile.kv, dim):
                         dk[j, d] *= schedule.scale
-                T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more
+                T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more, nor adds to dQ
+                if with_dq and thread == GROUP:
+                    T.barrier_arrive(added)
                 T.copy(dv, v)
                 T.copy(dk, k)
                 T.fence_proxy_async()

@@ -17,8 +17,9 @@ from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import Sizes
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
+from attention_engine.passes.by_hand import L2_BYTES
 
-L2_BYTES = 32 * 1024 * 1024  # for keys and values, of the 50 MB that an H100 has
+TOGETHER = "pairs_of_a_unit"
 
 
 @dataclass(frozen=True)
@@ -110,39 +111,49 @@ class KeyBlocks:
 
     One head and batch after another, by the GPU's own numbers. longest_first, for earlier keys that have more queries:
     over as many heads as the L2 cache holds queries and gradients of, or a GPU would end with the long blocks of the
-    last head, most of its SMs idle. Those numbers are worked out and take registers: of head dims 192 and 128, which
-    have none left, 790 bytes spill.
+    last head, most of its SMs idle.
     """
 
     def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool) -> None:
         self.blocks, self.heads, self.batch = T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch
-        self.pairs, self.queries, self.longest_first = self.batch * self.heads, sizes.q, longest_first
-        of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
-        self.queries_in_cache = L2_BYTES // of_a_query
+        self.pairs, self.longest_first = self.batch * self.heads, longest_first
+        self.together = T.dynamic(TOGETHER) if longest_first else 1  # pairs of a unit
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Of the kernel: how many pairs a unit has (but for the last), where that isn't 1."""
+        return {TOGETHER: self.together} if self.longest_first else {}
 
     @property
     def grid(self) -> list[Any]:
         """Of the kernel."""
         return [self.blocks * self.pairs] if self.longest_first else [self.blocks, self.heads, self.batch]
 
+    def pairs_of(self, unit: Any) -> tuple[Any, Any]:
+        """The first pair of key head and batch of a unit, and how many it has."""
+        first = unit * self.together
+        return first, T.min(self.together, self.pairs - first) if self.longest_first else 1
+
+    def position(self, index: Any) -> tuple[Any, Any]:
+        """Of a block of the grid: its unit, which are the blocks of `together` pairs, and its own number there."""
+        if not self.longest_first:
+            block, head, batch = index
+            return batch * self.heads + head, block
+        blocks = self.together * self.blocks
+        number = name_value(T.truncdiv(index, blocks))
+        return number, name_value(index - number * blocks)
+
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """Block of keys, key head and batch of a block of the grid."""
         if not self.longest_first:
             block, head, batch = index
             return block, head, batch
-        together = name_value(self._pairs_of_a_section())
-        section = name_value(T.truncdiv(index, together * self.blocks))
-        position = name_value(index - section * together * self.blocks)
-        pairs = T.min(together, self.pairs - section * together)
+        unit, position = self.position(index)
+        first, pairs = self.pairs_of(unit)
         block = name_value(T.truncdiv(position, pairs))
-        pair = name_value(section * together + position - block * pairs)
+        pair = name_value(first + position - block * pairs)
         batch = name_value(T.truncdiv(pair, self.heads))
         return block, name_value(pair - batch * self.heads), batch
-
-    def _pairs_of_a_section(self) -> Any:
-        """As many as the cache holds, or a few less: sections of one size."""
-        cached = T.max(T.truncdiv(self.queries_in_cache, T.max(self.queries, 1)), 1)
-        return _ceiling(self.pairs, _ceiling(self.pairs, cached))
 
 
 def _ceiling(a: Any, b: Any) -> Any:

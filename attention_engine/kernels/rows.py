@@ -11,24 +11,43 @@ from attention_engine.ir.problem import ROW_PAD, Problem, Tile, padded
 from attention_engine.ir.program import DELTA, Backward, final_gradient, final_variable
 from attention_engine.kernels.common import (
     FLOAT,
+    Buffers,
     Place,
     Sizes,
     build,
     over_rows,
-    padded_length,
     reader,
     store,
     window,
 )
+from attention_engine.kernels.items import KeyBlocks
+from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.warps import SPARE
 
 ENTRIES = 4096  # of the output that a block multiplies with its gradient: many blocks at once keep memory busy
+VECTOR = 4  # sums that a thread writes or reads at once
+ZEROED, FINISHED = range(2)  # columns of the counters
+PAUSE = 1000  # ns between looks at a counter
 
 
-def workspace(sizes: Sizes, problem: Problem, tile: Tile) -> Any:
-    """The fp32 sums of dQ: (batch, heads, padded queries * padded dim), tile after tile, each in the order of
-    `place_in_workspace`."""
-    length = padded_length(sizes.q, tile.row_pad)
-    return T.Tensor([sizes.batch, problem.heads, length * padded(problem.dim)], FLOAT)
+def workspace(sizes: Sizes, problem: Problem) -> Any:
+    """The fp32 sums of dQ: (batch * heads, padded queries * padded dim), tile after tile, each in the order of
+    `place_in_workspace`. Its length has a name of its own, which costs no division of 64 bits."""
+    return T.Tensor([sizes.batch * problem.heads, T.dynamic("sums_of_a_head")], FLOAT)
+
+
+def take_sums_for_granted(buffers: Buffers, row: Any, tile: Any, size: int) -> None:
+    """Spares the guards of a tile's sums, and says that rows begin at whole vectors."""
+    count, length = buffers["workspace"].shape
+    take_for_granted(T.And(row >= 0, row < count))
+    take_for_granted(T.And(tile >= 0, (tile + 1) * size <= length))
+    take_for_granted(length % VECTOR == 0)
+
+
+def counters(sizes: Sizes, problem: Problem) -> Any:
+    """(batch * key heads, 2) int32, by which blocks over keys tell how far a unit of them (items.KeyBlocks) is: what is
+    left to do, below 0. [unit, ZEROED] of warps that zero its sums, [unit, FINISHED] of its blocks."""
+    return T.Tensor([sizes.batch * problem.kv_heads, 2], "int32")
 
 
 def transposes_dq(tile: Tile, dim: int) -> bool:
@@ -69,12 +88,14 @@ def reads_delta(backward: Backward) -> bool:
 
 def preprocess(
     problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, pad: int,
-    delta_given: bool = False, threads: int = 128,
+    longest_first: bool = False, delta_given: bool = False, threads: int = 128,
 ) -> Any:  # fmt: skip
-    """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace]) -> the last ones.
+    """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace, [counters,
+    [pairs_of_a_unit]]]) -> delta and what follows it.
 
     finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros.
-    tile: of the backward kernel whose workspace is to be zeroed; None if there is none. delta_given: delta, fp32
+    tile: of the backward kernel whose workspace is to be zeroed; None if there is none. A specialised one, whose blocks
+    start as KeyBlocks says (longest_first), needs its first unit's zeroed, and its counters. delta_given: delta, fp32
     (batch, heads, queries), comes in the place of o and do.
     """
     sizes = Sizes()
@@ -88,15 +109,19 @@ def preprocess(
     parameters.update({f"d_{n}": sizes.row(problem) for n in finals})
     parameters["delta"] = sizes.row(problem, pad)
     parameters.update({n: sizes.row(problem, pad) for n, _ in backward.rows})
+    blocks = KeyBlocks(problem, tile, sizes, longest_first) if tile is not None else None
     if tile is not None:
-        parameters["workspace"] = workspace(sizes, problem, tile)
+        parameters["workspace"] = workspace(sizes, problem)
+        if tile.specialised:
+            parameters["counters"] = counters(sizes, problem)
+            parameters.update(blocks.parameters)
     dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
     length = min(max(ENTRIES // dim_v, 16), ROW_PAD)
 
     @T.macro
     def body(buffers: Any) -> None:
-        blocks = T.ceildiv(sizes.q, pad) * (pad // length)
-        with T.Kernel(blocks, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
+        count = T.ceildiv(sizes.q, pad) * (pad // length)
+        with T.Kernel(count, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
             if tile is not None and tile.specialised:
                 T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
             delta = T.alloc_fragment([length], FLOAT)
@@ -118,8 +143,15 @@ def preprocess(
             place = Place(batch, head, {}, reader(buffers))
             _read_rows(problem, backward, finals, place, buffers, delta, row0, length, sizes)
             if tile is not None:
-                for x in T.Parallel(length * padded(problem.dim)):
-                    buffers["workspace"][batch, head, block * (length * padded(problem.dim)) + x] = 0.0
+                pair, row = batch * problem.kv_heads + head // problem.group, batch * problem.heads + head
+                take_sums_for_granted(buffers, row, block, length * padded(problem.dim))
+                if not tile.specialised or pair < blocks.together:
+                    for x in T.Parallel(length * padded(problem.dim)):
+                        buffers["workspace"][row, block * (length * padded(problem.dim)) + x] = 0.0
+                if tile.specialised and row < blocks.pairs and block == 0:
+                    _, pairs = blocks.pairs_of(row)
+                    buffers["counters"][row, ZEROED] = -len(SPARE) * blocks.together * blocks.blocks
+                    buffers["counters"][row, FINISHED] = -pairs * blocks.blocks
 
     return build("backward_preprocess", parameters, body)
 
@@ -151,27 +183,45 @@ def _read_rows(
         over_rows(length, entry)
 
 
-def postprocess(problem: Problem, tile: Tile, scale: float, vectors: bool, threads: int = 256) -> Any:
-    """The PrimFunc: (dq, workspace): dQ = scale * the sums, in the tensors' dtype and layout."""
+def postprocess(
+    problem: Problem, tile: Tile, scale: float, vectors: bool, longest_first: bool = False, threads: int = 256
+) -> Any:
+    """The PrimFunc: (dq, workspace, [counters, [pairs_of_a_unit]]): dQ = scale * the sums, in the tensors' dtype and
+    layout. After a specialised kernel over keys, whose blocks start as KeyBlocks says (longest_first), a block waits
+    for the unit that adds to its sums alone: the first heads' dQ leaves while the last heads' blocks end, where they
+    leave room.
+    """
     sizes = Sizes()
     dim = padded(problem.dim)
     parameters = {
-        "dq": sizes.tensor(sizes.q, problem.heads, problem.dim, problem),  # first: it names the length that
-        "workspace": workspace(sizes, problem, tile),  # the workspace's shape is an expression of
+        "dq": sizes.tensor(sizes.q, problem.heads, problem.dim, problem),  # first: it names the sizes
+        "workspace": workspace(sizes, problem),
     }
+    blocks = KeyBlocks(problem, tile, sizes, longest_first)
+    if tile.specialised:
+        parameters["counters"] = counters(sizes, problem)
+        parameters.update(blocks.parameters)
 
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
             if tile.specialised:
-                T.pdl_sync()
+                unit = T.truncdiv(batch * problem.kv_heads + head // problem.group, blocks.together)
+                if T.get_thread_binding() == 0:
+                    while T.atomic_load(buffers["counters"][unit, FINISHED], memory_order="acquire") < 0:
+                        T.call_extern("void", "__nanosleep", PAUSE)
+                T.sync_threads()
             sums = T.alloc_fragment([tile.q * dim], FLOAT)
             gradient = T.alloc_shared([tile.q, dim], problem.dtype)
-            first = block * (tile.q * dim)
-            T.copy(buffers["workspace"][batch, head, first : first + tile.q * dim], sums)
+            row, first = batch * problem.heads + head, block * (tile.q * dim)
+            take_sums_for_granted(buffers, row, block, tile.q * dim)
+            T.copy(buffers["workspace"][row, first : first + tile.q * dim], sums)
             for x in T.Parallel(tile.q * dim):
                 query, d = entry_of_workspace(x, tile, dim, vectors)
                 gradient[query, d] = T.cast(sums[x] * scale, problem.dtype)
             T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
+            if tile.specialised:  # noqa: SIM102 - Python's condition, then the kernel's
+                if T.And(T.And(block == 0, head == problem.heads - 1), batch == sizes.batch - 1):
+                    T.pdl_sync()  # whoever waits for this kernel waits for the one before too
 
     return build("backward_postprocess", parameters, body)

@@ -83,6 +83,11 @@ def name_value(value: Any) -> Any:
     return variable[0]
 
 
+def hold_value(value: Any) -> Any:
+    """A value, the same in all lanes, that compilers hold in a register rather than work out again at each use."""
+    return name_value(T.shfl_sync(name_value(value), 0))
+
+
 def take_for_granted(condition: Any) -> None:
     """Spares the guards that TileLang sets where it can't prove what always holds."""
     tir_builder.evaluate(T.assume(condition))

@@ -9,6 +9,7 @@ import tilelang.language as T
 from attention_engine.ir.problem import Problem, Tile, padded
 
 WARP, GROUP = 32, 128  # threads
+SPARE = tuple(range(1, GROUP // WARP))  # the copying group's warps that copy nothing
 COMPUTE = 1  # the named barrier on which the computing threads meet
 TURN = 2  # the first of those on which each group waits for its turn to start products
 TMA_FLOATS = 32  # 128 bytes: what TMA copies to begins at a multiple of them

@@ -12,7 +12,7 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
 from attention_engine.passes.simplify import simplify
-from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 
 FORWARD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)})
 BACKWARD_DIMS = frozenset({*itertools.product((64, 128), repeat=2), (192, 128), (128, 256), (256, 256)})
@@ -26,6 +26,8 @@ SPECIAL = frozenset(
      Op.SIN, Op.COS}
 )  # fmt: skip
 OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
+
+L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
 
 def forward_fits(problem: Problem, schedule: ForwardSchedule) -> bool:
@@ -64,6 +66,20 @@ def pairs_in_turn(problem: Problem, tile: Tile) -> bool:
     128 a thread; with more, weights are packed before their gradients are made."""
     sums = tile.kv * (padded(problem.dim) + padded(problem.dim_v)) // tile.threads
     return sums > 128 and not tile.shared_weights
+
+
+def starts_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
+    """Do blocks of earlier keys start first, as they have more queries? What that works out takes registers, of which
+    the form that has pairs in turn has none left."""
+    return tile.specialised and plan.later_is_longer and not pairs_in_turn(problem, tile)
+
+
+def pairs_of_a_unit(problem: Problem, batch: int, queries: int) -> int:
+    """Over how many pairs of key head and batch blocks then start longest first: as many as the L2 cache holds queries
+    and gradients of, or a few less, for units of one size."""
+    of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
+    pairs, cached = batch * problem.kv_heads, max(L2_BYTES // (of_a_query * max(queries, 1)), 1)
+    return -(-pairs // -(-pairs // cached))
 
 
 def vanishes_with_weights(schedule: BackwardSchedule) -> bool:

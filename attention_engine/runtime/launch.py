@@ -17,6 +17,7 @@ from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
+from attention_engine.passes.by_hand import pairs_of_a_unit
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
 from attention_engine.runtime.plans import MOST_PLANS, Direct, LaunchPlan, as_parameter, template, with_strides
@@ -185,13 +186,17 @@ class Launcher:
         gradient = with_strides(d_output, plan.unit)
         made = template((batch, heads, length), torch.float32, q.device)
         delta, *row_values = [torch.empty_like(made) for _ in range(1 + len(backward.rows))]
-        workspace = []
+        order = [pairs_of_a_unit(kernels.problem, batch, queries)] if kernels.longest_first else []
+        workspace, counters = [], []
         if not kernels.over_queries:
-            size = (batch, heads, length * padded(dim))
+            size = (batch * heads, length * padded(dim))
             workspace = [torch.empty_like(template(size, torch.float32, q.device))]
+            if kernels.tiles.backward.specialised:
+                counters = [torch.empty_like(template((batch * k.shape[2], 2), torch.int32, q.device))]
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
         kernels.preprocess(finals).run(
-            *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace
+            *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace, *counters,
+            *(order if counters else []),
         )
         if backward.exact_delta:
             exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
@@ -205,13 +210,13 @@ class Launcher:
         gradients = CustomGradients(kernels, q, k, tensors) if custom else None
         maps = self._maps(kernels, kernels.tiles.backward, False, q, k, custom)
         sums = gradients.sums_over_keys() if gradients else []
-        kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *workspace, *sums)
+        kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *order, *workspace, *counters, *sums)
         if kernels.over_queries:
             sums = gradients.sums_over_queries() if gradients else []
             maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
             kernels.backward_queries.run(*inputs, *maps, *gradient, *row_values, dq, *sums)
         else:
-            kernels.postprocess.run(dq, *workspace)
+            kernels.postprocess.run(dq, *workspace, *counters, *(order if counters else []))
         if gradients is None:
             return dq, dk, dv, {}
         gradients.walk_pairs([*inputs, *gradient, *row_values])

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from attention_engine.errors import NotInterpretable
+from attention_engine.target.grid import GRID_KIND, grid, is_nothing, wait_for_blocks
 from attention_engine.target.program_arguments import Arguments
 from attention_engine.target.tile_buffers import MASK, ROLE, Lanes
 from attention_engine.target.tile_expressions import ExpressionCompiler
@@ -21,7 +22,7 @@ from attention_engine.target.tile_windows import Frame, Run, Window, scatter
 from attention_engine.target.tir_nodes import handle_of, kind_of, variables_of
 from attention_engine.target.warp_ops import WARP_OPS, enter_block, split
 
-PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane
+PARALLEL_KINDS = PARALLEL, VECTORIZED = 1, 2  # tirx.ForKind: one value for each lane
 BODIES = {"For": "body", "While": "body", "AttrStmt": "body", "SBlock": "body", "SBlockRealize": "block"}
 
 
@@ -285,6 +286,8 @@ class _StatementCompiler(ExpressionCompiler):
         condition = self.shared_expression(node.condition)
         if condition.lanes:
             raise NotInterpretable("a while loop whose condition differs between lanes")
+        if is_nothing(node.body):
+            return wait_for_blocks(condition.run, str(node.condition))
         test, body = condition.run, self.statement(node.body)
 
         def run(frame: Frame) -> None:
@@ -300,8 +303,10 @@ class _StatementCompiler(ExpressionCompiler):
         return run
 
     def _loop(self, node: Any) -> Run:
-        if int(node.kind) in PARALLEL_KINDS:
-            return self._parallel(node)
+        if int(node.kind) == PARALLEL or (int(node.kind) == VECTORIZED and not self.axes):
+            return self._parallel(node)  # a vector of one lane is its entries, one after another
+        if int(node.kind) == GRID_KIND:
+            return grid(self, node)
         start, extent = self.shared_expression(node.min), self.shared_expression(node.extent)
         stride = 1 if node.step is None else int(node.step)
         slot = self.variable(node.loop_var)

@@ -242,6 +242,8 @@ class ExpressionCompiler(BufferCompiler):
             case "tirx.fma" | "tl.fma":
                 a, b, c = (self.expression(argument) for argument in arguments[:3])
                 return Code(lambda f: a.run(f) * b.run(f) + c.run(f), dtype, a.lanes | b.lanes | c.lanes)
+            case "tl.atomic_load_elem_op":
+                return self.expression(arguments[0].args[0])
             case "tl.atomic_add_ret_elem_op":
                 return self._fetch_and_add(arguments[0].args[0], arguments[1])
         raise NotInterpretable(f"the call {name}{self._callee(node)}")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attention_engine.errors import HazardInKernel, NotInterpretable
+from attention_engine.errors import HazardInKernel
 from attention_engine.target.scalar_ops import poison
 from attention_engine.target.tile_buffers import ROLE
 from attention_engine.target.tile_ops import TILE_OPS
@@ -63,27 +63,26 @@ def _fresh_barriers(slot: int, name: str, counts: list[int]) -> Run:
 
 
 def split(test: Run, then: Run, otherwise: Run | None) -> Run:
-    """A condition on the thread's index: two roles where both cases have threads, else a part of this one."""
+    """A condition on the thread's index: two roles where both cases have threads, else a part of this one. A role's
+    own cases run one after another."""
 
     def run(frame: Frame) -> None:
         role: Role = frame[ROLE]
         chosen = torch.as_tensor(test(frame)).expand(role.threads.shape)
-        if otherwise is not None and chosen.any() and not chosen.all():
+        if otherwise is not None and role.turns is None and chosen.any() and not chosen.all():
             _fork(frame, role, chosen, (then, otherwise))
             return
-        case = then if chosen.any() else otherwise
-        if case is not None:
-            everybody, role.threads = role.threads, role.threads[chosen] if case is then else role.threads
-            case(frame)
-            role.threads = everybody
+        everybody = role.threads
+        for case, threads in ((then, everybody[chosen]), (otherwise, everybody[~chosen])):
+            if case is not None and len(threads):
+                role.threads = threads
+                case(frame)
+        role.threads = everybody
 
     return run
 
 
 def _fork(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
-    if role.turns is not None:
-        raise NotInterpretable("a role that splits again")
-
     def start(case: Run, threads: torch.Tensor) -> Callable[[], None]:
         own = list(frame)  # variables differ between roles, buffers don't
         own[ROLE] = Role(threads)

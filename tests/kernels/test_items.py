@@ -9,6 +9,7 @@ import tilelang.language as T
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.items import Deal, Items, KeyBlocks
+from attention_engine.passes.by_hand import pairs_of_a_unit
 from attention_engine.target.interpreter import Interpreter
 
 TILE = Tile(128, 128, 256, 2)
@@ -75,16 +76,18 @@ def started(batch, heads, length, group=1):
     problem, sizes = Problem(heads * group, heads, 128, 128, "float16"), Sizes()
     found = torch.zeros(batch, heads, -(-length // TILE.kv), dtype=torch.int32)
     parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
+    blocks = KeyBlocks(problem, TILE, sizes, longest_first=True)
+    parameters |= blocks.parameters
     parameters |= {"order": T.Tensor([sizes.batch, heads, T.ceildiv(sizes.kv, TILE.kv)], "int32")}
 
     @T.macro
     def body(buffers):
-        blocks = KeyBlocks(problem, TILE, sizes, longest_first=True)
         with T.Kernel(*blocks.grid, threads=128) as index:
             block, head, sequence = blocks.place(index)
             buffers["order"][sequence, head, block] = buffers["order"][sequence, head, block] * 10000 + index + 1
 
-    Interpreter(build("order", parameters, body))(batch, length, length, found)
+    together = pairs_of_a_unit(problem, batch, length)
+    Interpreter(build("order", parameters, body))(batch, length, length, together, found)
     return found
 
 

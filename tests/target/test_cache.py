@@ -182,7 +182,8 @@ kernel = engine._source_kernel("backward_postprocess", "cuda")
 run = kernel.run
 seconds = time.perf_counter() - start
 try:
-    run(torch.zeros(1, 1, 2, 64, dtype=torch.float16), torch.zeros(1, 2, 128 * 64))
+    sums, counters = torch.zeros(2, 128 * 64), torch.zeros(2, 2, dtype=torch.int32)
+    run(torch.zeros(1, 1, 2, 64, dtype=torch.float16), sums, counters, 1)
 except RuntimeError as error:
     words = str(error)
 slow = sorted({"tilelang", "sympy", "torch._dynamo"} & set(sys.modules))

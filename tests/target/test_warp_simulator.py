@@ -4,7 +4,7 @@ import pytest
 import tilelang.language as T
 import torch
 
-from attention_engine.errors import HazardInKernel, NotInterpretable
+from attention_engine.errors import HazardInKernel
 from attention_engine.target.interpreter import Interpreter
 
 STEPS, STAGES = 5, 2
@@ -203,20 +203,39 @@ def test_a_copy_out_reads_until_it_is_waited_for(defect, message):
             run(torch.zeros(64, 64).half(), out)
 
 
-def test_an_error_in_a_role_ends_the_others():
+def test_a_role_that_splits_again_runs_its_parts_one_after_another():
     @T.prim_func
-    def splits_again(X: T.Tensor((64,), "float32")):
+    def splits_again(X: T.Tensor((2, 64), "float32")):
         with T.Kernel(1, threads=256):
-            x = T.alloc_shared([64], "float32")
+            x = T.alloc_fragment([64], "float32")
             ready = T.alloc_barrier(arrive_count=32)
             thread = T.get_thread_binding()
             if thread < 128:
                 T.barrier_wait(ready, 0)
             else:
-                if thread < 192:
-                    T.fill(x, 0)
-                else:
+                if thread < 160:
                     T.fill(x, 1)
+                    T.copy(x, X[0, :])
+                    T.barrier_arrive(ready)
+                else:
+                    T.copy(X[0, :], x)
+                    T.copy(x, X[1, :])
 
-    with pytest.raises(NotInterpretable, match="a role that splits again"):
-        Interpreter(splits_again)(torch.zeros(64))
+    found = torch.zeros(2, 64)
+    Interpreter(splits_again)(found)
+    assert (found == 1).all()
+
+
+def test_an_error_in_a_role_ends_the_others():
+    @T.prim_func
+    def copies_to_odd_bytes(X: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=256):
+            x = T.alloc_shared([64], "float32")
+            ready = T.alloc_barrier(arrive_count=128)
+            if T.get_thread_binding() < 128:
+                T.barrier_wait(ready, 0)
+            else:
+                T.tma_copy(X[0:32], x[1:33], barrier=ready)
+
+    with pytest.raises(HazardInKernel, match="to byte 4 of a buffer"):
+        Interpreter(copies_to_odd_bytes)(torch.zeros(64))

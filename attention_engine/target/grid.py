@@ -1,0 +1,63 @@
+"""The blocks of a grid in the interpreter: one after another, in the order that a GPU starts them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Protocol
+
+from attention_engine.errors import HazardInKernel
+from attention_engine.target.tile_windows import Frame, Run
+from attention_engine.target.tir_nodes import kind_of
+
+GRID_KIND = 4  # tirx.ForKind.THREAD_BINDING: an index of a block
+
+
+class Compiler(Protocol):
+    """The part of the interpreter's compiler that loops over blocks need."""
+
+    def statement(self, node: Any) -> Run:
+        """The code of one statement."""
+
+    def value(self, node: Any) -> Run:
+        """The code of an expression."""
+
+    def variable(self, node: Any) -> int:
+        """The slot of a fresh variable."""
+
+
+def grid(compiler: Compiler, node: Any) -> Run:
+    """A nest of loops over the indices of blocks, of which the first runs fastest."""
+    slots: list[int] = []
+    extents: list[Run] = []
+    while kind_of(node) == "For" and int(node.kind) == GRID_KIND:
+        slots.insert(0, compiler.variable(node.loop_var))
+        extents.insert(0, compiler.value(node.extent))
+        node = node.body
+    body = compiler.statement(node)
+
+    def run(frame: Frame) -> None:
+        for indices in itertools.product(*(range(extent(frame)) for extent in extents)):
+            for slot, index in zip(slots, indices, strict=True):
+                frame[slot] = index
+            body(frame)
+
+    return run
+
+
+def is_nothing(node: Any) -> bool:
+    """Whether a statement has no effect, but to take time."""
+    if kind_of(node) != "Evaluate":
+        return False
+    call = node.value
+    sleeps = kind_of(call) == "Call" and len(call.args) > 0 and getattr(call.args[0], "value", None) == "__nanosleep"
+    return sleeps or kind_of(call) == "IntImm"
+
+
+def wait_for_blocks(test: Run, condition: str) -> Run:
+    """A loop without a body: what it waits for, an earlier block has done, or nobody will."""
+
+    def run(frame: Frame) -> None:
+        if test(frame):
+            raise HazardInKernel(f"a block waits for what no block before it has done: while {condition}")
+
+    return run
