@@ -315,6 +315,26 @@ def test_sums_for_custom_inputs_agree_with_the_twin(name, dims, tile, determinis
         torch.testing.assert_close(mine, twin, rtol=4e-3, atol=4e-3)
 
 
+UNITS = {  # of blocks over keys: head dim, tile, batch, heads and key heads, causal, pairs of a unit by the launch
+    "a head each": (64, by_hand(128), 1, (3, 3), False, None),
+    "a key head each": (128, by_hand(80), 2, (2, 1), False, None),
+    "two heads and one": (64, by_hand(128), 1, (3, 3), True, 2),
+    "two key heads": (128, by_hand(80), 2, (4, 2), True, 2),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_blocks_zero_the_sums_of_the_unit_after_theirs(name, kernels, monkeypatch):
+    """And dQ is stored when its unit is done."""
+    dim, tile, batch, heads, causal, pairs = UNITS[name]
+    kernels.update(backward=tile)
+    if pairs is not None:
+        monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: pairs)
+    shape = Shape(batch, 270, 280, *heads, dim, dim)
+    assert errors(CASES["softmax"], shape, torch.float16, causal=causal, backend="interpret", floor=2e-3)
+    assert ran("backward")
+
+
 def test_deterministic_engines_use_it_for_keys_alone(kernels):
     kernels.update(backward=by_hand(80))
     shape = Shape(1, 130, 140, 2, 2, 128, 128)
