@@ -22,7 +22,7 @@ from attention_engine.target.tile_windows import Frame, Run, Window, scatter
 from attention_engine.target.tir_nodes import handle_of, kind_of, variables_of
 from attention_engine.target.warp_ops import WARP_OPS, enter_block, split
 
-PARALLEL_KINDS = PARALLEL, VECTORIZED = 1, 2  # tirx.ForKind: one value for each lane
+PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane
 BODIES = {"For": "body", "While": "body", "AttrStmt": "body", "SBlock": "body", "SBlockRealize": "block"}
 
 
@@ -303,8 +303,8 @@ class _StatementCompiler(ExpressionCompiler):
         return run
 
     def _loop(self, node: Any) -> Run:
-        if int(node.kind) == PARALLEL or (int(node.kind) == VECTORIZED and not self.axes):
-            return self._parallel(node)  # a vector of one lane is its entries, one after another
+        if int(node.kind) in PARALLEL_KINDS:
+            return self._parallel(node)
         if int(node.kind) == GRID_KIND:
             return grid(self, node)
         start, extent = self.shared_expression(node.min), self.shared_expression(node.extent)
