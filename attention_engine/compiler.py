@@ -14,14 +14,14 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
-from attention_engine.passes.by_hand import pairs_issue_much, starts_longest_first
+from attention_engine.passes.by_hand import makes_delta, pairs_issue_much, starts_longest_first
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
-from attention_engine.target.compile import HELD_BARRIERS, ONE_CHAIN, UNIFORM_GROUPS, Resources
+from attention_engine.target.compile import HELD_BARRIERS, HELD_THREADS, ONE_CHAIN, UNIFORM_GROUPS, Resources
 
 if TYPE_CHECKING:
     from attention_engine.target.cache import KernelKey
@@ -220,7 +220,8 @@ class Kernels:
         if key not in self._preprocess:
             tile = None if self.over_queries or delta_given else self.tiles.backward
             self._preprocess[key] = self._kernel(
-                "rows.preprocess", self._backward, finals, tile, self.row_pad, self.longest_first, delta_given
+                "rows.preprocess", self._backward, finals, tile, self.row_pad, self.longest_first, delta_given,
+                self.makes_delta and not finals,
             )
         return self._preprocess[key]
 
@@ -228,6 +229,12 @@ class Kernels:
     def longest_first(self) -> bool:
         """Do blocks over keys start longest first, over so many heads as their launch says?"""
         return starts_longest_first(self.problem, self.tiles.backward, self.tile_plan)
+
+    @cached_property
+    def makes_delta(self) -> bool:
+        """Do blocks over keys make delta, where no gradient arrives at returned rows, but for the first units'?"""
+        by_hand = self.tiles.backward.specialised and not self.over_queries
+        return by_hand and makes_delta(self.problem, self._backward, self._schedule, self.custom_sums)
 
     @cached_property
     def exact_delta(self) -> Kernel:
@@ -261,7 +268,7 @@ class Kernels:
         given = (self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums)
         if not tile.specialised:
             return self._kernel("backward.backward", *given)
-        return self._kernel("backward_hopper.backward_hopper", *given, rules=[UNIFORM_GROUPS])
+        return self._kernel("backward_hopper.backward_hopper", *given, rules=[UNIFORM_GROUPS, HELD_THREADS])
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
         """The gradient of a read that differs from pair to pair, as tiles of pairs."""

@@ -15,6 +15,7 @@ Three forms, by the registers that dK and dV take of a thread (passes/by_hand.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
@@ -45,9 +46,9 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.diagonals import SkewedSums, add_held, finish_sums, hold, start_sums, sum_diagonals
-from attention_engine.kernels.items import KeyBlocks
+from attention_engine.kernels.items import AHEAD, GIVEN, KeyBlocks
 from attention_engine.kernels.rows import place_in_workspace, take_sums_for_granted, transposes_dq
-from attention_engine.kernels.spare_warps import SpareWarps, spare_work, wait_for_zeroes
+from attention_engine.kernels.spare_warps import Delta, SpareWarps, spare_work, wait_for_unit
 from attention_engine.kernels.splice import hold_value
 from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.warps import (
@@ -60,7 +61,14 @@ from attention_engine.kernels.warps import (
     finish_before,
     registers,
 )
-from attention_engine.passes.by_hand import backward_fits, pairs_in_turn, starts_longest_first, vanishes_with_weights
+from attention_engine.passes.by_hand import (
+    backward_fits,
+    makes_delta,
+    pairs_in_turn,
+    rows_of_delta,
+    starts_longest_first,
+    vanishes_with_weights,
+)
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -91,12 +99,17 @@ def backward_hopper(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING,
 ) -> Any:  # fmt: skip
-    """The PrimFunc of backward.py, with more parameters: dk, dv, [pairs_of_a_unit], [workspace, counters], sums."""
+    """The PrimFunc of backward.py, with more parameters: dk, dv, [pairs_of_a_unit], [units_ahead,
+    [units_given, o]], [workspace, counters], sums."""
     assert backward_fits(problem, schedule, summed), "default tiles ask first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
     blocks = KeyBlocks(problem, tile, sizes, starts_longest_first(problem, tile, plan))
-    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed, blocks.parameters)
+    of_delta = rows_of_delta(rows)[0] if with_dq and makes_delta(problem, rows, schedule, summed) else None
+    order = blocks.parameters | ({AHEAD: blocks.ahead} if with_dq else {})
+    if of_delta is not None:
+        order |= {GIVEN: blocks.given, "o": sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)}
+    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed, order)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     transposed = transposes_dq(tile, dim)
     shares = with_dq or len(summed.diagonals) > 0  # gradients of products with all threads
@@ -116,12 +129,17 @@ def backward_hopper(
     late = [n for n in names if n not in early]
 
     @T.macro
-    def copy_step(buffers: Any, shared: Any, at: Any, stage: Any, empty: Any, full: Any, rows_too: list[str]) -> None:
+    def copy_step(
+        buffers: Any, shared: Any, at: Any, stage: Any, empty: Any, full: Any, rows_too: list[str],
+        before_rows: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         name, head_dim, batch, head, q0, turn = at
         T.barrier_wait(empty[stage], turn ^ 1)
         T.tma_copy(
             window(buffers[name], batch, head, q0, tile.q, head_dim), shared[name][stage, :, :], barrier=full[stage]
         )
+        if before_rows is not None:
+            before_rows()
         for row in rows_too:
             T.tma_copy(buffers[row][batch, head, q0 : q0 + tile.q], shared[row][stage, : tile.q], barrier=full[stage])
         T.barrier_arrive(full[stage])
@@ -161,6 +179,7 @@ def backward_hopper(
             do_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             do_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             added = T.alloc_barrier(arrive_count=1) if with_dq else None
+            delta = Delta.allocate(of_delta, problem) if of_delta is not None else None
             kv0 = block * tile.kv
             walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
             steps = walk.count
@@ -179,14 +198,14 @@ def backward_hopper(
                         turn = (step // stages) % 2
                         copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
                         if step == 0:
-                            if with_dq:
-                                wait_for_zeroes(blocks, index, buffers)
                             T.tma_copy(window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v), v, barrier=v_full)
                             T.barrier_arrive(v_full)
-                        copy_step(buffers, shared, ("do", dim_v, batch, head, q0, turn), stage, do_empty, do_full, late)
+                        at = "do", dim_v, batch, head, q0, turn
+                        prepared = bind(wait_for_unit, blocks, index, step, buffers) if with_dq else None
+                        copy_step(buffers, shared, at, stage, do_empty, do_full, late, prepared)
                 else:
                     if with_dq:
-                        spare_work(SpareWarps(problem, tile, blocks, index, sizes.q), buffers, added)
+                        spare_work(SpareWarps(problem, tile, blocks, index, sizes.q, delta), buffers, added)
             else:
                 T.inc_max_nreg(consumer_registers)
                 T.fill(dk, 0)

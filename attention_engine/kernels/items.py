@@ -19,7 +19,7 @@ from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
 from attention_engine.passes.by_hand import L2_BYTES
 
-TOGETHER = "pairs_of_a_unit"
+TOGETHER, AHEAD, GIVEN = "pairs_of_a_unit", "units_ahead", "units_given"
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,23 @@ class KeyBlocks:
         self.blocks, self.heads, self.batch = T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch
         self.pairs, self.longest_first = self.batch * self.heads, longest_first
         self.together = T.dynamic(TOGETHER) if longest_first else 1  # pairs of a unit
+        self.ahead = T.dynamic(AHEAD)  # how far ahead the unit is that a unit's blocks prepare
+        self.given = T.dynamic(GIVEN)  # units whose delta isn't theirs to make
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Of the kernel: how many pairs a unit has (but for the last), where that isn't 1."""
+        """Of a kernel: how many pairs a unit has (but for the last), where that isn't 1."""
         return {TOGETHER: self.together} if self.longest_first else {}
+
+    @property
+    def of_a_unit(self) -> Any:
+        """How many blocks a unit has, but for the last one, which may have fewer."""
+        return self.together * self.blocks if self.longest_first else self.blocks
+
+    @property
+    def pairs_before(self) -> Any:
+        """How many pairs' units no block prepares for."""
+        return self.together * self.ahead
 
     @property
     def grid(self) -> list[Any]:
@@ -139,9 +151,8 @@ class KeyBlocks:
         if not self.longest_first:
             block, head, batch = index
             return batch * self.heads + head, block
-        blocks = self.together * self.blocks
-        number = name_value(T.truncdiv(index, blocks))
-        return number, name_value(index - number * blocks)
+        number = name_value(T.truncdiv(index, self.of_a_unit))
+        return number, name_value(index - number * self.of_a_unit)
 
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """Block of keys, key head and batch of a block of the grid."""
@@ -154,6 +165,30 @@ class KeyBlocks:
         pair = name_value(first + position - block * pairs)
         batch = name_value(T.truncdiv(pair, self.heads))
         return block, name_value(pair - batch * self.heads), batch
+
+
+class Shares:
+    """The tiles of queries of a unit's heads, as blocks of a backward pass over keys share them: a block of a unit has
+    the tiles that stand at its own number, and so many blocks further. Where the longest go first, only those of the
+    first half have any, which have the time."""
+
+    def __init__(self, blocks: KeyBlocks, problem: Problem, tile: Tile, queries: Any) -> None:
+        self.blocks, self.group, self.heads = blocks, problem.group, problem.heads
+        self.tiles = name_value(T.ceildiv(queries, tile.q))  # of a head
+        self.sharing = name_value(_ceiling(blocks.of_a_unit, 2) if blocks.longest_first else blocks.of_a_unit)
+
+    def count(self, unit: Any, position: Any) -> Any:
+        """How many tiles of a unit fall to the block at a position."""
+        _, pairs = self.blocks.pairs_of(unit)
+        count = T.truncdiv(T.max(pairs * self.group * self.tiles - position + self.sharing - 1, 0), self.sharing)
+        return T.if_then_else(position < self.sharing, count, 0) if self.blocks.longest_first else count
+
+    def place(self, unit: Any, position: Any, turn: Any) -> tuple[Any, Any]:
+        """A block's tile of a turn: batch * heads + head, and which of the head's it is."""
+        first_pair, _ = self.blocks.pairs_of(unit)
+        number = name_value(position + turn * self.sharing)
+        head = name_value(T.truncdiv(number, self.tiles))
+        return name_value(first_pair * self.group + head), name_value(number - head * self.tiles)
 
 
 def _ceiling(a: Any, b: Any) -> Any:

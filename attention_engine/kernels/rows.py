@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tilelang.language as T
@@ -20,13 +21,14 @@ from attention_engine.kernels.common import (
     store,
     window,
 )
-from attention_engine.kernels.items import KeyBlocks
+from attention_engine.kernels.items import AHEAD, KeyBlocks
 from attention_engine.kernels.splice import take_for_granted
 from attention_engine.kernels.warps import SPARE
+from attention_engine.passes.by_hand import rows_of_delta
 
 ENTRIES = 4096  # of the output that a block multiplies with its gradient: many blocks at once keep memory busy
 VECTOR = 4  # sums that a thread writes or reads at once
-ZEROED, FINISHED = range(2)  # columns of the counters
+PREPARED, FINISHED = range(2)  # columns of the counters
 PAUSE = 1000  # ns between looks at a counter
 
 
@@ -46,7 +48,8 @@ def take_sums_for_granted(buffers: Buffers, row: Any, tile: Any, size: int) -> N
 
 def counters(sizes: Sizes, problem: Problem) -> Any:
     """(batch * key heads, 2) int32, by which blocks over keys tell how far a unit of them (items.KeyBlocks) is: what is
-    left to do, below 0. [unit, ZEROED] of warps that zero its sums, [unit, FINISHED] of its blocks."""
+    left to do, below 0. [unit, PREPARED] of warps that zero its sums or make its rows, [unit, FINISHED] of its
+    blocks."""
     return T.Tensor([sizes.batch * problem.kv_heads, 2], "int32")
 
 
@@ -88,15 +91,16 @@ def reads_delta(backward: Backward) -> bool:
 
 def preprocess(
     problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, pad: int,
-    longest_first: bool = False, delta_given: bool = False, threads: int = 128,
+    longest_first: bool = False, delta_given: bool = False, first_only: bool = False, threads: int = 128,
 ) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace, [counters,
-    [pairs_of_a_unit]]]) -> delta and what follows it.
+    [pairs_of_a_unit], units_ahead]]) -> delta and what follows it.
 
     finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros.
     tile: of the backward kernel whose workspace is to be zeroed; None if there is none. A specialised one, whose blocks
-    start as KeyBlocks says (longest_first), needs its first unit's zeroed, and its counters. delta_given: delta, fp32
-    (batch, heads, queries), comes in the place of o and do.
+    start as KeyBlocks says (longest_first), needs its first units' zeroed, and its counters. delta_given: delta, fp32
+    (batch, heads, queries), comes in the place of o and do. first_only: so does the main kernel with delta's row, and
+    makes the others' (spare_warps.py); delta itself is wanted nowhere.
     """
     sizes = Sizes()
     parameters = sizes.inputs(problem)
@@ -114,9 +118,22 @@ def preprocess(
         parameters["workspace"] = workspace(sizes, problem)
         if tile.specialised:
             parameters["counters"] = counters(sizes, problem)
-            parameters.update(blocks.parameters)
+            parameters |= blocks.parameters | {AHEAD: blocks.ahead}
     dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
     length = min(max(ENTRIES // dim_v, 16), ROW_PAD)
+    of_delta = rows_of_delta(backward)
+    without_delta = [named for named in backward.rows if named not in of_delta]
+
+    @T.macro
+    def multiply(buffers: Any, batch: Any, head: Any, row0: Any, delta: Any) -> None:
+        product = T.alloc_fragment([length, dim_v], FLOAT)
+        output = T.alloc_fragment([length, dim_v], problem.dtype)
+        gradient = T.alloc_fragment([length, dim_v], problem.dtype)
+        T.copy(window(buffers["o"], batch, head, row0, length, dim_v), output)
+        T.copy(window(buffers["do"], batch, head, row0, length, dim_v), gradient)
+        for i, d in T.Parallel(length, dim_v):
+            product[i, d] = T.cast(output[i, d], FLOAT) * T.cast(gradient[i, d], FLOAT)
+        T.reduce_sum(product, delta, dim=1)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -126,60 +143,59 @@ def preprocess(
                 T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
             delta = T.alloc_fragment([length], FLOAT)
             row0 = block * length
-            if delta_given:
+            pair, row = batch * problem.kv_heads + head // problem.group, batch * problem.heads + head
+            place = Place(batch, head, {}, reader(buffers))
+            if first_only:
+                _read_rows(problem, backward, without_delta, finals, place, buffers, None, row0, length, sizes)
+                if pair < blocks.pairs_before:
+                    multiply(buffers, batch, head, row0, delta)
+                    _read_rows(problem, backward, of_delta, finals, place, buffers, delta, row0, length, sizes)
+            elif delta_given:
                 T.copy(buffers["given"][batch, head, row0 : row0 + length], delta)
             elif reads_delta(backward):
-                product = T.alloc_fragment([length, dim_v], FLOAT)
-                output = T.alloc_fragment([length, dim_v], problem.dtype)
-                gradient = T.alloc_fragment([length, dim_v], problem.dtype)
-                T.copy(window(buffers["o"], batch, head, row0, length, dim_v), output)
-                T.copy(window(buffers["do"], batch, head, row0, length, dim_v), gradient)
-                for i, d in T.Parallel(length, dim_v):
-                    product[i, d] = T.cast(output[i, d], FLOAT) * T.cast(gradient[i, d], FLOAT)
-                T.reduce_sum(product, delta, dim=1)
+                multiply(buffers, batch, head, row0, delta)
             else:
                 T.fill(delta, 0)
-            T.copy(delta, buffers["delta"][batch, head, row0 : row0 + length])
-            place = Place(batch, head, {}, reader(buffers))
-            _read_rows(problem, backward, finals, place, buffers, delta, row0, length, sizes)
+            if not first_only:
+                T.copy(delta, buffers["delta"][batch, head, row0 : row0 + length])
+                _read_rows(problem, backward, backward.rows, finals, place, buffers, delta, row0, length, sizes)
             if tile is not None:
-                pair, row = batch * problem.kv_heads + head // problem.group, batch * problem.heads + head
                 take_sums_for_granted(buffers, row, block, length * padded(problem.dim))
-                if not tile.specialised or pair < blocks.together:
+                if not tile.specialised or pair < blocks.pairs_before:
                     for x in T.Parallel(length * padded(problem.dim)):
                         buffers["workspace"][row, block * (length * padded(problem.dim)) + x] = 0.0
                 if tile.specialised and row < blocks.pairs and block == 0:
                     _, pairs = blocks.pairs_of(row)
-                    buffers["counters"][row, ZEROED] = -len(SPARE) * blocks.together * blocks.blocks
+                    buffers["counters"][row, PREPARED] = -len(SPARE) * blocks.of_a_unit
                     buffers["counters"][row, FINISHED] = -pairs * blocks.blocks
 
     return build("backward_preprocess", parameters, body)
 
 
 def _read_rows(
-    problem: Problem, backward: Backward, finals: tuple[str, ...], place: Place, buffers: Any, delta: Any, row0: Any,
-    length: int, sizes: Sizes,
+    problem: Problem, backward: Backward, rows: Sequence[tuple[str, Expr]], finals: tuple[str, ...], place: Place,
+    buffers: Any, delta: Any, row0: Any, length: int, sizes: Sizes,
 ) -> None:  # fmt: skip
-    """Writes the row values that the backward's pairs read."""
+    """Writes some of the row values that the backward's pairs read; delta: None where they need none."""
 
     def value(name: str, i: Any) -> Any:
         inside = row0 + i < sizes.q
         return T.if_then_else(inside, buffers[name][place.batch, place.head, T.min(row0 + i, sizes.q - 1)], 0.0)
 
     def entry(i: Any) -> None:
-        values: dict[Expr, Any] = {DELTA: delta[i]}
+        values: dict[Expr, Any] = {DELTA: delta[i]} if delta is not None else {}
         values.update({final_variable(n): value(f"saved_{n}", i) for n, _ in backward.saved})
-        for node in topological(*(e for _, e in backward.rows)):
+        for node in topological(*(e for _, e in rows)):
             if node.op is Op.VAR and node.name.startswith("dfinal."):
                 final = node.name.removeprefix("dfinal.")
                 values[final_gradient(final)] = value(f"d_{final}", i) if final in finals else T.float32(0)
         splice = place.splice(row0 + i, None, values)
-        results = splice(*(e for _, e in backward.rows))
-        for (name, _), result in zip(backward.rows, results, strict=True):
+        results = splice(*(e for _, e in rows))
+        for (name, _), result in zip(rows, results, strict=True):
             kept = T.if_then_else(row0 + i < sizes.q, result, 0.0)
             store(buffers[name], kept, place.batch, place.head, row0 + i)
 
-    if backward.rows:
+    if rows:
         over_rows(length, entry)
 
 

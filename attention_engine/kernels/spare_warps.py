@@ -1,52 +1,84 @@
-"""What the copying group's other three warps do while a block of the backward pass computes: zeroes for those after it.
+"""What the copying group's other three warps do while a block of the backward pass computes: they prepare for others.
 
-The sums of dQ must be zero before blocks add to them. Half of what a kernel of its own before the backward pass moved
-were zeroes, while tensor cores idled. So the blocks of a unit (items.KeyBlocks: those of some heads, which the GPU
-starts together) write the next unit's, and rows.py writes the first's. A block waits for zeroes that blocks before it
-write as their first act; a GPU starts blocks in order, so those run or are over.
+The sums of dQ must be zero before blocks add to them, and delta be the row sums of o * dO. A kernel of its own that
+does both moves bytes while tensor cores idle. So the blocks of a unit (items.KeyBlocks: those of some heads, which the
+GPU starts together) do both for the unit that is `units_ahead` of theirs, and rows.py does it for the first ones. A
+block waits for what blocks before it prepare as their first act; a GPU starts blocks in order, so those run or are
+over.
 
-To store dQ of units that are done as well would take more than the 24 registers that such a warp has: addresses of 64
-bits, which ptxas then takes from the products' registers, and products wait for each other (C7512).
+Such a warp has 24 registers, and addresses of 64 bits take two of them, which ptxas then takes from the products'
+registers, and products wait for each other (C7512). So rows of o and dO come through shared memory, by copies of the
+TMA unit, whose addresses one thread works out at once.
+
+Another act of that kind, dQ of units that are done, was written (16 head dims of a tile at a time, to 16 bits in shared
+memory; no spills) and left out: it is hidden for the most part already, and the last blocks of a grid ended later.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.kernels.common import Buffers
-from attention_engine.kernels.items import KeyBlocks
-from attention_engine.kernels.rows import FINISHED, ZEROED, take_sums_for_granted
+from attention_engine.ir.program import DELTA
+from attention_engine.kernels.common import FLOAT, Buffers, Place, named, reader, window
+from attention_engine.kernels.items import KeyBlocks, Shares
+from attention_engine.kernels.rows import FINISHED, PREPARED, take_sums_for_granted
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.warps import SPARE, WARP
 
 ZEROES = 1024  # that a warp writes at once, 16 bytes a thread
+ROWS, HALVES = 16, 2  # of o and dO that a warp takes at once: a thread has half a row
+WORD = 2  # numbers of 16 bits that a thread takes at once; with more, products wait for each other (ptxas C7512)
+PROXY_FENCE = """
+#ifndef FENCE_PROXY_OF_MEMORY
+#define FENCE_PROXY_OF_MEMORY
+static __device__ __forceinline__ void fence_proxy_of_memory() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+#endif
+"""  # what the TMA unit reads of memory from here on is what threads wrote before (PTX ISA, "async proxy")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The main kernel's row that delta is needed for, by name, and each warp's shared memory: rows of o and dO, what
+    they sum to, where it goes (batch, head, query; in registers those would be three too many) and the copies' barrier.
+    """
+
+    name: str
+    expr: Expr
+    o: list[Any]
+    do: list[Any]
+    row: list[Any]
+    place: list[Any]
+    arrived: Any
+
+    @staticmethod
+    def allocate(row: tuple[str, Expr], problem: Problem) -> Delta:
+        """For a row of `by_hand.rows_of_delta`."""
+        shape, warps = [ROWS, padded(problem.dim_v)], range(len(SPARE))
+        o, do = ([named(f"{n}_rows{w}", T.alloc_shared(shape, problem.dtype)) for w in warps] for n in ("o", "do"))
+        sums = [named(f"delta_row{w}", T.alloc_shared([ROWS], FLOAT)) for w in warps]
+        place = [T.alloc_shared([4], "int32") for _ in warps]
+        return Delta(*row, o, do, sums, place, T.alloc_barrier(arrive_count=[WARP] * len(SPARE)))
 
 
 class SpareWarps:
-    """What the spare warps of a block do; index: the block's of the grid."""
+    """What the spare warps of a block do; index: the block's of the grid; delta: if they make it."""
 
-    def __init__(self, problem: Problem, tile: Tile, blocks: KeyBlocks, index: Any, queries: Any) -> None:
-        self.problem, self.blocks = problem, blocks
+    def __init__(
+        self, problem: Problem, tile: Tile, blocks: KeyBlocks, index: Any, queries: Any, delta: Delta | None
+    ) -> None:
+        self.problem, self.tile, self.blocks, self.delta = problem, tile, blocks, delta
         self.size = tile.q * padded(problem.dim)
         self.number, self.position = blocks.position(index)
-        self.blocks_of_a_unit = name_value(blocks.together * blocks.blocks)
-        self.tiles = name_value(T.ceildiv(queries, tile.q))
-
-    def turns(self, pairs: Any) -> Any:
-        """How many tiles of so many pairs of key head and batch are this block's: the one with its own number in its
-        unit, and each so many blocks further."""
-        count = pairs * self.problem.group * self.tiles
-        return T.truncdiv(T.max(count - self.position + self.blocks_of_a_unit - 1, 0), self.blocks_of_a_unit)
-
-    def place(self, first_pair: Any, turn: Any) -> tuple[Any, Any]:
-        """The tile of a turn: batch * heads + head, and which of the head's it is."""
-        number = name_value(self.position + turn * self.blocks_of_a_unit)
-        pair = name_value(T.truncdiv(number, self.tiles))
-        return name_value(first_pair * self.problem.group + pair), name_value(number - pair * self.tiles)
+        self.unit = name_value(self.number + blocks.ahead)
+        self.shares = Shares(blocks, problem, tile, queries)
 
 
 @T.macro
@@ -57,31 +89,88 @@ def count(counter: Any) -> None:
 
 
 @T.macro
-def wait_for_zeroes(blocks: KeyBlocks, index: Any, buffers: Buffers) -> None:
-    """Until the sums of dQ that this block adds to are zero."""
+def wait_for_unit(blocks: KeyBlocks, index: Any, step: Any, buffers: Buffers) -> None:
+    """At the first step: until this block's unit is prepared."""
     number, _ = blocks.position(index)
-    if number > 0:
-        while T.atomic_load(buffers["counters"][number, ZEROED], memory_order="acquire") < 0:
+    T.import_source(PROXY_FENCE)
+    if T.And(number >= blocks.ahead, step == 0):
+        while T.atomic_load(buffers["counters"][number, PREPARED], memory_order="acquire") < 0:
             pass
+        T.call_extern("void", "fence_proxy_of_memory")
 
 
 @T.macro
 def write_zeroes(work: SpareWarps, buffers: Buffers, warp: int) -> None:
-    """A spare warp's part of the next unit's zeroes."""
+    """A spare warp's part of the zeroes."""
     at_once = math.gcd(work.size, ZEROES)
-    next_unit = name_value(work.number + 1)
-    first_pair, pairs = work.blocks.pairs_of(next_unit)
-    take_for_granted(next_unit > 0)
+    for turn in T.unroll(work.shares.count(work.unit, work.position), unroll_factor=1):
+        row, tile = work.shares.place(work.unit, work.position, turn)
+        take_sums_for_granted(buffers, row, tile, work.size)
+        for part in T.unroll(T.ceildiv(work.size // at_once - warp, len(SPARE)), unroll_factor=1):
+            for x in T.Parallel(at_once):
+                buffers["workspace"][row, tile * work.size + (part * len(SPARE) + warp) * at_once + x] = 0.0
+
+
+@T.macro
+def make_delta(work: SpareWarps, buffers: Buffers, warp: int) -> None:
+    """A spare warp's part of delta, ROWS at a time. Threads begin at columns of their own, or they would meet in a bank
+    of shared memory."""
+    problem, tile, shares, delta = work.problem, work.tile, work.shares, work.delta
+    dim_v, parts = padded(problem.dim_v), tile.q // ROWS
+    o, do, row, place = delta.o[warp], delta.do[warp], delta.row[warp], delta.place[warp]
+    half_row, words = dim_v // HALVES, dim_v // HALVES // WORD
+    sums, total = T.alloc_fragment([ROWS, HALVES], FLOAT), T.alloc_fragment([ROWS], FLOAT)
+    count_of_all = shares.count(work.unit, work.position) * parts
+    turns = name_value(T.ceildiv(count_of_all - warp, len(SPARE)))
+    for turn in T.unroll(turns, unroll_factor=1):
+        part = name_value(turn * len(SPARE) + warp)
+        head_of_all, block = shares.place(work.unit, work.position, T.truncdiv(part, parts))
+        batch = name_value(T.truncdiv(head_of_all, problem.heads))
+        head = name_value(head_of_all - batch * problem.heads)
+        q0 = name_value(block * tile.q + T.truncmod(part, parts) * ROWS)
+        T.tma_copy(window(buffers["o"], batch, head, q0, ROWS, dim_v), o, barrier=delta.arrived[warp])
+        T.tma_copy(window(buffers["do"], batch, head, q0, ROWS, dim_v), do, barrier=delta.arrived[warp])
+        for number, value in enumerate((batch, head, q0)):
+            place[number] = value
+        T.barrier_arrive(delta.arrived[warp])
+        T.barrier_wait(delta.arrived[warp], turn % 2)
+        T.tma_store_wait(0)  # has read the rows before
+        T.sync_warp()
+        T.fill(sums, 0)
+        for word in T.unroll(words, unroll_factor=1):
+            for i, half in T.Parallel(ROWS, HALVES):
+                for x in T.unroll(WORD):
+                    d = half * half_row + (word + i * HALVES + half) % words * WORD + x
+                    sums[i, half] += T.cast(o[i, d], FLOAT) * T.cast(do[i, d], FLOAT)
+        T.reduce_sum(sums, total, dim=1)
+        for i in T.Parallel(ROWS):
+            row[i] = row_value(delta.expr, total[i])
+        T.fence_proxy_async()
+        T.sync_warp()
+        T.tma_copy(row, buffers[delta.name][place[0], place[1], place[2] : place[2] + ROWS])
+    T.tma_store_wait(0, read=False)  # is written, not only read: what is counted as done must be
+
+
+def row_value(expr: Expr, delta: Any) -> Any:
+    """What pairs read of a row, where no gradient arrives at returned rows."""
+    values = {node: T.float32(0) for node in topological(expr) if node.op is Op.VAR} | {DELTA: delta}
+    (value,) = Place(0, 0, {}, reader({})).splice(0, None, values)(expr)
+    return value
+
+
+@T.macro
+def prepare(work: SpareWarps, buffers: Buffers, warp: int) -> None:
+    """A spare warp's part of what this block prepares."""
+    first_pair, _ = work.blocks.pairs_of(work.unit)
+    take_for_granted(work.unit > 0)
     if first_pair < work.blocks.pairs:
-        for turn in T.unroll(work.turns(pairs), unroll_factor=1):
-            row, tile = work.place(first_pair, turn)
-            take_sums_for_granted(buffers, row, tile, work.size)
-            for part in T.unroll(T.ceildiv(work.size // at_once - warp, len(SPARE)), unroll_factor=1):
-                for x in T.Parallel(at_once):
-                    buffers["workspace"][row, tile * work.size + (part * len(SPARE) + warp) * at_once + x] = 0.0
+        write_zeroes(work, buffers, warp)
+        if work.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
+            if work.unit >= work.blocks.given:
+                make_delta(work, buffers, warp)
         T.sync_warp()
         if T.get_thread_binding() % WARP == 0:
-            count(buffers["counters"][next_unit, ZEROED])
+            count(buffers["counters"][work.unit, PREPARED])
 
 
 @T.macro
@@ -91,7 +180,7 @@ def spare_work(work: SpareWarps, buffers: Buffers, added: Any) -> None:
     thread = T.get_thread_binding()
     for warp in SPARE:
         if T.And(thread >= WARP * warp, thread < WARP * (warp + 1)):
-            write_zeroes(work, buffers, warp - 1)
+            prepare(work, buffers, warp - 1)
     if thread == SPARE[0] * WARP:
         T.barrier_wait(added, 0)
         count(buffers["counters"][work.number, FINISHED])

@@ -6,7 +6,16 @@ import itertools
 
 from attention_engine.ir.expr import Axis, Expr, Op, const, substitute, topological
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, WEIGHT, row_variable
+from attention_engine.ir.program import (
+    DELTA,
+    KV_IDX,
+    PRODUCT,
+    Q_IDX,
+    WEIGHT,
+    Backward,
+    final_gradient,
+    row_variable,
+)
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
@@ -27,6 +36,7 @@ SPECIAL = frozenset(
 )  # fmt: skip
 OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
 
+ALL_UNITS = 1 << 30
 L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
 
@@ -74,12 +84,38 @@ def starts_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     return tile.specialised and plan.later_is_longer and not pairs_in_turn(problem, tile)
 
 
-def pairs_of_a_unit(problem: Problem, batch: int, queries: int) -> int:
-    """Over how many pairs of key head and batch blocks then start longest first: as many as the L2 cache holds queries
-    and gradients of, or a few less, for units of one size."""
+def pairs_of_a_unit(problem: Problem, tile: Tile, batch: int, queries: int, keys: int, places: int) -> int:
+    """Over how many pairs of key head and batch blocks then start longest first, on a GPU that runs so many blocks at
+    once: over as many as it runs together, if the L2 cache holds their queries and gradients, or a few less, for units
+    of one size."""
     of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
-    pairs, cached = batch * problem.kv_heads, max(L2_BYTES // (of_a_query * max(queries, 1)), 1)
-    return -(-pairs // -(-pairs // cached))
+    pairs, cached = batch * problem.kv_heads, L2_BYTES // (of_a_query * max(queries, 1))
+    at_once = max(min(cached, round(places / -(-keys // tile.kv))), 1)
+    return -(-pairs // -(-pairs // at_once))
+
+
+def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
+    """How far ahead the unit of so many pairs is that a unit's blocks over keys prepare: not one of those that start
+    with them, on a GPU that runs so many blocks at once."""
+    return 1 + round(places / (together * -(-keys // tile.kv)))
+
+
+def makes_delta(problem: Problem, rows: Backward, schedule: BackwardSchedule, summed: CustomSums) -> bool:
+    """Do blocks over keys make delta for blocks after them? Where shared memory has room for rows of o and do, one row
+    of delta alone (and of gradients of returned rows) is all that is made of it, and weights are made without it."""
+    of_delta = rows_of_delta(rows)
+    if max(problem.dim, problem.dim_v) > 128 or rows.exact_delta or rows.row_gradients or len(of_delta) != 1:
+        return False
+    name, expr = of_delta[0]
+    read = [n for n in topological(expr) if n.op is Op.VAR and n is not DELTA]
+    alone = all(n.name.startswith(final_gradient("").name) for n in read)
+    late = row_variable(name) not in topological(*(e for e in (schedule.weights, schedule.mask) if e is not None))
+    return alone and late and not summed.of_keys and not summed.diagonals
+
+
+def rows_of_delta(rows: Backward) -> list[tuple[str, Expr]]:
+    """The rows that delta is needed for."""
+    return [(name, expr) for name, expr in rows.rows if DELTA in topological(expr)]
 
 
 def vanishes_with_weights(schedule: BackwardSchedule) -> bool:

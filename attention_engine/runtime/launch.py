@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernels, Maths, Target, Tiles
+from attention_engine.compiler import Kernels, Maths, Target, Tiles, places_of
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
-from attention_engine.passes.by_hand import pairs_of_a_unit
+from attention_engine.passes.by_hand import ALL_UNITS, pairs_of_a_unit, units_ahead
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
 from attention_engine.runtime.plans import MOST_PLANS, Direct, LaunchPlan, as_parameter, template, with_strides
@@ -165,6 +165,26 @@ class Launcher:
         plan.kernels.forward.run(*plan.inputs(q, k, v, custom), *maps, output, *rows)
         return output, rows
 
+    @staticmethod
+    def _sums_of_dq(kernels: Kernels, q: Tensor, k: Tensor, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The sums of dQ, so many queries a head, and counters: where blocks over keys add to those, and use these."""
+        workspace, counters = [], []
+        batch, _, heads, dim = q.shape
+        if not kernels.over_queries:
+            size = (batch * heads, length * padded(dim))
+            workspace = [torch.empty_like(template(size, torch.float32, q.device))]
+            if kernels.tiles.backward.specialised:
+                counters = [torch.empty_like(template((batch * k.shape[2], 2), torch.int32, q.device))]
+        return workspace, counters
+
+    @staticmethod
+    def _order(kernels: Kernels, batch: int, queries: int, keys: int) -> tuple[list[int], list[int]]:
+        """How blocks over keys are ordered, for a launch: pairs_of_a_unit, where there are such, and units_ahead."""
+        tile, places = kernels.tiles.backward, places_of(kernels.target)
+        pairs = pairs_of_a_unit(kernels.problem, tile, batch, queries, keys, places)
+        together = [pairs] if kernels.longest_first else []
+        return together, [units_ahead(tile, keys, places, *together)]
+
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
         d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
@@ -180,23 +200,18 @@ class Launcher:
         rows_by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
         saved = [rows_by_name[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
-        batch, queries, heads, dim = q.shape
+        batch, queries, heads, _ = q.shape
         length = -(-queries // kernels.row_pad) * kernels.row_pad
         inputs = plan.inputs(q, k, v, custom)
         gradient = with_strides(d_output, plan.unit)
         made = template((batch, heads, length), torch.float32, q.device)
         delta, *row_values = [torch.empty_like(made) for _ in range(1 + len(backward.rows))]
-        order = [pairs_of_a_unit(kernels.problem, batch, queries)] if kernels.longest_first else []
-        workspace, counters = [], []
-        if not kernels.over_queries:
-            size = (batch * heads, length * padded(dim))
-            workspace = [torch.empty_like(template(size, torch.float32, q.device))]
-            if kernels.tiles.backward.specialised:
-                counters = [torch.empty_like(template((batch * k.shape[2], 2), torch.int32, q.device))]
+        together, ahead = self._order(kernels, batch, queries, k.shape[1])
+        workspace, counters = self._sums_of_dq(kernels, q, k, length)
         arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
         kernels.preprocess(finals).run(
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace, *counters,
-            *(order if counters else []),
+            *([*together, *ahead] if counters else []),
         )
         if backward.exact_delta:
             exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
@@ -210,13 +225,16 @@ class Launcher:
         gradients = CustomGradients(kernels, q, k, tensors) if custom else None
         maps = self._maps(kernels, kernels.tiles.backward, False, q, k, custom)
         sums = gradients.sums_over_keys() if gradients else []
+        order = [*together, *(ahead if counters else [])]
+        if kernels.makes_delta:
+            order += [ALL_UNITS if finals else ahead[0], output]
         kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *order, *workspace, *counters, *sums)
         if kernels.over_queries:
             sums = gradients.sums_over_queries() if gradients else []
             maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
             kernels.backward_queries.run(*inputs, *maps, *gradient, *row_values, dq, *sums)
         else:
-            kernels.postprocess.run(dq, *workspace, *counters, *(order if counters else []))
+            kernels.postprocess.run(dq, *workspace, *counters, *(together if counters else []))
         if gradients is None:
             return dq, dk, dv, {}
         gradients.walk_pairs([*inputs, *gradient, *row_values])

@@ -24,6 +24,7 @@ DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
 UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
 HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
+HELD_THREADS = "attention_engine.held_threads"  # so do threads' indices: printed.with_held_threads
 ONE_CHAIN = "attention_engine.one_chain"  # rows are reduced in one chain, as TileLang prints it: not printed.in_chains
 
 
@@ -152,14 +153,16 @@ def _prepare(
 ) -> tuple[dict[str, Any], AbstractContextManager[None], list[str]]:
     """What TileLang is told, what is done to the text that it prints, and the flags for nvcc."""
     configs = dict(pass_configs or {})
-    uniform, one_chain, held = (bool(configs.pop(rule, False)) for rule in (UNIFORM_GROUPS, ONE_CHAIN, HELD_BARRIERS))
+    asked = UNIFORM_GROUPS, ONE_CHAIN, HELD_BARRIERS, HELD_THREADS
+    uniform, one_chain, held, threads = (bool(configs.pop(rule, False)) for rule in asked)
     flags = [
         *work_arounds(arch, configs),
         *(printed.UNIFORM_FLAGS if uniform else []),
         *(printed.ONE_CHAIN_FLAGS if one_chain else []),
         *(printed.HELD_FLAGS if held else []),
+        *(printed.THREAD_FLAGS if threads else []),
     ]
-    return configs, printed.rewriting(uniform, one_chain, held), flags
+    return configs, printed.rewriting(uniform, one_chain, held, threads), flags
 
 
 def tilelang_target(arch: Arch) -> dict[str, str]:

@@ -44,13 +44,16 @@ def grid(compiler: Compiler, node: Any) -> Run:
     return run
 
 
+WITHOUT_EFFECT = ("__nanosleep", "fence_proxy_of_memory")  # where blocks run one after another
+
+
 def is_nothing(node: Any) -> bool:
     """Whether a statement has no effect, but to take time."""
     if kind_of(node) != "Evaluate":
         return False
     call = node.value
-    sleeps = kind_of(call) == "Call" and len(call.args) > 0 and getattr(call.args[0], "value", None) == "__nanosleep"
-    return sleeps or kind_of(call) == "IntImm"
+    called = getattr(call.args[0], "value", None) if kind_of(call) == "Call" and len(call.args) > 0 else None
+    return called in WITHOUT_EFFECT or kind_of(call) == "IntImm"
 
 
 def wait_for_blocks(test: Run, condition: str) -> Run:

@@ -170,7 +170,7 @@ class _StatementCompiler(ExpressionCompiler):
 
     def _evaluate(self, node: Any) -> Run:
         call = node.value
-        if kind_of(call) != "Call":
+        if kind_of(call) != "Call" or is_nothing(node):
             return _nothing
         name = str(call.op.name)
         if name in SILENT_OPS:

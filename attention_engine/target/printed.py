@@ -12,6 +12,10 @@ walks of linear attention spilled.
 The address of a barrier is a name to ptxas, which it works out again at each use (from the number of the block in its
 cluster: 20 of a step's 500 instructions, and what a step's first product waits for). An address that comes out of an
 assembly statement is held in a register. The forward pass asks for it, for the threads that compute.
+
+So is the index of a thread: of a kernel whose registers are all taken, ptxas reads it anew in each step (S2R), before
+the addresses that the step's first row values wait for. The backward pass asks for it: whether ptxas held the index had
+changed with other parts of the kernel, by 6 % of its time.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 FLAGS = ["-DATTENTION_ENGINE_PRINTED=1"]  # in the compiler's cache key: another text is another kernel
 UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
 HELD_FLAGS = ["-DATTENTION_ENGINE_HELD_BARRIERS=1"]
+THREAD_FLAGS = ["-DATTENTION_ENGINE_HELD_THREADS=1"]
 ONE_CHAIN_FLAGS = ["-DATTENTION_ENGINE_ONE_CHAIN=1"]
 CHAINS = 4
 
@@ -60,10 +65,13 @@ def install() -> None:
 
 @contextlib.contextmanager
 def rewriting(
-    uniform_groups: bool = False, one_chain: bool = False, held_barriers: bool = False
+    uniform_groups: bool = False, one_chain: bool = False, held_barriers: bool = False, held_threads: bool = False
 ) -> Iterator[None]:
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
-    asked = {in_chains: not one_chain, with_uniform_groups: uniform_groups, with_held_barriers: held_barriers}
+    asked = {
+        in_chains: not one_chain, with_uniform_groups: uniform_groups, with_held_barriers: held_barriers,
+        with_held_threads: held_threads,
+    }  # fmt: skip
     _ours.rules = [rule for rule, wanted in asked.items() if wanted]
     try:
         yield
@@ -121,6 +129,15 @@ def with_uniform_groups(cuda: str) -> str:
         return cuda
     declared = f"  const int warpgroup = __shfl_sync(0xffffffffu, {_GROUP}, 0);\n"
     return _BODY.sub(lambda body: body[0] + declared, cuda.replace(_GROUP, "warpgroup"))
+
+
+_THREAD = "((int)threadIdx.x)"
+
+
+def with_held_threads(cuda: str) -> str:
+    """The source with the index of a thread in a register."""
+    held = '  int thread;\n  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));\n'
+    return _BODY.sub(lambda body: body[0] + held, cuda.replace(_THREAD, "thread"))
 
 
 # The barriers, at an address that is in a register.

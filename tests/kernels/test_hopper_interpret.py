@@ -323,16 +323,42 @@ UNITS = {  # of blocks over keys: head dim, tile, batch, heads and key heads, ca
 }
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("name", UNITS)
-def test_blocks_zero_the_sums_of_the_unit_after_theirs(name, kernels, monkeypatch):
+def test_blocks_prepare_for_units_after_theirs(name, ahead, kernels, monkeypatch):
     """And dQ is stored when its unit is done."""
     dim, tile, batch, heads, causal, pairs = UNITS[name]
     kernels.update(backward=tile)
+    monkeypatch.setattr(launch, "units_ahead", lambda *_: ahead)
     if pairs is not None:
         monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: pairs)
     shape = Shape(batch, 270, 280, *heads, dim, dim)
     assert errors(CASES["softmax"], shape, torch.float16, causal=causal, backend="interpret", floor=2e-3)
     assert ran("backward")
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_delta_of_units_ahead_knows_of_gradients_of_returned_rows(name, kernels, monkeypatch):
+    dim, tile, batch, heads, causal, pairs = UNITS[name]
+    kernels.update(backward=tile)
+    monkeypatch.setattr(launch, "units_ahead", lambda *_: 1)
+    if pairs is not None:
+        monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: pairs)
+    case, shape = CASES["softmax"], Shape(batch, 270, 280, *heads, dim, dim)
+    given = shape.tensors(torch.float16, "cpu", 0)
+    arriving = given.pop("do"), torch.randn(batch, heads[0], 270)
+
+    def gradients(inputs, backend):
+        engine = engine_for(case, shape, torch.float16, causal=causal, backend=backend)
+        output, rows = engine(*inputs, return_rowscales=True)
+        results = output, *rows.values()
+        return torch.autograd.grad([(x * dx).sum() for x, dx in zip(results, arriving, strict=True)], inputs)
+
+    found = gradients([t.clone().requires_grad_() for t in given.values()], "interpret")
+    assert ran("backward")
+    right = gradients([t.double().requires_grad_() for t in given.values()], "reference")
+    for mine, exact in zip(found, right, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=2e-2, atol=2e-2)
 
 
 def test_deterministic_engines_use_it_for_keys_alone(kernels):

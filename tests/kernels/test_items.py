@@ -71,7 +71,7 @@ def test_equal_work_goes_head_after_head():
     assert (order[1:] == order[:-1] + 1).all()
 
 
-def started(batch, heads, length, group=1):
+def started(batch, heads, length, group=1, places=132):
     """When the GPU starts the block of each (batch, key head, block of keys), counted from 1, longest first."""
     problem, sizes = Problem(heads * group, heads, 128, 128, "float16"), Sizes()
     found = torch.zeros(batch, heads, -(-length // TILE.kv), dtype=torch.int32)
@@ -86,7 +86,7 @@ def started(batch, heads, length, group=1):
             block, head, sequence = blocks.place(index)
             buffers["order"][sequence, head, block] = buffers["order"][sequence, head, block] * 10000 + index + 1
 
-    together = pairs_of_a_unit(problem, batch, length)
+    together = pairs_of_a_unit(problem, TILE, batch, length, length, places)
     Interpreter(build("order", parameters, body))(batch, length, length, together, found)
     return found
 
@@ -97,9 +97,9 @@ def test_each_block_of_keys_is_started_once(batch, heads, length):
     assert order.flatten().sort().values.tolist() == list(range(1, order.numel() + 1))
 
 
-@pytest.mark.parametrize(("group", "together"), [(1, 4), (2, 2), (8, 1)])
-def test_blocks_of_keys_with_most_queries_start_first_in_sections_that_the_cache_holds(group, together):
-    order = started(2, 5, 8192, group)  # 8 MB of queries and gradients a head
+@pytest.mark.parametrize(("group", "places", "together"), [(1, 132, 2), (1, 1000, 4), (2, 1000, 2), (8, 132, 1)])
+def test_blocks_of_keys_with_most_queries_start_first_in_units_of_a_gpu_or_its_cache(group, places, together):
+    order = started(2, 5, 8192, group, places)  # 64 blocks a head, 8 MB of queries and gradients
     by_section = order.flatten(0, 1).sort(0).values
     sections = -(-10 // together)
     size = -(-10 // sections)

@@ -2,7 +2,7 @@
 
 from attention_engine.arch import H100
 from attention_engine.target.compile import ONE_CHAIN, lower_kernel
-from attention_engine.target.printed import in_chains, with_held_barriers, with_uniform_groups
+from attention_engine.target.printed import in_chains, with_held_barriers, with_held_threads, with_uniform_groups
 from tests.target import flash
 
 PRINTED = """\
@@ -69,6 +69,13 @@ def test_a_warpgroups_number_is_one_lanes():
     assert found == f"{head}{declared}  tl::wgmma_ss(x + warpgroup);\n}}\n"
     plain = f"{head}  x[((int)threadIdx.x) >> 7] = 0;\n}}\n"
     assert with_uniform_groups(plain) == plain
+
+
+def test_a_threads_index_is_read_once():
+    head = 'extern "C" __global__ void made();\nextern "C" __global__ void made() {\n'
+    found = with_held_threads(f"{head}  if (((int)threadIdx.x) < 128) {{ x[((int)threadIdx.x) >> 5] = 0; }}\n}}\n")
+    held = '  int thread;\n  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));\n'
+    assert found == f"{head}{held}  if (thread < 128) {{ x[thread >> 5] = 0; }}\n}}\n"
 
 
 def test_the_threads_that_compute_hold_their_barriers():
