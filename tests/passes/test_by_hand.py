@@ -25,6 +25,7 @@ from attention_engine.passes.by_hand import (
     pairs_in_turn,
     products_take_turns,
     rows_read,
+    units_ahead,
     vanishes_with_weights,
 )
 from attention_engine.passes.read_places import CustomSums
@@ -36,9 +37,13 @@ from attention_engine.tuner.defaults import default_tiles
 pytest.importorskip("tilelang")
 
 
-def tiles(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=torch.float16, gpu=arch.H100):
+def kernels(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtype=torch.float16, gpu=arch.H100):
     metas = [meta_tensor(1, 2, 256, dim, dtype=dtype) for dim in (dims[0], *dims)]
-    found = AttentionEngine(metas, None, score or scale(0.1), mask, online(), device=gpu())._kernels("cuda").tiles
+    return AttentionEngine(metas, None, score or scale(0.1), mask, online(), device=gpu())._kernels("cuda")
+
+
+def tiles(**problem):
+    found = kernels(**problem).tiles
     return [(tile.q, tile.kv) if tile.specialised else None for tile in (found.forward, found.backward)]
 
 
@@ -86,6 +91,28 @@ def test_maths_of_places_and_signs_get_the_larger_tiles_where_they_fit(name, for
     tiles = default_tiles(made.problem, made.maths.wanting(()), arch.H100())
     forms = "P" * tiles.forward.persistent + "L" * tiles.forward.lazy_rescale
     assert (tiles.forward.q, tiles.forward.kv, forms) == forward and tiles.backward.q == backward
+
+
+@pytest.mark.parametrize(
+    ("problem", "made"),
+    [
+        ({}, True), ({"dims": (64, 64)}, True), ({"score": softcap(20.0, 0.1)}, True), ({"mask": dilated(3)}, True),
+        ({"online": OnlineSigmoid}, False),  # reads no delta
+        ({"dims": (192, 128)}, False),  # no shared memory left
+        ({"gpu": arch.A100}, False),
+    ],
+)  # fmt: skip
+def test_which_blocks_make_delta_for_others(problem, made):
+    assert kernels(**problem).makes_delta is made
+
+
+@pytest.mark.parametrize("keys", [128, 512, 2048, 4000, 8192, 30000])
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_units_that_start_together_dont_prepare_for_each_other(keys, together):
+    blocks, places = together * -(-keys // 128), 132
+    ahead = units_ahead(Tile(80, 128, 256, 2, specialised=True), keys, places, together)
+    assert ahead * blocks >= places  # the first of the unit starts when the first that prepared for it is over
+    assert ahead == 1 or (ahead - 2) * blocks < places
 
 
 @pytest.mark.parametrize(
