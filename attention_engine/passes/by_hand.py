@@ -102,7 +102,8 @@ def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
 
 def makes_delta(problem: Problem, rows: Backward, schedule: BackwardSchedule, summed: CustomSums) -> bool:
     """Do blocks over keys make delta for blocks after them? Where shared memory has room for rows of o and do, one row
-    of delta alone (and of gradients of returned rows) is all that is made of it, and weights are made without it."""
+    of delta alone (and of gradients of returned rows) is all that is made of it, and weights are made without it. Nor
+    where gradients of custom inputs are sums of pairs: they take that room, or kernels whose tiles end elsewhere."""
     of_delta = rows_of_delta(rows)
     if max(problem.dim, problem.dim_v) > 128 or rows.exact_delta or rows.row_gradients or len(of_delta) != 1:
         return False
@@ -110,7 +111,7 @@ def makes_delta(problem: Problem, rows: Backward, schedule: BackwardSchedule, su
     read = [n for n in topological(expr) if n.op is Op.VAR and n is not DELTA]
     alone = all(n.name.startswith(final_gradient("").name) for n in read)
     late = row_variable(name) not in topological(*(e for e in (schedule.weights, schedule.mask) if e is not None))
-    return alone and late and not summed.of_keys and not summed.diagonals
+    return alone and late and not any((summed.of_keys, summed.diagonals, summed.pairs, summed.by_rows))
 
 
 def rows_of_delta(rows: Backward) -> list[tuple[str, Expr]]:
