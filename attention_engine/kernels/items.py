@@ -173,7 +173,7 @@ class Shares:
     first half have any, which have the time."""
 
     def __init__(self, blocks: KeyBlocks, problem: Problem, tile: Tile, queries: Any) -> None:
-        self.blocks, self.group, self.heads = blocks, problem.group, problem.heads
+        self.blocks, self.group = blocks, problem.group
         self.tiles = name_value(T.ceildiv(queries, tile.q))  # of a head
         self.sharing = name_value(_ceiling(blocks.of_a_unit, 2) if blocks.longest_first else blocks.of_a_unit)
 
