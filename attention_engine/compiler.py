@@ -133,6 +133,11 @@ class Maths:
     forward_schedule: ForwardSchedule
     backward_schedule: BackwardSchedule | None
 
+    @cached_property
+    def forward_parted(self) -> ForwardSchedule:
+        """The forward pass with a score's terms of rows out of its tile, where they can leave it."""
+        return schedule_forward(self.program, self.backward.saved if self.backward else (), parts_rows=True)
+
     def wanting(self, names: Collection[str]) -> Maths:
         """The same with the gradients of these custom inputs alone."""
         if self.backward is None:
@@ -207,7 +212,7 @@ class Kernels:
         if not tile.specialised:
             return self._kernel("forward.forward", self.maths.forward_schedule, tile)
         places = (places_of(self.target),) if tile.persistent else ()
-        schedule = self.maths.forward_schedule
+        schedule = self.maths.forward_parted
         rules = [UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else [])]
         return self._kernel("forward_hopper.forward_hopper", schedule, tile, *places, rules=rules)
 

@@ -51,7 +51,7 @@ class Problem:
         return self.dtype == "float32" and not self.tf32
 
 
-TILE_FORMS = ("persistent", "lazy_rescale", "skewed_sums")  # switches of Tile, for kernels placed by hand
+TILE_FORMS = ("persistent", "queries_ahead", "lazy_rescale", "skewed_sums")  # of Tile, for kernels placed by hand
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Tile:
     specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
     skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
     persistent: of that kernel forward, the form in which as many blocks as the GPU runs at once walk over all work.
+    queries_ahead: of the persistent form, the one in which a block's next queries come while it works on the present
+    ones, where shared memory has room; it costs each step a little, so it is for few steps.
     lazy_rescale: of that kernel forward, the form in which a warp rescales the output only where one of its rows has a
     factor that is not 1, as after a new maximum.
     """
@@ -76,6 +78,7 @@ class Tile:
     skewed_sums: bool = False
     persistent: bool = False
     lazy_rescale: bool = False
+    queries_ahead: bool = False
 
     @property
     def row_pad(self) -> int:

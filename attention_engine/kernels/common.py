@@ -15,6 +15,7 @@ from attention_engine.ir.expr import Expr, Type
 from attention_engine.ir.problem import STAGED_UNIT, Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
+from attention_engine.passes.row_terms import KV_PLACE
 from attention_engine.passes.strength import PARTS
 
 FLOAT = "float32"
@@ -194,9 +195,11 @@ def parts_of_indices(row: Expr, row0: Any, i: Any, column: Expr, column0: Any, j
     Of an accumulator a thread has rows i and i + 8 in sixteen, and columns 8 n + 2 (thread % 4) and the next.
     """
     of_row, of_column = PARTS[row], PARTS[column]
+    of_thread, of_register = j % 8 // 2 * 2, j // 8 * 8 + j % 2
     return {
         of_row[0]: row0 + (i // 16 * 16 + i % 8), of_row[1]: i % 16 // 8 * 8,
-        of_column[0]: column0 + j % 8 // 2 * 2, of_column[1]: j // 8 * 8 + j % 2,
+        of_column[0]: column0 + of_thread, of_column[1]: of_register,
+        KV_PLACE[0]: of_thread, KV_PLACE[1]: of_register,
     }  # fmt: skip
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
 
 from attention_engine.ir.evaluate import LOWEST
-from attention_engine.ir.expr import Expr, Op, make
+from attention_engine.ir.expr import Expr, Op, make, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
 from attention_engine.kernels.common import (
@@ -38,9 +39,10 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.ends import at_ends
-from attention_engine.kernels.splice import both
+from attention_engine.kernels.splice import both, hold_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
+from attention_engine.passes.row_terms import KV_FIRST
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
@@ -211,15 +213,15 @@ class TileMaths:
         (keep,) = self.place.splice(self.q0 + i, kv0 + j, {})(self.schedule.mask)
         return both(inside, keep)
 
-    def _map(self, target: Any, expr: Expr, kv0: Any, held: Expr) -> None:
+    def _map(self, target: Any, expr: Expr, kv0: Any, held: Expr, place: Place | None = None) -> None:
         """target = expr for each pair, with the tile's entry as `held`."""
 
         def entry(i: Any, j: Any) -> None:
             values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
-            values |= parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
+            values |= {KV_FIRST: kv0} | parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
             if self.schedule.fill is None:
                 values[KEEP] = self._keep(i, j, kv0)
-            assign([(target, split)], self.place.splice(self.q0 + i, kv0 + j, values), i, j)
+            assign([(target, split)], (place or self.place).splice(self.q0 + i, kv0 + j, values), i, j)
 
         (split,) = split_casts(expr)
         over_pairs(self.tile.q, self.tile.kv, entry)
@@ -230,6 +232,17 @@ class TileMaths:
             corners = (self.q0, kv0), (self.q0 + (self.tile.q - 1), kv0 + (self.tile.kv - 1))
             action = bind(self._map, self.scores, kv0=kv0, held=PRODUCT)
             at_ends(self.place, self.schedule.ends, corners, self.schedule.score, action)
+
+    def start_scores(self) -> None:
+        """The tile before its products are added: the score's terms of places in it.
+
+        Block values are told anew by a lane, or what each register begins with would be held in one more.
+        """
+        of_places = self.schedule.of_places
+        assert of_places is not None
+        read = topological(of_places)
+        told = {v: hold_value(x) for v, x in self.place.block.items() if v in read}
+        self._map(self.scores, of_places, 0, TILE, replace(self.place, block={**self.place.block, **told}))
 
     def mask(self, kv0: Any) -> None:
         """Masked pairs hold the fill."""
@@ -264,7 +277,7 @@ class TileMaths:
                 case SumStep():
                     self._sum(step)
                 case RowStep():
-                    self._rows(step)
+                    self._rows(step, {KV_FIRST: kv0})
                 case TileStep():
                     self._map(self.scores, step.value, kv0, TILE)
         if before_weights is not None:
@@ -293,9 +306,9 @@ class TileMaths:
         for state, part in self.parts.items():
             REDUCE["sum"](part, self.rows[state], dim=1)
 
-    def _rows(self, step: RowStep) -> None:
+    def _rows(self, step: RowStep, of_tile: dict[Expr, Any]) -> None:
         def entry(i: Any) -> None:
-            splice = self.place.splice(self.q0 + i, None, self._row(i))
+            splice = self.place.splice(self.q0 + i, None, self._row(i) | of_tile)
             assign([(self.rows[v], e) for v, e in step.assignments], splice, i)
 
         over_rows(self.tile.q, entry)
@@ -303,7 +316,7 @@ class TileMaths:
     def finish(self, output: Any, dim_v: int) -> None:
         """The epilogue, on the output so far."""
         if self.schedule.output_rows.assignments:
-            self._rows(self.schedule.output_rows)
+            self._rows(self.schedule.output_rows, {})
         if self.schedule.output is OUTPUT:
             return
 

@@ -14,8 +14,11 @@ multiplications between exponentials.
 
 Tile(persistent=True): as many blocks as the GPU runs at once, each of which walks over work items (items.py). The
 copying warp goes on to the next item's tiles while the others end the present one, and tells them by shared memory
-which item is next: queries are handed back when their last product is made, the next item's first scores are made
-behind the last output, and that leaves by a tile of its own, where shared memory has room, a warpgroup at a time.
+which item is next. The next item's first scores are made behind the last output, which leaves a warpgroup at a time
+(query_tiles.py). Where queries come ahead, a warp of its own works out which item is next and brings its queries.
+
+Where a score is its product and terms of the keys' places in their tile (ALiBi, whose terms of rows have left the tile:
+passes/row_terms.py), the tile starts with those, written while a group waits for its turn, and products add to them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr
+from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import (
     FLOAT,
@@ -50,37 +53,31 @@ from attention_engine.kernels.forward import (
     sums_in_parts,
 )
 from attention_engine.kernels.items import Deal, Item, Items, at_least_one
+from attention_engine.kernels.query_tiles import BATCH, BLOCK, HEAD, NO_MORE, NUMBERS, STEPS, QueryTiles
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.turns import Turns
 from attention_engine.kernels.warps import (
-    COMPUTE,
     GROUP,
-    LEAVE,
     ROWS_WHOLE,
     WARP,
     finish_before,
-    output_fits,
+    keeps_queries_ahead,
     registers,
 )
 from attention_engine.passes.by_hand import forward_fits, products_take_turns
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 
-SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 128 bytes
-BLOCK, HEAD, BATCH, STEPS = range(4)  # an item's record
-NO_MORE = -1  # steps, in the record after the last item's
-
 
 @dataclass(frozen=True)
 class Memory:
-    """A block's tiles and barriers: `o` in shared memory, where it has room; `output` in registers."""
+    """A block's tiles and barriers."""
 
-    q: Any
+    queries: QueryTiles
     k: Any
     v: Any
-    o: Any
     weights: Any
     scores: Any
     other: Any
@@ -88,10 +85,7 @@ class Memory:
     rows: dict[Expr, Any]
     parts: dict[Expr, Any]
     written: Any
-    record: Any
     entries: Any
-    q_full: Any
-    q_empty: Any
     k_full: Any
     k_empty: Any
     v_full: Any
@@ -107,17 +101,15 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     groups = tile.threads // GROUP
     producer_registers, consumer_registers = registers(tile.threads)
-    each_group, each_column = list(range(groups)), list(range(0, dim_v, SWIZZLED))
     in_turn = groups > 2 or products_take_turns(schedule)
     turns = Turns(groups, in_turn)
     early = in_turn and groups == 2 and (schedule.rescale is None or schedule.rescales_early)  # it waits early
     warps = tile.threads // WARP
     blocks = T.ceildiv(sizes.q, tile.q)
     items = Items(problem, tile, sizes, plan.later_is_longer, places)
-    own_output = tile.persistent and output_fits(problem, tile)
-    through_queries = dim == dim_v and not own_output
-    queries_stay = tile.persistent and not through_queries
-    each_number = list(range(4))
+    queries_ahead = tile.queries_ahead and keeps_queries_ahead(problem, tile)
+    starts_with_places = schedule.of_places is not None
+    of_places = tuple((v, e) for v, e in schedule.block if v in topological(schedule.score))
 
     @T.macro
     def nothing() -> None: ...
@@ -126,28 +118,31 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     def weigh(maths: TileMaths, visit: Visit, before_weights: Callable[[], None] | None = None) -> None:
         kv_tile = visit.tile
         kv0 = kv_tile * tile.kv
-        maths.score(kv0)
+        if not starts_with_places:
+            maths.score(kv0)
         if schedule.fill is not None:
             where_partial(either(visit.is_partial(kv_tile), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
         maths.weigh(kv0, before_weights)
 
-    @T.macro
-    def note_item(memory: Memory, item: Item) -> None:
-        """Tells the others which item is next; those of the item before have been read when its queries are back."""
-        T.barrier_wait(memory.q_empty, item.items_before % 2 ^ 1)
-        if T.get_thread_binding() == 0:
-            memory.record[BLOCK] = item.block
-            memory.record[HEAD] = item.head
-            memory.record[BATCH] = item.batch
-            memory.record[STEPS] = item.steps
+    def maths_of(buffers: Any, memory: Memory, item: Item, block: tuple[tuple[Expr, Expr], ...]) -> TileMaths:
+        """The maths of an item's tiles, with these of its block's values."""
+        read = reader(buffers)
+        values = block_values(block, item.batch, item.head, read)
+        place = Place(item.batch, item.head, values, read, problem.approximate)
+        staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
+        return TileMaths(
+            schedule, tile, place, memory.rows, memory.parts, memory.scores, memory.other, item.q0, sizes, staged
+        )
 
     @T.macro
-    def copy_item(buffers: Any, memory: Memory, item: Item, walk: KeyWalk) -> None:
+    def start_tile(maths: TileMaths) -> None:
+        """What a step's products add to, before its group waits for its turn: then it issues them at once."""
+        maths.start_scores()
+        T.warpgroup_fence_operand(maths.scores, num_regs=tile.q * tile.kv // tile.threads)
+
+    @T.macro
+    def copy_keys(buffers: Any, memory: Memory, item: Item, walk: KeyWalk) -> None:
         kv_head = item.head // problem.group
-        if tile.persistent:
-            note_item(memory, item)
-        T.tma_copy(window(buffers["q"], item.batch, item.head, item.q0, tile.q, dim), memory.q, barrier=memory.q_full)
-        T.barrier_arrive(memory.q_full)
         for step in T.unroll(item.steps, unroll_factor=1):  # four steps at once would spill
             visit = walk.at(step)
             kv0 = T.if_then_else(walk.count > 0, visit.tile * tile.kv, sizes.kv)  # where no key is kept: zeros, no NaN
@@ -188,78 +183,41 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         take_output(memory, thread, step)
 
     @T.macro
-    def give_back_queries(thread: Any, memory: Memory, last: Any) -> None:
-        """Nobody reads the queries any more after the last step's scores, unless the output leaves by their tile."""
-        if tile.persistent and not through_queries:  # noqa: SIM102 - Python's condition, then the kernel's
-            if T.And(thread % WARP == 0, last):
-                T.barrier_arrive(memory.q_empty)
-
-    @T.macro
-    def store_output(buffers: Any, memory: Memory, item: Item, thread: Any) -> None:
-        q0 = item.q0
-        if own_output:
-            T.tma_store_wait(0)  # has read the item before
-            for group in each_group:
-                if thread // GROUP == 1 + group:
-                    T.sync_threads(LEAVE + group, GROUP)
-            T.copy(memory.output, memory.o)
-            T.fence_proxy_async()
-            for group in each_group:
-                if thread // GROUP == 1 + group:
-                    T.sync_threads(LEAVE + group, GROUP)
-                    first = group * 64
-                    for at in each_column:
-                        T.tma_copy(
-                            memory.o[first : first + 64, at : at + SWIZZLED],
-                            buffers["o"][item.batch, q0 + first : q0 + first + 64, item.head, at : at + SWIZZLED],
-                            leader_scope_threads=GROUP,
-                        )
-        elif dim == dim_v:
-            T.sync_threads(COMPUTE, tile.threads)  # nobody reads the queries any more
-            T.copy(memory.output, memory.q)
-            T.fence_proxy_async()
-            T.sync_threads(COMPUTE, tile.threads)
-            T.copy(memory.q, window(buffers["o"], item.batch, item.head, q0, tile.q, dim_v))
-            if tile.persistent:
-                T.sync_threads(COMPUTE, tile.threads)  # the copy has read
-                give_back(thread, memory.q_empty, 0)
-        else:
-            T.copy(memory.output, window(buffers["o"], item.batch, item.head, q0, tile.q, dim_v))
-
-    @T.macro
-    def start_scores(memory: Memory, item: Item) -> None:
+    def start_scores(buffers: Any, memory: Memory, item: Item) -> None:
         """The products of an item's first step, on their way; of no item they are anything, and nobody's."""
         stage, turn = item.stage(0, stages)
+        if starts_with_places:
+            start_tile(maths_of(buffers, memory, item, of_places))
         if item.steps > 0:
             T.barrier_wait(memory.k_full[stage], turn)
         turns.start_apart(T.get_thread_binding(), item.items_before)
         T.wgmma_gemm(
-            memory.q, memory.k[stage, :, :], memory.scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True
-        )
+            memory.queries.tile_of(item), memory.k[stage, :, :], memory.scores, transpose_B=True, policy=ROWS_WHOLE,
+            clear_accum=not starts_with_places,
+        )  # fmt: skip
 
     @T.macro
     def compute_item(buffers: Any, memory: Memory, item: Item, start_next: Callable[[], None]) -> None:
         """From the item's first scores, which are on their way, to its output."""
-        q, k, v, weights, scores, output = (
-            memory.q, memory.k, memory.v, memory.weights, memory.scores, memory.output
+        queries, k, v, weights, scores, output = (
+            memory.queries, memory.k, memory.v, memory.weights, memory.scores, memory.output
         )  # fmt: skip
-        steps, q0, thread, read, batch, head = (
-            item.steps, item.q0, T.get_thread_binding(), reader(buffers), item.batch, item.head
-        )  # fmt: skip
+        steps, q0, thread, batch, head = item.steps, item.q0, T.get_thread_binding(), item.batch, item.head
         handed = HandedList(steps, lambda step: memory.entries[item.stage(step, stages)[0]]) if plan.mapped else None
         walk = KeyWalk(plan, sizes, tile, buffers, batch, head, item.block, handed)
-        staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
-        place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
-        maths = TileMaths(schedule, tile, place, memory.rows, memory.parts, scores, memory.other, q0, sizes, staged)
+        maths = maths_of(buffers, memory, item, schedule.block)
         T.fill(output, 0)
         maths.start()
         T.wait_wgmma(0)
         first, _ = item.stage(0, stages)
         first_visit = walk.at(0)
         give_back(thread, memory.k_empty, first)
-        give_back_queries(thread, memory, steps == 1)
+        queries.give_back_after_scores(thread, item, steps == 1)
         weigh(maths, first_visit)
         T.copy(scores, weights)
+        if starts_with_places:
+            start_tile(maths)
+        queries.give_back_before(thread, item)
         turns.let_second_start(thread, item.items_before)
         for after in T.serial(steps - 1):
             step = after + 1
@@ -268,13 +226,16 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             T.barrier_wait(memory.k_full[stage], turn)
             visit = walk.at(step)
             turns.take(thread)
-            T.wgmma_gemm(q, k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE, clear_accum=True)
+            T.wgmma_gemm(
+                queries.tile_of(item), k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE,
+                clear_accum=not starts_with_places,
+            )  # fmt: skip
             T.barrier_wait(memory.v_full[before], turn_before)
             T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
             turns.hand_on(thread)
             T.wait_wgmma(1)  # the scores are there, the output on its way
             give_back(thread, memory.k_empty, stage)
-            give_back_queries(thread, memory, step + 1 == steps)
+            queries.give_back_after_scores(thread, item, step + 1 == steps)
             fenced = bind(until_output, memory, thread, before, turn_before)
             weigh(maths, visit, fenced if early else None)
             if not in_turn:
@@ -282,10 +243,12 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             elif not early:
                 fenced()
             T.copy(scores, weights)
+            if starts_with_places:
+                start_tile(maths)
         last, last_turn = item.stage(steps - 1, stages)
         T.barrier_wait(memory.v_full[last], last_turn)
         T.wgmma_gemm(weights, v[last, :, :], output, policy=ROWS_WHOLE)
-        if queries_stay:
+        if queries.next_are_there:
             start_next()
             T.wait_wgmma(1)  # the output is there, the next item's scores on their way
         else:
@@ -294,64 +257,83 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             give_back(thread, memory.v_empty, last)
         maths.join()
         maths.finish(output, dim_v)
-        store_output(buffers, memory, item, thread)
+        queries.store(buffers, output, item, thread)
         for name, expr in schedule.rows:
             maths.write_row(memory.written, expr)
             T.copy(memory.written, buffers[f"row_{name}"][batch, head, q0 : q0 + tile.q])
-        if through_queries and tile.persistent:
+        if not queries.next_are_there:
             start_next()
 
     @T.macro
-    def copy_items(buffers: Any, memory: Memory, place: Any) -> None:
-        """Copies the items of a persistent block, and tells the others that there are no more."""
+    def hand_out_items(buffers: Any, memory: Memory, place: Any) -> None:
+        """Brings the queries of a persistent block's items, and tells the others which they are, until none is left;
+        their keys and values too, unless another warp does."""
         deal = Deal(items, place)
         items_before = T.alloc_var("int32", 0)
         steps_before = T.alloc_var("int32", 0)
-        for turn in T.serial(deal.turns):
+        for turn in T.unroll(deal.turns, unroll_factor=1):  # two turns at once would spill
             section, pairs, position = deal.position(turn)
             if position < name_value(pairs * items.blocks):
                 block, head, batch = deal.item(section, pairs, position)
                 walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
                 steps, done, steps_done = at_least_one(walk), items_before + 0, steps_before + 0
                 item = Item(block, head, batch, steps, name_value(block * tile.q), done, steps_done)
-                copy_item(buffers, memory, item, walk)
+                memory.queries.note(item)
+                memory.queries.copy(buffers, item)
+                if not queries_ahead:
+                    copy_keys(buffers, memory, item, walk)
                 items_before = done + 1
                 steps_before = steps_done + steps
-        note_item(memory, Item(0, 0, 0, NO_MORE, 0, items_before))
-        T.barrier_arrive(memory.q_full)
+        no_item = Item(0, 0, 0, NO_MORE, 0, items_before)
+        memory.queries.note(no_item)
+        memory.queries.tell(no_item)
 
     @T.macro
-    def take_item(memory: Memory, numbers: Any, items_before: Any, steps_before: Any) -> None:
+    def copy_items(buffers: Any, memory: Memory) -> None:
+        """Copies the keys and values of the items that another warp hands out."""
+        numbers = T.alloc_local([NUMBERS], "int32")
+        items_before = T.alloc_var("int32", 0)
+        steps_before = T.alloc_var("int32", 0)
+        memory.queries.take_note(numbers, Item(0, 0, 0, 0, 0, items_before))
+        while numbers[STEPS] != NO_MORE:
+            block, head, batch, steps = numbers[BLOCK] + 0, numbers[HEAD] + 0, numbers[BATCH] + 0, numbers[STEPS] + 0
+            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            copy_keys(buffers, memory, Item(block, head, batch, steps, 0, 0, steps_before + 0), walk)
+            items_before = items_before + 1
+            steps_before = steps_before + steps
+            memory.queries.take_note(numbers, Item(0, 0, 0, 0, 0, items_before))
+
+    @T.macro
+    def take_item(buffers: Any, memory: Memory, numbers: Any, items_before: Any, steps_before: Any) -> None:
         """Notes the numbers of an item whose queries have come, and starts its first products."""
-        T.barrier_wait(memory.q_full, items_before % 2)
-        for number in each_number:
-            numbers[number] = T.shfl_sync(memory.record[number], 0)  # so that ptxas sees a warp's threads agree
-        start_scores(memory, Item(0, 0, 0, numbers[STEPS], 0, items_before, steps_before))
+        memory.queries.wait_until_there(Item(0, 0, 0, 0, 0, items_before))
+        memory.queries.read_note(numbers, Item(0, 0, 0, 0, 0, items_before))
+        item = Item(0, numbers[HEAD], numbers[BATCH], numbers[STEPS], 0, items_before, steps_before)
+        start_scores(buffers, memory, item)
 
     @T.macro
     def compute_items(buffers: Any, memory: Memory) -> None:
         """Computes the items that the copying warp hands on."""
-        numbers = T.alloc_local([len(each_number)], "int32")
+        numbers = T.alloc_local([NUMBERS], "int32")
         items_before = T.alloc_var("int32", 0)
         steps_before = T.alloc_var("int32", 0)
-        take_item(memory, numbers, items_before, steps_before)
+        take_item(buffers, memory, numbers, items_before, steps_before)
         while numbers[STEPS] != NO_MORE:
             block, head, batch, steps = numbers[BLOCK] + 0, numbers[HEAD] + 0, numbers[BATCH] + 0, numbers[STEPS] + 0
             done, steps_done = items_before + 0, steps_before + 0
             items_before = done + 1
             steps_before = steps_done + steps
             item = Item(block, head, batch, steps, name_value(block * tile.q), done, steps_done)
-            compute_item(buffers, memory, item, bind(take_item, memory, numbers, items_before, steps_before))
+            compute_item(buffers, memory, item, bind(take_item, buffers, memory, numbers, items_before, steps_before))
         T.wait_wgmma(0)  # of no item
 
     @T.macro
     def body(buffers: Any) -> None:
         grid = [items.grid] if tile.persistent else [blocks, problem.heads, sizes.batch]
         with T.Kernel(*grid, threads=GROUP + tile.threads) as place:
-            q = named("q_tile", T.alloc_shared([tile.q, dim], dtype))
+            queries = QueryTiles(problem, tile)
             k = named("k_tile", T.alloc_shared([stages, tile.kv, dim], dtype))
             v = named("v_tile", T.alloc_shared([stages, tile.kv, dim_v], dtype))
-            o = named("o_tile", T.alloc_shared([tile.q, dim_v], dtype)) if own_output else None
             weights = T.alloc_fragment([tile.q, tile.kv], dtype)
             scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
@@ -359,17 +341,14 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             rows = {v: named(v.name, T.alloc_fragment([tile.q], FLOAT)) for v in row_variables(schedule)}
             parts = sums_in_parts(schedule, tile)
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
-            q_full = T.alloc_barrier(arrive_count=WARP)
-            q_empty = T.alloc_barrier(arrive_count=warps) if tile.persistent else None
             k_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             k_empty = T.alloc_barrier(arrive_count=[warps] * stages)
             v_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             v_empty = T.alloc_barrier(arrive_count=[warps] * stages)
-            record = named("record", T.alloc_shared([len(each_number)], "int32")) if tile.persistent else None
             entries = named("entries", T.alloc_shared([stages], "int32")) if plan.mapped else None
             memory = Memory(
-                q, k, v, o, weights, scores, other, output, rows, parts, written, record, entries,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                queries, k, v, weights, scores, other, output, rows, parts, written, entries,
+                k_full, k_empty, v_full, v_empty,
             )  # fmt: skip
             item, walk = None, None
             if not tile.persistent:
@@ -381,20 +360,26 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             if thread < GROUP:
                 T.dec_max_nreg(producer_registers)
                 if thread < WARP:
-                    if tile.persistent:
-                        copy_items(buffers, memory, place)
+                    if queries_ahead:
+                        copy_items(buffers, memory)
+                    elif tile.persistent:
+                        hand_out_items(buffers, memory, place)
                     else:
-                        copy_item(buffers, memory, item, walk)
+                        queries.copy(buffers, item)
+                        copy_keys(buffers, memory, item, walk)
+                else:
+                    if queries_ahead:  # noqa: SIM102 - Python's condition, then the kernel's
+                        if thread < 2 * WARP:
+                            hand_out_items(buffers, memory, place)
             else:
                 T.inc_max_nreg(consumer_registers)
                 turns.begin(thread)
                 if tile.persistent:
                     compute_items(buffers, memory)
                 else:
-                    T.barrier_wait(memory.q_full, 0)
-                    start_scores(memory, item)
+                    queries.wait_until_there(item)
+                    start_scores(buffers, memory, item)
                     compute_item(buffers, memory, item, nothing)
-                if tile.persistent or thread % GROUP == 0:
-                    T.tma_store_wait(0)  # has read: the memory may go
+                T.tma_store_wait(0)  # has read: the memory may go
 
     return build("forward", parameters, body)

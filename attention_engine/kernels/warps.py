@@ -36,6 +36,11 @@ def output_fits(problem: Problem, tile: Tile) -> bool:
     return 2 * (tile.q * (dim + dim_v) + tile.stages * tile.kv * (dim + dim_v)) <= SHARED_BYTES
 
 
+def keeps_queries_ahead(problem: Problem, tile: Tile) -> bool:
+    """Can that tile be a second one of queries?"""
+    return tile.persistent and problem.dim == problem.dim_v and output_fits(problem, tile)
+
+
 @T.macro
 def finish_before(values: Any, registers_of_each: int, barriers: Any, stage: Any, turn: Any) -> None:
     """Makes a fragment's values now, not after a wait for products that comes next: they run meanwhile.

@@ -19,6 +19,7 @@ from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Pro
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
 from attention_engine.passes.ends import Ends, find_ends
+from attention_engine.passes.row_terms import part_row_terms, terms_of_places
 from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
 from attention_engine.passes.strength import lighten, open_pairs, use_exp2
@@ -74,7 +75,8 @@ class ForwardSchedule:
     block: values of a (batch, head), computed before the loop; score: what the tile first holds, of PRODUCT; fill: what
     masked pairs hold then (None: the steps ask KEEP themselves); steps: from the tile to the weights, which it holds
     last, and the row states; rescale: the row variable that the output so far is multiplied with (None: with 1);
-    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score.
+    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score;
+    of_places: the score's terms beside PRODUCT, where they read keys' places in the tile alone: it may start with them.
     """
 
     block: tuple[tuple[Expr, Expr], ...]
@@ -88,6 +90,7 @@ class ForwardSchedule:
     rows: tuple[tuple[str, Expr], ...]
     mask: Expr | None
     ends: Ends | None = None
+    of_places: Expr | None = None
 
     @property
     def rescales_early(self) -> bool:
@@ -111,10 +114,13 @@ class BackwardSchedule:
     ends: Ends | None = None
 
 
-def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ()) -> ForwardSchedule:
-    """The forward pass in order; `saved` are rows to write beside the program's own."""
+def schedule_forward(
+    program: Program, saved: tuple[tuple[str, Expr], ...] = (), parts_rows: bool = False
+) -> ForwardSchedule:
+    """The forward pass in order; `saved` are rows to write beside the program's own. parts_rows: are terms of rows to
+    leave the tile, where nothing else is then left beside products than terms of places?"""
     program = guard_empty_rows(program)
-    score, roots, fill = _hold_tile(program)
+    score, roots, fill = (_part_rows(program) if parts_rows else None) or _hold_tile(program)
     if fill is None:
         roots = _ask_keep(roots, len(roots) - 2)
     rows = (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))
@@ -133,7 +139,27 @@ def schedule_forward(program: Program, saved: tuple[tuple[str, Expr], ...] = ())
         rows=rows,
         mask=program.mask,
         ends=ends,
+        of_places=terms_of_places(score),
     )
+
+
+def _part_rows(program: Program) -> tuple[Expr, list[Expr], float | None] | None:
+    """What `_hold_tile` gives, the terms of rows out of the tile; None where something else would be left in it than
+    products and terms of places, or a reduction can't do without the terms."""
+    scale, score = _take_scale(program.score)
+    of_pairs, of_row = part_row_terms(score)
+    if of_row is None or not (of_pairs is PRODUCT or terms_of_places(of_pairs)):
+        return None
+    roots = _roots_of(program, add(mul(const(scale), TILE), mul(const(scale), of_row)))
+    if any(node.args[0] not in (TILE, roots[-2]) for node in topological(*roots) if node.op is Op.REDUCE):
+        return None
+    return of_pairs, roots, _find_fill(roots[:-2], roots[-2])
+
+
+def _roots_of(program: Program, score: Expr) -> list[Expr]:
+    """Updates, weights and rescale, of the score as it is held."""
+    raw = (*(s.update for s in program.states), program.weights, program.rescale)
+    return list(simplify(*(substitute(e, {SCORE: score}) for e in raw)))
 
 
 def _hold_tile(program: Program) -> tuple[Expr, list[Expr], float | None]:
@@ -143,18 +169,14 @@ def _hold_tile(program: Program) -> tuple[Expr, list[Expr], float | None]:
     then one formula.
     """
     raw = [*(s.update for s in program.states), program.weights, program.rescale]
-
-    def roots_of(held: Expr) -> list[Expr]:
-        return list(simplify(*(substitute(e, {SCORE: held}) for e in raw)))
-
     reduced = [n for n in topological(*raw) if n.op is Op.REDUCE]
     if SCORE not in topological(*reduced):
-        roots = roots_of(substitute(program.score, {PRODUCT: TILE}))
+        roots = _roots_of(program, substitute(program.score, {PRODUCT: TILE}))
         fill = _find_fill(roots[:-2], roots[-2])
         if fill is not None:
             return PRODUCT, roots, fill
     scale, score = _take_scale(program.score)
-    roots = roots_of(mul(const(scale), TILE))
+    roots = _roots_of(program, mul(const(scale), TILE))
     return score, roots, _find_fill(roots[:-2], roots[-2])
 
 

@@ -264,7 +264,8 @@ def cast(a: Expr, to: Type) -> Expr:
 
 
 def reduce(kind: str, a: Expr) -> Expr:
-    """A row reduction; what doesn't depend on the key is taken out of a sum, a positive number out of a max."""
+    """A row reduction; of what doesn't depend on the key factors are taken out of a sum, and terms and numbers out of
+    a max."""
     if kind == "sum":
         inside = [f for f in factors(a) if Axis.KEY in f.axes]
         outside = [f for f in factors(a) if Axis.KEY not in f.axes]
@@ -274,7 +275,11 @@ def reduce(kind: str, a: Expr) -> Expr:
         number, rest = split_coefficient(a)
         if rest is not None and number != 1 and number != 0:
             turned = kind if number > 0 else {"max": "min", "min": "max"}[kind]
-            return mul(const(number), make(Op.REDUCE, rest, arg=turned))
+            return mul(const(number), reduce(turned, rest))
+        inside = [t for t in terms(a) if Axis.KEY in t.axes]
+        outside = [t for t in terms(a) if Axis.KEY not in t.axes]
+        if inside and outside:
+            return add(*outside, reduce(kind, add(*inside)))
     return make(Op.REDUCE, a, arg=kind)
 
 

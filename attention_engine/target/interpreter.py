@@ -263,8 +263,10 @@ class _StatementCompiler(ExpressionCompiler):
         self.asks_thread = True
         test = self.value(node.condition)
         self.asks_thread = False
+        before = self.waits
+        then, between = self.statement(node.then_case), self.waits
         otherwise = None if node.else_case is None else self.statement(node.else_case)
-        return split(test, self.statement(node.then_case), otherwise)
+        return split(test, then, otherwise, before < between < self.waits)
 
     def _masked_cases(self, test: Run, node: Any) -> Run:
         outer_masked, self.masked = self.masked, True

@@ -32,6 +32,7 @@ class ExpressionCompiler(BufferCompiler):
         super().__init__()
         self.threads: set[int] = set()  # variables that hold a thread's index
         self.asks_thread = False  # within a condition on it
+        self.waits = 0  # for barriers, so far
         self._twice: set[int] = set()
         self._compiled: dict[int, Code] = {}
         self._memory: list[int] = []  # the slots of the values that this statement keeps

@@ -22,6 +22,7 @@ class Compiler(Protocol):
     """The part of the interpreter's compiler that these operations need."""
 
     barriers: dict[int, int]  # the slots of barriers, by their memory
+    waits: int  # for barriers, so far
 
     def region(self, node: Any, *, keep_ones: bool = False) -> Window:
         """The window that a region argument names."""
@@ -62,17 +63,21 @@ def _fresh_barriers(slot: int, name: str, counts: list[int]) -> Run:
     return run
 
 
-def split(test: Run, then: Run, otherwise: Run | None) -> Run:
+def split(test: Run, then: Run, otherwise: Run | None, both_wait: bool) -> Run:
     """A condition on the thread's index: two roles where both cases have threads, else a part of this one. A role's
-    own cases run one after another."""
+    own cases run one after another, or beside each other where both wait for barriers."""
 
     def run(frame: Frame) -> None:
         role: Role = frame[ROLE]
         chosen = torch.as_tensor(test(frame)).expand(role.threads.shape)
-        if otherwise is not None and role.turns is None and chosen.any() and not chosen.all():
-            _fork(frame, role, chosen, (then, otherwise))
-            return
         everybody = role.threads
+        if otherwise is not None and chosen.any() and not chosen.all():
+            if role.turns is None:
+                _fork(frame, role, chosen, (then, otherwise))
+                return
+            if both_wait:
+                _fork_off(frame, role, chosen, (then, otherwise))
+                return
         for case, threads in ((then, everybody[chosen]), (otherwise, everybody[~chosen])):
             if case is not None and len(threads):
                 role.threads = threads
@@ -101,6 +106,22 @@ def _fork(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
     turns.run()
 
 
+def _fork_off(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
+    """The role goes on with one case; the other's threads are a role of their own meanwhile."""
+    then, otherwise = cases
+    everybody, turns, other = role.threads, role.turns, list(frame)
+    assert turns is not None
+    other[ROLE] = Role(everybody[~chosen], turns)
+
+    def run() -> None:
+        otherwise(other)
+        other[ROLE].end()
+
+    role.threads = everybody[chosen]
+    turns.beside(run, lambda: then(frame))
+    role.threads = everybody
+
+
 def _barrier(compiler: Compiler, node: Any) -> Run:
     slot = compiler.barriers[handle_of(node.buffer.data)]
     (index,) = (compiler.value(i) for i in node.indices)
@@ -114,6 +135,7 @@ def _arrive(compiler: Compiler, call: Any) -> Run:
 
 def _wait(compiler: Compiler, call: Any) -> Run:
     barrier, parity = _barrier(compiler, call.args[0]), compiler.value(call.args[1])
+    compiler.waits += 1
     return lambda frame: frame[ROLE].wait(barrier(frame), parity(frame))
 
 
@@ -161,10 +183,12 @@ def _tma_copy(compiler: Compiler, call: Any) -> Run:
 
 def _tma_store(compiler: Compiler, call: Any) -> Run:
     copy, source = _copy(compiler, call), compiler.region(call.args[0])
+    scopes = [int(value) for name, value in call.annotations.items() if str(name) == "leader_scope_threads"]
+    scope = scopes[0] if scopes else None
 
     def run(frame: Frame) -> None:
         copy(frame)
-        frame[ROLE].copy_out(source.read(frame))
+        frame[ROLE].copy_out(source.read(frame), scope)
 
     return run
 

@@ -20,6 +20,7 @@ import torch
 from attention_engine.errors import HazardInKernel
 from attention_engine.target.scalar_ops import as_matrix_operand
 
+WARP = 32  # threads
 Extent = tuple[int, int]  # first byte, and one past the last, of memory on chip
 
 
@@ -37,7 +38,7 @@ class Turns:
     """Roles of one block, as Python threads of which one runs at a time."""
 
     def __init__(self, roles: Sequence[Callable[[], None]]) -> None:
-        self._roles = roles
+        self._roles = list(roles)
         self._free = threading.Condition()
         self._running = 0
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
@@ -46,13 +47,24 @@ class Turns:
 
     def run(self) -> None:
         """All roles to their ends; raises the first error of any."""
-        threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(len(self._roles))]
-        for thread in threads:
-            thread.start()
+        threads = [self._start(role) for role in range(len(self._roles))]
         for thread in threads:
             thread.join()
         if self._error is not None:
             raise self._error
+
+    def beside(self, other: Callable[[], None], own: Callable[[], None]) -> None:
+        """What the running role does next, and another role for the while: until both have ended."""
+        number = len(self._roles)
+        self._roles.append(other)
+        self._start(number)
+        own()
+        self.wait(lambda: number in self._done, f"for role {number}")
+
+    def _start(self, role: int) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(role,), daemon=True)
+        thread.start()
+        return thread
 
     def _run(self, role: int) -> None:
         try:
@@ -208,9 +220,10 @@ class Role:
             if any(extent_of(p.total) == extent_of(product.total) for p in self.products):
                 product.total.fill_(torch.nan)
 
-    def copy_out(self, tile: torch.Tensor) -> None:
-        """Start a copy out of shared memory."""
-        self.stores.append(Store(tile, tile.clone(), self.threads))
+    def copy_out(self, tile: torch.Tensor, scope: int | None) -> None:
+        """Start a copy out of shared memory; scope: by a lane of the first warp of so many threads each."""
+        issuing = self.threads if scope is None else self.threads[self.threads % scope < WARP]
+        self.stores.append(Store(tile, tile.clone(), issuing))
 
     def wait_stores(self, left: int) -> None:
         """Until no more than so many copies have still to be read, of those that only these threads can have issued."""

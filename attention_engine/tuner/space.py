@@ -19,6 +19,8 @@ from attention_engine.target.compile import Resources
 from attention_engine.tuner.problems import KernelName
 
 ROWS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
+# Persistent, lazily rescaling, queries ahead: forms of the kernel placed by hand.
+FORWARD_FORMS = (*itertools.product((False, True), (False, True), (False,)), (True, False, True))
 MOVING = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # the tile that a block walks over
 THREADS = (32, 64, 128, 256, 384)
 STAGES = (1, 2, 3)
@@ -92,6 +94,8 @@ def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile)
     most = arch.shared_memory_per_block
     if needs.shared_bytes > most:
         return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {most}"
+    if tile.queries_ahead and needs.shared_bytes + 2 * tile.q * padded(problem.dim) > most:
+        return "has no room for a second tile of queries"
     limit = register_limit(arch, tile)
     registers = needs.registers + (OTHER_BY_HAND[kernel] if tile.specialised else OTHER_REGISTERS)
     if registers > limit:
@@ -105,6 +109,8 @@ def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) 
     wgmma = arch.has_wgmma and problem.dtype != "float32"
     if wgmma and tile.threads % 128:
         return "wgmma wants whole warpgroups of 128 threads"
+    if tile.queries_ahead and problem.dim != problem.dim_v:
+        return "an output that leaves by a tile of queries is as wide as they are"
     if tile.specialised and kernel == "backward" and (reason := _reason_by_hand(problem, tile)) is not None:
         return reason
     if wgmma and kernel == "backward" and not tile.specialised:
@@ -157,10 +163,12 @@ def _placed_by_hand(kernel: KernelName, default: Tile) -> Iterator[Tile]:
     keys for each, or for all."""
     match kernel:
         case "forward":
-            for groups, kv, persistent, lazy in itertools.product((2, 3), MOVING, (False, True), (False, True)):
+            for groups, kv, forms in itertools.product((2, 3), MOVING, FORWARD_FORMS):
+                persistent, lazy, ahead = forms
                 yield Tile(
-                    64 * groups, kv, 128 * groups, 2, specialised=True, persistent=persistent, lazy_rescale=lazy
-                )
+                    64 * groups, kv, 128 * groups, 2, specialised=True, persistent=persistent, lazy_rescale=lazy,
+                    queries_ahead=ahead,
+                )  # fmt: skip
         case "backward":
             skewed = (False, True) if default.skewed_sums else (False,)  # it is, where diagonals are summed
             for q, shared, skew in itertools.product(MOVING, (False, True), skewed):

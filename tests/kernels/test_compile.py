@@ -35,6 +35,7 @@ HOPPER = {
     "wide_forward": ("forward", BRAIN, 128, 128, PLAIN),
     "deep_persistent_forward": ("forward", BRAIN, 192, 128, PERSISTENT),
     "uneven_persistent_forward": ("forward", HALF, 128, 256),
+    "ahead_forward": ("forward", BRAIN, 128, 128, {"persistent": True, "queries_ahead": True}),
     "widest_persistent_forward": ("forward", BRAIN, 256),
     "wide_backward": ("backward", HALF, 128),
     "deep_backward": ("backward", BRAIN, 192, 128),
@@ -48,6 +49,7 @@ ROOMY = {
     "narrow_sloped_backward": ("backward", "mha-64.alibi.full.2048"),
     "signed_backward": ("backward", "mha-128.relu.full.2048"),
     "sloped_forward": ("forward", "mha-128.alibi.full.2048"),
+    "narrow_causal_sloped_forward": ("forward", "mha-64.alibi.causal.2048"),
     "sigmoid_forward": ("forward", "mha-128.sigmoid.full.2048"),
     "capped_forward": ("forward", "mha-128.softcap.full.2048"),
     "brief_forward": ("forward", "vit.softmax.full.1024"),
@@ -171,8 +173,23 @@ def test_persistent_forward_kernels_copy_ahead_of_the_next_item():
         assert "blockIdx.x" in cuda and "blockIdx.y" not in cuda
         copying = cuda[cuda.index("warpgroup_reg_dealloc") : cuda.index("warpgroup_reg_alloc")]
         assert copying.index("for (int turn") < copying.index("q_empty[0].wait") < copying.index("q_full[0].arrive")
-        own_tile = "tma_store(o_desc, (&(((half_t*)o)" in cuda
+        own_tile = "tma_store(o_desc, (&(((half_t*)o_tile)" in cuda
         assert own_tile is not name.startswith("deep")  # which has no room for a tile of o
+
+
+def test_a_warp_of_its_own_brings_queries_that_come_ahead():
+    cuda = hopper()["ahead_forward"].cuda
+    copying = cuda[cuda.index("warpgroup_reg_dealloc") : cuda.index("warpgroup_reg_alloc")]
+    keys, queries = copying.split("for (int turn", 1)
+    assert "noted[" in keys and "tma_load(k_desc" in keys and "q_desc" not in keys
+    assert "tma_load(q_desc" in queries and "k_desc" not in queries
+
+
+def test_tiles_start_with_what_places_add_before_groups_wait_for_their_turns():
+    """So that a turn issues products at once."""
+    for name in ("sloped_forward", "narrow_sloped_forward", "narrow_causal_sloped_forward"):
+        before, of_steps = hopper()[name].cuda.split("for (int after", 1)
+        assert "scores[" in before and "scores[" not in of_steps[: of_steps.index("tl::wgmma_ss<")], name
 
 
 def test_the_output_is_rescaled_where_a_row_of_the_warp_has_a_new_maximum():

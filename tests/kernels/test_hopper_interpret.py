@@ -151,10 +151,12 @@ def test_masks_by_bounds_and_by_lists(mask, lengths, kernels):
     assert found and ran("forward") and ran("backward")
 
 
-PERSISTENT = {  # head dims and tiles: with an output tile of its own, through the queries' tile, and from registers
+# Head dims and tiles: with an output tile of its own, through the queries' tile or one of two, and from registers.
+PERSISTENT = {
     "64": ((64, 64), by_hand(192, threads=384)),
     "128": ((128, 128), by_hand(128)),
     "128-through-queries": ((128, 128), by_hand(128, 176)),
+    "128-ahead": ((128, 128), replace(by_hand(128), queries_ahead=True)),
     "192-128": ((192, 128), by_hand(128)),
     "192-128-narrow": ((192, 128), by_hand(128, 96)),
     "128-256": ((128, 256), by_hand(128, 112)),
@@ -202,7 +204,7 @@ def test_persistent_and_lazy_forms_are_the_others_bit_for_bit(mask, dim, kernels
     shape = Shape(2, *lengths, 4, 2, dim, dim)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     found = []
-    for forms in ({}, {"persistent": True, "lazy_rescale": True}):
+    for forms in ({}, {"persistent": True, "lazy_rescale": True}, {"persistent": True, "queries_ahead": True}):
         op.ATTENTIONS.clear()
         tile = by_hand(192, threads=384) if dim == 64 else by_hand(128)
         kernels.update(forward=replace(tile, **forms))
@@ -211,23 +213,35 @@ def test_persistent_and_lazy_forms_are_the_others_bit_for_bit(mask, dim, kernels
         )
         o, rows = engine(*(tensors[n] for n in "qkv"), return_rowscales=True)
         found.append([o, *rows.values()])
-    assert len(found[0]) > 1 and all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(*found, strict=True))
+    assert len(found[0]) > 1 and not any(one.isnan().any() for one in found[0])
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("forms", [{}, {"persistent": True}, {"persistent": True, "queries_ahead": True}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids=str)
+def test_tiles_that_start_with_what_places_add_keep_the_rule(dims, forms, kernels):
+    """Of every item, and of lengths that end within a tile; the terms of rows have left the tile."""
+    for turn, (lengths, heads, batch) in enumerate(MANY):
+        kernels.update(forward=replace(by_hand(128, 96 if dims[1] == 256 else 128), **forms))
+        shape, dtype = Shape(batch, *lengths, *heads, *dims), (torch.float16, torch.bfloat16)[turn]
+        assert errors(CASES["alibi"], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
+    assert ran("forward")
 
 
 def test_documents_in_a_persistent_form(kernels):
     shape, ids = Shape(1, 400, 400, 3, 3, 128, 128), torch.tensor([0] * 30 + [1] * 250 + [2] * 120).view(1, 400)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     found = []
-    for persistent in (False, True):
+    for forms in ({}, {"persistent": True}, {"persistent": True, "queries_ahead": True}):
         op.ATTENTIONS.clear()
-        kernels.update(forward=replace(by_hand(128), persistent=persistent))
+        kernels.update(forward=replace(by_hand(128), **forms))
         mask = and_masks(causal, document("ids"))
         engine = AttentionEngine(
             shape.meta(torch.float16), CustomIO({"ids": ("batch", "seq_len")}), scale(0.1), mask, OnlineSoftmax(),
             backend="interpret",
         )
         found.append(engine(*(tensors[n] for n in "qkv"), ids))
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     want = plain.attention(
         *(tensors[n] for n in "qkv"), "softmax", causal=True, score=plain.scaled(0.1),
         mask=lambda b, h, i, j: ids[0, i] == ids[0, j],
@@ -235,11 +249,11 @@ def test_documents_in_a_persistent_form(kernels):
     torch.testing.assert_close(found[0].double(), want, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("forms", [{}, {"persistent": True}, {"persistent": True, "queries_ahead": True}], ids=str)
 @pytest.mark.parametrize("mask", ["bounds", "list"])
-def test_values_of_nan_dont_reach_queries_that_keep_no_key(kernels, mask, persistent):
+def test_values_of_nan_dont_reach_queries_that_keep_no_key(kernels, mask, forms):
     shape = Shape(2, 300, 200, 1, 1, 128, 128)
-    kernels.update(forward=replace(by_hand(128), persistent=persistent))
+    kernels.update(forward=replace(by_hand(128), **forms))
     axes, mask_mod, custom, empty = {
         "bounds": ({}, causal_from(-140), [], (slice(None), slice(128))),
         "list": ({"keys": ("batch",)}, padding("keys"), [torch.tensor([0, 200])], 0),

@@ -156,6 +156,20 @@ def test_blocks_are_lower_where_the_metas_say_that_a_last_wave_would_idle(batch,
     assert (tile.q, tile.kv, tile.persistent, tile.lazy_rescale) == (*expected, True, False)
 
 
+@pytest.mark.parametrize(
+    ("dim", "length", "mask", "ahead"),
+    [
+        (128, 2048, None, True), (128, 4096, None, False), (128, None, None, False), (128, 4096, causal, True),
+        (128, 8192, causal, False), (128, 8192, dilated(3), True), (64, 1024, None, False),
+        (64, 1024, dilated(3), False), (256, 1024, causal, False),
+    ],
+)  # fmt: skip
+def test_queries_come_ahead_where_a_block_of_them_has_few_steps(dim, length, mask, ahead):
+    metas = [meta_tensor(2, 4, length, dim, dtype=torch.float16)] * 3
+    engine = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())
+    assert engine._kernels("cuda").tiles.forward.queries_ahead is ahead
+
+
 def test_what_never_rescales_has_no_lazy_form():
     metas = [meta_tensor(1, 2, 256, 64, dtype=torch.float16)] * 3
     engine = AttentionEngine(metas, None, scale(0.1), None, OnlineSigmoid(), device=arch.H100())

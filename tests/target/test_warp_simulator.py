@@ -166,10 +166,16 @@ def test_a_tile_is_not_stored_into_while_products_may_read_it():
     ("", None),
     ("nobody waits", "1 copies out of shared memory that nobody waits for"),
     ("another thread waits", "shared memory changed while a copy out of it was reading it"),
+    ("a leader waits", None),
+    ("another warp than the leader's waits", "shared memory changed while a copy out of it was reading it"),
     ("a copy is not awaited", "shared memory changed while a copy out of it was reading it"),
     ("threads do not meet", "shared memory is written before the threads met after a product or copy that reads it"),
 ])  # fmt: skip
 def test_a_copy_out_reads_until_it_is_waited_for(defect, message):
+    scope = 128 if "leader" in defect else None
+    first_waiting = 160 if defect.startswith("another warp") else 128
+    waiting = 32 if defect.startswith(("another", "a leader")) else 128
+
     @T.prim_func
     def leaves(A: T.Tensor((64, 64), "float16"), O: T.Tensor((2, 64, 64), "float16")):
         with T.Kernel(1, threads=256):
@@ -182,14 +188,14 @@ def test_a_copy_out_reads_until_it_is_waited_for(defect, message):
                 for turn in T.serial(2):
                     T.fill(part, turn)
                     if defect != "a copy is not awaited":  # noqa: SIM102 - Python's condition, then the kernel's
-                        if thread < 160 or defect != "another thread waits":
+                        if first_waiting <= thread and thread < first_waiting + waiting:
                             T.tma_store_wait(0)
                     if defect != "threads do not meet":
                         T.sync_threads(1, 128)
                     T.copy(part, a)
                     T.fence_proxy_async()
                     T.sync_threads(1, 128)
-                    T.tma_copy(a, O[turn, :, :])
+                    T.tma_copy(a, O[turn, :, :], leader_scope_threads=scope)
                 if defect != "nobody waits":
                     T.tma_store_wait(0)
 
@@ -224,6 +230,39 @@ def test_a_role_that_splits_again_runs_its_parts_one_after_another():
     found = torch.zeros(2, 64)
     Interpreter(splits_again)(found)
     assert (found == 1).all()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_parts_of_a_role_that_wait_for_each_other_run_beside_each_other(arrives):
+    @T.prim_func
+    def hands_over(X: T.Tensor((2, 64), "float32")):
+        with T.Kernel(1, threads=256):
+            x = T.alloc_fragment([64], "float32")
+            there, back = T.alloc_barrier(arrive_count=32), T.alloc_barrier(arrive_count=32)
+            thread = T.get_thread_binding()
+            if thread < 128:
+                if thread < 32:
+                    T.barrier_wait(there, 0)
+                    T.copy(X[0, :], x)
+                    T.copy(x, X[1, :])
+                    T.barrier_arrive(back)
+                else:
+                    if thread < 64:
+                        T.fill(x, 1)
+                        T.copy(x, X[0, :])
+                        if arrives:
+                            T.barrier_arrive(there)
+                        T.barrier_wait(back, 0)
+            else:
+                T.sync_warp()
+
+    found = torch.zeros(2, 64)
+    if arrives:
+        Interpreter(hands_over)(found)
+        assert (found == 1).all()
+    else:
+        with pytest.raises(HazardInKernel, match="a deadlock: threads 0"):
+            Interpreter(hands_over)(found)
 
 
 def test_an_error_in_a_role_ends_the_others():
