@@ -138,8 +138,9 @@ def _with_fewer_waves(tile: Tile, problem: Problem, target: Arch, hints: Lengths
 FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
            (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
 # By head dims, another tile for full masks and light maths where its fewer waves count for more, and how much longer
-# its rows take. On an H100, 32 heads in all: 15 and 24 % faster at S 512 and 1024, as fast at 2048, 8 % slower at 8192.
-BRIEF = {(64, 64): (Tile(128, 176, 256, 2, specialised=True, persistent=True), 1.09)}
+# its rows take. On an H100, 32 heads in all: 15 and 24 % faster at S 512 and 1024, as fast at 2048, 8 % slower at 8192;
+# its queries come ahead: 3 % faster at 2048.
+BRIEF = {(64, 64): (Tile(128, 176, 256, 2, specialised=True, persistent=True, queries_ahead=True), 1.09)}
 # By head dims, what changes where later queries see more keys. On an H100, causal at S 2048 and 8192: 3 to 17 % faster;
 # 128/256 and 256/256 at S 4096: 14 and 6 %.
 UNEVEN: dict[tuple[int, int], dict[str, Any]] = {
@@ -151,7 +152,7 @@ UNEVEN: dict[tuple[int, int], dict[str, Any]] = {
 SHARED_OUT = ((64, 64), (128, 128))
 # By head dims, up to how many steps of a block of queries, by the metas' lengths, its queries come ahead; with lists of
 # tiles they do. On an H100, full masks: 8 steps 4 % faster, 16 2 %, 64 1 % slower; causal: 4 steps 4 %, 8 1 %, 32 1 %
-# slower; documents of 8 steps 2 %. Head dim 64: 1 to 2 % slower at all lengths.
+# slower; documents of 8 steps 2 %. Head dim 64 in blocks of 192 queries: 1 to 2 % slower.
 AHEAD = {(128, 128): 16}
 
 

@@ -160,8 +160,8 @@ def test_blocks_are_lower_where_the_metas_say_that_a_last_wave_would_idle(batch,
     ("dim", "length", "mask", "ahead"),
     [
         (128, 2048, None, True), (128, 4096, None, False), (128, None, None, False), (128, 4096, causal, True),
-        (128, 8192, causal, False), (128, 8192, dilated(3), True), (64, 1024, None, False),
-        (64, 1024, dilated(3), False), (256, 1024, causal, False),
+        (128, 8192, causal, False), (128, 8192, dilated(3), True), (64, 1024, None, True),
+        (64, 1024, causal, False), (64, 1024, dilated(3), False), (256, 1024, causal, False),
     ],
 )  # fmt: skip
 def test_queries_come_ahead_where_a_block_of_them_has_few_steps(dim, length, mask, ahead):
