@@ -8,7 +8,9 @@ import torch
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine.ir.problem import Tile
 from attention_engine.library import (
+    OnlineSigmoid,
     OnlineSoftmax,
+    alibi,
     and_masks,
     causal,
     causal_from,
@@ -20,7 +22,7 @@ from attention_engine.library import (
 )
 from attention_engine.runtime import launch, op
 from tests import plain
-from tests.cases import CASES, Shape, engine_for, errors
+from tests.cases import CASES, Case, Shape, engine_for, errors
 
 
 def by_hand(queries, keys=128, threads=256):
@@ -217,15 +219,35 @@ def test_persistent_and_lazy_forms_are_the_others_bit_for_bit(mask, dim, kernels
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
 
 
+def linear(factor):
+    return lambda score, custom, b, h, q_idx, kv_idx: score * factor + custom["slopes"] * (2 * kv_idx - q_idx - 3)
+
+
+SLOPED = {  # scores that are linear in the indices, a slope a head: their terms of rows leave the tile
+    "alibi": Case(
+        "alibi", "softmax", OnlineSoftmax, alibi,
+        lambda factor, custom: lambda s, b, h, i, j: s * factor - custom["slopes"][h] * (i - j),
+        {"slopes": ("heads",)}, lambda heads, length: {"slopes": 2.0 ** -(torch.arange(heads) + 1.0)},
+    ),
+    "sigmoid": Case(
+        "sigmoid", "sigmoid", OnlineSigmoid, linear,
+        lambda factor, custom: lambda s, b, h, i, j: s * factor + custom["slopes"][h] * (2 * j - i - 3),
+        {"slopes": ("heads",)}, lambda heads, length: {"slopes": 0.01 / (torch.arange(heads) + 1.0)},
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("forms", [{}, {"persistent": True}, {"persistent": True, "queries_ahead": True}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids=str)
-def test_tiles_that_start_with_what_places_add_keep_the_rule(dims, forms, kernels):
-    """Of every item, and of lengths that end within a tile; the terms of rows have left the tile."""
+@pytest.mark.parametrize("name", SLOPED)
+def test_tiles_that_start_with_what_places_add_keep_the_rule(name, dims, forms, kernels):
+    """Those of every item, and of lengths that end within a tile."""
     for turn, (lengths, heads, batch) in enumerate(MANY):
         kernels.update(forward=replace(by_hand(128, 96 if dims[1] == 256 else 128), **forms))
         shape, dtype = Shape(batch, *lengths, *heads, *dims), (torch.float16, torch.bfloat16)[turn]
-        assert errors(CASES["alibi"], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
+        assert errors(SLOPED[name], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
     assert ran("forward")
+    assert all(attention.maths.forward_parted.of_places is not None for attention in op.ATTENTIONS.values())
 
 
 def test_documents_in_a_persistent_form(kernels):

@@ -72,7 +72,7 @@ def test_a_key_is_the_same_in_another_process():
 def test_what_has_no_spelling_stands_in_no_key():
     assert spell((1, "a", None, Tile(1, 2, 3, 4))) == (
         "(1, 'a', None, Tile(q=1, kv=2, threads=3, stages=4, shared_weights=False, specialised=False, "
-        "skewed_sums=False, persistent=False, lazy_rescale=False))"
+        "skewed_sums=False, persistent=False, lazy_rescale=False, queries_ahead=False))"
     )
     with pytest.raises(TypeError, match="a kernel's key cannot hold <object"):
         spell(object())
