@@ -218,7 +218,7 @@ class TileMaths:
 
         def entry(i: Any, j: Any) -> None:
             values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
-            values |= {KV_FIRST: kv0} | parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
+            values |= parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
             if self.schedule.fill is None:
                 values[KEEP] = self._keep(i, j, kv0)
             assign([(target, split)], (place or self.place).splice(self.q0 + i, kv0 + j, values), i, j)

@@ -63,6 +63,7 @@ from attention_engine.kernels.warps import (
     ROWS_WHOLE,
     WARP,
     finish_before,
+    give_back,
     keeps_queries_ahead,
     registers,
 )
@@ -162,11 +163,6 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
                 barrier=memory.v_full[stage],
             )  # fmt: skip
             T.barrier_arrive(memory.v_full[stage])
-
-    @T.macro
-    def give_back(thread: Any, barriers: Any, stage: Any) -> None:
-        if thread % WARP == 0:
-            T.barrier_arrive(barriers[stage])
 
     @T.macro
     def take_output(memory: Memory, thread: Any, step: Any) -> None:

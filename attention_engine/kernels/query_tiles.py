@@ -16,7 +16,7 @@ import tilelang.language as T
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import named, window
 from attention_engine.kernels.items import Item
-from attention_engine.kernels.warps import GROUP, LEAVE, WARP, keeps_queries_ahead, output_fits
+from attention_engine.kernels.warps import GROUP, LEAVE, WARP, give_back, keeps_queries_ahead, output_fits
 
 SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 128 bytes
 ALL = slice(None)
@@ -95,7 +95,7 @@ class QueryTiles:
     def give_back_after_scores(self, thread: Any, item: Item, last: Any) -> None:
         """Nobody reads the queries any more after the last step's scores, unless the output leaves by their tile."""
         if self.empty is not None and not self.through:
-            arrive_by_warps(thread, self.empty, self.slot(item), last)
+            give_back(thread, self.empty, self.slot(item), last)
 
     def give_back_before(self, thread: Any, item: Item) -> None:
         """Of two tiles the one of the item before: its output has left by now."""
@@ -148,13 +148,6 @@ def copy_in(source: Any, tiles: Any, barriers: Any, number: Any) -> None:
     """Brings one of several tiles."""
     T.tma_copy(source, tiles[number, :, :], barrier=barriers[number])
     T.barrier_arrive(barriers[number])
-
-
-@T.macro
-def arrive_by_warps(thread: Any, barriers: Any, number: Any, when: Any) -> None:
-    """A lane of each warp arrives."""
-    if T.And(thread % WARP == 0, when):
-        T.barrier_arrive(barriers[number])
 
 
 @T.macro

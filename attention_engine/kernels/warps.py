@@ -42,6 +42,13 @@ def keeps_queries_ahead(problem: Problem, tile: Tile) -> bool:
 
 
 @T.macro
+def give_back(thread: Any, barriers: Any, number: Any, when: Any = True) -> None:
+    """A lane of each warp arrives at one of several barriers: nobody of the warp reads any more what it guards."""
+    if T.And(thread % WARP == 0, when):
+        T.barrier_arrive(barriers[number])
+
+
+@T.macro
 def finish_before(values: Any, registers_of_each: int, barriers: Any, stage: Any, turn: Any) -> None:
     """Makes a fragment's values now, not after a wait for products that comes next: they run meanwhile.
 
