@@ -18,6 +18,7 @@ from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, WEIGHT, WEIGHT_G
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
+    Corners,
     Operand,
     Place,
     Sizes,
@@ -38,6 +39,7 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.ends import at_ends
+from attention_engine.kernels.inside import where_inside
 from attention_engine.kernels.rows import counters, place_in_workspace, take_sums_for_granted, workspace
 from attention_engine.kernels.splice import both
 from attention_engine.kernels.staged import StagedReads, copy_staged
@@ -161,7 +163,7 @@ def backward(
                 head = visit.head
                 q_tile = visit.tile
                 q0 = q_tile * tile.q
-                read = reader(buffers)
+                read = reader(buffers, sizes.inside(problem, batch, head))
                 place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
                 maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, True, staged)
                 load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
@@ -247,7 +249,7 @@ class PairMaths:
         self.schedule, self.shape, self.place, self.rows, self.sizes = schedule, shape, place, rows, sizes
         self.q0, self.kv0, self.transposed = q0, kv0, transposed
 
-    def _splice(self, i: Any, j: Any, values: dict[Expr, Any]) -> Any:
+    def _splice(self, place: Place, i: Any, j: Any, values: dict[Expr, Any]) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
         of_row = {variable: tile[query] for variable, tile in self.rows.items()}
         if self.staged is not None:
@@ -255,36 +257,48 @@ class PairMaths:
         sides = (Q_IDX, self.q0, query), (KV_IDX, self.kv0, key)
         row, column = sides[::-1] if self.transposed else sides
         parts = parts_of_indices(*row, *column)
-        return self.place.splice(self.q0 + query, self.kv0 + key, {**of_row, **parts, **values})
+        return place.splice(self.q0 + query, self.kv0 + key, {**of_row, **parts, **values})
 
     def weigh(self, products: Any, weights: Any) -> None:
         """weights = the final weights of the products."""
+        weigh = bind(self._weigh, products, weights)
+        at_ends(self.place, self.schedule.ends, self._corners(), self.schedule.weights, weigh)
 
+    def _corners(self) -> Corners:
         queries, keys = self.shape[::-1] if self.transposed else self.shape
-        corners = (self.q0, self.kv0), (self.q0 + (queries - 1), self.kv0 + (keys - 1))
-        at_ends(self.place, self.schedule.ends, corners, self.schedule.weights, bind(self._weigh, products, weights))
+        return (self.q0, self.kv0), (self.q0 + (queries - 1), self.kv0 + (keys - 1))
+
+    def _over_pairs(self, entry: Callable[[Place, Any, Any], None], *exprs: Expr | None) -> None:
+        """entry(place, i, j) for each pair, which computes the expressions."""
+
+        def walk(place: Place) -> None:
+            over_pairs(*self.shape, bind(entry, place))
+
+        known = {} if self.staged is None else self.staged.tiles
+        wanted = [expr for expr in exprs if expr is not None]
+        where_inside(self.place, self.sizes, self._corners(), wanted, known, walk)
 
     def _weigh(self, products: Any, weights: Any, expr: Expr) -> None:
-        def entry(i: Any, j: Any) -> None:
-            assign([(weights, split)], self._splice(i, j, {PRODUCT: products[i, j]}), i, j)
+        def entry(place: Place, i: Any, j: Any) -> None:
+            assign([(weights, split)], self._splice(place, i, j, {PRODUCT: products[i, j]}), i, j)
 
         (split,) = split_casts(expr)
-        over_pairs(*self.shape, entry)
+        self._over_pairs(entry, expr)
 
-    def _inside(self, i: Any, j: Any) -> Any:
+    def _inside(self, _: Place, i: Any, j: Any) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
         return both(self.kv0 + key < self.sizes.kv, self.q0 + query < self.sizes.q)
 
-    def _keep(self, i: Any, j: Any) -> Any:
-        inside = self._inside(i, j)
+    def _keep(self, place: Place, i: Any, j: Any) -> Any:
+        inside = self._inside(place, i, j)
         if self.schedule.mask is None:
             return inside
-        (kept,) = self._splice(i, j, {})(self.schedule.mask)
+        (kept,) = self._splice(place, i, j, {})(self.schedule.mask)
         return both(inside, kept)
 
     def mask(self, *targets: Any) -> None:
         """Each target = 0 for masked pairs, and those past the ends."""
-        self._clear(self._keep, targets)
+        self._clear(self._keep, targets, self.schedule.mask)
 
     def cut(self, *targets: Any) -> None:
         """Each target = 0 for pairs past the ends."""
@@ -292,15 +306,17 @@ class PairMaths:
 
     def drop(self, *targets: Any) -> None:
         """Each target = 0 for pairs that the mask drops."""
-        self._clear(lambda i, j: self._splice(i, j, {})(self.schedule.mask)[0], targets)
+        self._clear(lambda *at: self._splice(*at, {})(self.schedule.mask)[0], targets, self.schedule.mask)
 
-    def _clear(self, keep: Callable[[Any, Any], Any], targets: tuple[Any, ...]) -> None:
-        def entry(i: Any, j: Any) -> None:
-            kept = keep(i, j)
+    def _clear(
+        self, keep: Callable[[Place, Any, Any], Any], targets: tuple[Any, ...], asked: Expr | None = None
+    ) -> None:
+        def entry(place: Place, i: Any, j: Any) -> None:
+            kept = keep(place, i, j)
             for target in targets:
                 store(target, T.if_then_else(kept, target[i, j], T.float32(0)), i, j)
 
-        over_pairs(*self.shape, entry)
+        self._over_pairs(entry, asked)
 
     def _values(self, products: Any, weights: Any, gradients: Any, i: Any, j: Any) -> dict[Expr, Any]:
         values = {WEIGHT: weights[i, j], WEIGHT_GRADIENT: gradients[i, j]}
@@ -311,35 +327,35 @@ class PairMaths:
     def differentiate(self, products: Any, weights: Any, gradients: Any) -> None:
         """gradients (of the weights) become gradients of the products, without their factor."""
 
-        def entry(i: Any, j: Any) -> None:
-            splice = self._splice(i, j, self._values(products, weights, gradients, i, j))
+        def entry(place: Place, i: Any, j: Any) -> None:
+            splice = self._splice(place, i, j, self._values(products, weights, gradients, i, j))
             assign([(gradients, split)], splice, i, j)
 
         (split,) = split_casts(self.schedule.product_gradient)
-        over_pairs(*self.shape, entry)
+        self._over_pairs(entry, split)
 
     def contribute(self, products: Any, weights: Any, gradients: Any, expr: Expr, target: Any) -> None:
         """target = what each pair adds to a read's gradient, 0 for masked pairs."""
 
-        def entry(i: Any, j: Any) -> None:
-            (value,) = self._splice(i, j, self._values(products, weights, gradients, i, j))(expr)
-            store(target, T.if_then_else(self._keep(i, j), value, T.float32(0)), i, j)
+        def entry(place: Place, i: Any, j: Any) -> None:
+            (value,) = self._splice(place, i, j, self._values(products, weights, gradients, i, j))(expr)
+            store(target, T.if_then_else(self._keep(place, i, j), value, T.float32(0)), i, j)
 
-        over_pairs(*self.shape, entry)
+        self._over_pairs(entry, expr, self.schedule.mask)
 
     def scatter(self, products: Any, weights: Any, gradients: Any, read: Expr, expr: Expr, target: Any) -> None:
         """Adds what each kept pair contributes to the entries that it read; reads out of range add nothing."""
 
-        def entry(i: Any, j: Any) -> None:
-            splice = self._splice(i, j, self._values(products, weights, gradients, i, j))
+        def entry(place: Place, i: Any, j: Any) -> None:
+            splice = self._splice(place, i, j, self._values(products, weights, gradients, i, j))
             value, *indices = splice(expr, *read.args)
-            keep = self._keep(i, j)
+            keep = self._keep(place, i, j)
             for index, length in zip(indices, target.shape, strict=True):
                 keep = T.And(keep, T.And(index >= 0, index < length))
             safe = [T.max(T.min(i, n - 1), 0) for i, n in zip(indices, target.shape, strict=True)]
             add_atomically(target, safe, T.if_then_else(keep, value, T.float32(0)))
 
-        over_pairs(*self.shape, entry)
+        self._over_pairs(entry, expr, self.schedule.mask)
 
 
 @T.macro

@@ -216,7 +216,8 @@ def backward_hopper(
                     start_sums(skewed)
                 T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
                 T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
-                of_only_head = block_values(schedule.block, batch, kv_head, reader(buffers)) if only_head else {}
+                own_read = reader(buffers, sizes.inside(problem, batch, kv_head))
+                of_only_head = block_values(schedule.block, batch, kv_head, own_read) if only_head else {}
                 first_row = hold_value(batch * problem.heads + kv_head * problem.group) if with_dq else 0
                 if steps > 0:
                     T.barrier_wait(k_full, 0)
@@ -231,7 +232,7 @@ def backward_hopper(
                     q0 = q_tile * tile.q
                     stage = step % stages
                     turn = (step // stages) % 2
-                    read = reader(buffers)
+                    read = reader(buffers, sizes.inside(problem, batch, head))
                     block_of_head = of_only_head if only_head else block_values(schedule.block, batch, head, read)
                     place = Place(batch, head, block_of_head, read, problem.approximate)
                     staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}

@@ -78,7 +78,7 @@ def backward_pairs(
                 batch = owner // owners[1] if by_batch else step // (1 if by_head else problem.heads)
                 head = owner % owners[1] if by_head else step % problem.heads
                 kv_head = head // problem.group
-                custom = reader(buffers)
+                custom = reader(buffers, sizes.inside(problem, batch, head))
                 block = block_values(schedule.block, batch, head, custom)
                 place = Place(batch, head, block, custom, problem.approximate)
                 maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, transposed=False)

@@ -80,7 +80,7 @@ def backward_queries(
             staged = StagedReads([*of_pairs(schedule), *summed], problem, tile)
             q0 = block * tile.q
             kv_head = head // problem.group
-            read = reader(buffers)
+            read = reader(buffers, sizes.inside(problem, batch, head))
             place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             load(do, window(buffers["do"], batch, head, q0, tile.q, dim_v))

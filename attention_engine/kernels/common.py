@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
@@ -21,6 +22,8 @@ from attention_engine.passes.strength import PARTS
 FLOAT = "float32"
 LANES = 8  # columns of a tile of pairs that the threads of a row share among them, two each
 Buffers = Mapping[str, Any]
+Inside = Sequence[tuple[Any, Any]]  # (index, length of its axis)
+Corners = tuple[tuple[Any, Any], tuple[Any, Any]]  # the first query and key of a tile, and the last
 
 
 def build(name: str, parameters: Mapping[str, Any], body: Callable[[Buffers], None]) -> Any:
@@ -65,6 +68,10 @@ class Sizes:
         }
         return {**named, **self.custom(problem)}
 
+    def inside(self, problem: Problem, batch: Any, head: Any) -> Inside:
+        """A block's batch and head, for `reader`."""
+        return (batch, self.batch), (head, problem.heads)
+
     def custom(self, problem: Problem, names: Collection[str] | None = None) -> dict[str, Any]:
         """The parameters of the custom inputs (of these names alone), staged ones after their strides in units."""
         named = {}
@@ -96,27 +103,37 @@ def window(buffer: Any, batch: Any, head: Any, start: Any, length: int, dim: int
     return buffer[batch, start : start + length, head, 0:dim]
 
 
-def reader(buffers: Buffers) -> Reader:
-    """Reads custom inputs; an index out of range reads 0 and touches nothing."""
+def reader(buffers: Buffers, inside: Inside = ()) -> Reader:
+    """Reads custom inputs; an index out of range reads 0 and touches nothing.
 
-    def read(name: str, indices: list[Any], dtype: Type) -> Any:
+    inside: indices that are known to lie in axes of these lengths, and so need no guard; a read may know of more.
+    """
+
+    def read(name: str, indices: list[Any], dtype: Type, inside_too: Inside = ()) -> Any:
         buffer = buffers[f"custom_{name}"]
         if not indices:
             return T.cast(buffer[0], DTYPES[dtype])
-        inside: Any = None
+
+        def is_safe(index: Any, length: Any) -> bool:
+            known = any(index is one and _same_length(length, of) for one, of in (*inside, *inside_too))
+            return isinstance(index, int) or _is_zero(index) or known
+
+        asked: Any = None
         for index, length in zip(indices, buffer.shape, strict=True):
-            if isinstance(index, int) or _is_zero(index):
+            if is_safe(index, length):
                 continue
             within = T.And(index >= 0, index < length)
-            inside = within if inside is None else T.And(inside, within)
-        safe = [
-            i if isinstance(i, int) or _is_zero(i) else T.max(T.min(i, n - 1), 0)
-            for i, n in zip(indices, buffer.shape, strict=True)
-        ]
+            asked = within if asked is None else T.And(asked, within)
+        safe = [i if is_safe(i, n) else T.max(T.min(i, n - 1), 0) for i, n in zip(indices, buffer.shape, strict=True)]
         value = T.cast(buffer[tuple(safe)], DTYPES[dtype])
-        return value if inside is None else T.if_then_else(inside, value, T.cast(0, DTYPES[dtype]))
+        return value if asked is None else T.if_then_else(asked, value, T.cast(0, DTYPES[dtype]))
 
     return read
+
+
+def _same_length(a: Any, b: Any) -> bool:
+    """Are two lengths, numbers or names of them, the same?"""
+    return bool(a.value == b) if isinstance(b, int) and hasattr(a, "value") else bool(a.same_as(b))
 
 
 def _is_zero(index: Any) -> bool:
@@ -173,20 +190,27 @@ def assign(targets: Iterable[tuple[Any, Expr]], splice: Splice, *indices: Any) -
 
 @dataclass(frozen=True)
 class Place:
-    """Where a kernel is: the batch and head of its block, and the block's values; whether it may approximate."""
+    """Where a kernel is: the batch and head of its block, and the block's values; whether it may approximate.
+
+    inside: the lengths that all its queries and keys are known to be below.
+    """
 
     batch: Any
     head: Any
     block: Mapping[Expr, Any]
     read: Reader
     approximate: bool = False
+    inside: Sizes | None = None
 
     def splice(self, q_idx: Any, kv_idx: Any, values: Mapping[Expr, Any]) -> Splice:
         """Splices at one pair (or row: kv_idx None)."""
         at = {B: self.batch, H: self.head, Q_IDX: q_idx, **self.block, **values}
         if kv_idx is not None:
             at[KV_IDX] = kv_idx
-        return Splice(at, self.read, self.approximate)
+        read = self.read
+        if self.inside is not None:
+            read = bind(read, inside_too=((q_idx, self.inside.q), (kv_idx, self.inside.kv)))
+        return Splice(at, read, self.approximate)
 
 
 def parts_of_indices(row: Expr, row0: Any, i: Any, column: Expr, column0: Any, j: Any) -> dict[Expr, Any]:

@@ -9,10 +9,8 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.kernels.common import Place
+from attention_engine.kernels.common import Corners, Place
 from attention_engine.passes.ends import Ends
-
-Corners = tuple[tuple[Any, Any], tuple[Any, Any]]  # the first query and key of a tile, and the last
 
 
 def at_ends(place: Place, ends: Ends | None, corners: Corners, expr: Expr, action: Callable[[Expr], None]) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.evaluate import LOWEST
-from attention_engine.ir.expr import Expr, Op, make, topological
+from attention_engine.ir.expr import Expr, Op, const, make, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
 from attention_engine.kernels.common import (
     FLOAT,
     LANES,
     Accumulator,
+    Corners,
     Operand,
     Place,
     Sizes,
@@ -39,10 +40,11 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.ends import at_ends
+from attention_engine.kernels.inside import where_inside
 from attention_engine.kernels.splice import both, hold_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
-from attention_engine.passes.row_terms import KV_FIRST
+from attention_engine.passes.row_terms import KV_FIRST, terms_beside_product
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
@@ -120,7 +122,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
             q0 = block * tile.q
             kv_head = head // problem.group
-            read = reader(buffers)
+            read = reader(buffers, sizes.inside(problem, batch, head))
             place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
             staged = StagedReads(of_pairs(schedule), problem, tile)
             maths = TileMaths(schedule, tile, place, rows, {}, scores, other, q0, sizes, staged)
@@ -206,50 +208,70 @@ class TileMaths:
     def _row(self, i: Any) -> dict[Expr, Any]:
         return {variable: fragment[i] for variable, fragment in self.rows.items()}
 
-    def _keep(self, i: Any, j: Any, kv0: Any) -> Any:
+    def _keep(self, place: Place, i: Any, j: Any, kv0: Any) -> Any:
         inside = kv0 + j < self.sizes.kv
         if self.schedule.mask is None:
             return inside
-        (keep,) = self.place.splice(self.q0 + i, kv0 + j, {})(self.schedule.mask)
+        (keep,) = place.splice(self.q0 + i, kv0 + j, {})(self.schedule.mask)
         return both(inside, keep)
+
+    def _over_pairs(
+        self, kv0: Any, exprs: list[Expr], entry: Callable[[Place, Any, Any], None], place: Place | None = None
+    ) -> None:
+        """entry(place, i, j) for each pair, which computes `exprs`."""
+
+        def walk(place: Place) -> None:
+            over_pairs(self.tile.q, self.tile.kv, bind(entry, place))
+
+        where_inside(place or self.place, self.sizes, self._corners(kv0), exprs, self.staged.tiles, walk)
+
+    def _corners(self, kv0: Any) -> Corners:
+        return (self.q0, kv0), (self.q0 + (self.tile.q - 1), kv0 + (self.tile.kv - 1))
 
     def _map(self, target: Any, expr: Expr, kv0: Any, held: Expr, place: Place | None = None) -> None:
         """target = expr for each pair, with the tile's entry as `held`."""
+        asks = KEEP in topological(expr)
 
-        def entry(i: Any, j: Any) -> None:
+        def entry(place: Place, i: Any, j: Any) -> None:
             values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
             values |= parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
-            if self.schedule.fill is None:
-                values[KEEP] = self._keep(i, j, kv0)
-            assign([(target, split)], (place or self.place).splice(self.q0 + i, kv0 + j, values), i, j)
+            if asks:
+                values[KEEP] = self._keep(place, i, j, kv0)
+            assign([(target, split)], place.splice(self.q0 + i, kv0 + j, values), i, j)
 
         (split,) = split_casts(expr)
-        over_pairs(self.tile.q, self.tile.kv, entry)
+        mask = [self.schedule.mask] if asks and self.schedule.mask is not None else []
+        self._over_pairs(kv0, [expr, *mask], entry, place)
+
+    def _by_ends(self, kv0: Any, action: Callable[[Expr], None]) -> None:
+        """action(the score), or what the score is in a tile at an end."""
+        at_ends(self.place, self.schedule.ends, self._corners(kv0), self.schedule.score, action)
 
     def score(self, kv0: Any) -> None:
         """The tile of products becomes the tile of scores."""
         if self.schedule.score is not PRODUCT:
-            corners = (self.q0, kv0), (self.q0 + (self.tile.q - 1), kv0 + (self.tile.kv - 1))
-            action = bind(self._map, self.scores, kv0=kv0, held=PRODUCT)
-            at_ends(self.place, self.schedule.ends, corners, self.schedule.score, action)
+            self._by_ends(kv0, bind(self._map, self.scores, kv0=kv0, held=PRODUCT))
 
-    def start_scores(self) -> None:
-        """The tile before its products are added: the score's terms of places in it.
+    def start_scores(self, kv0: Any) -> None:
+        """The tile before its products are added: the score's other terms.
 
         Block values are told anew by a lane, or what each register begins with would be held in one more.
         """
-        of_places = self.schedule.of_places
-        assert of_places is not None
-        read = topological(of_places)
-        told = {v: hold_value(x) for v, x in self.place.block.items() if v in read}
-        self._map(self.scores, of_places, 0, TILE, replace(self.place, block={**self.place.block, **told}))
+
+        def start(score: Expr) -> None:
+            added = terms_beside_product(score) or const(0.0)
+            read = topological(added)
+            told = {v: hold_value(x) for v, x in self.place.block.items() if v in read}
+            self._map(self.scores, added, kv0, TILE, replace(self.place, block={**self.place.block, **told}))
+
+        self._by_ends(kv0, start)
 
     def mask(self, kv0: Any) -> None:
         """Masked pairs hold the fill."""
         fill = -T.infinity(FLOAT) if self.schedule.fill != 0 else T.float32(0)
 
         def entry(i: Any, j: Any) -> None:
-            store(self.scores, T.if_then_else(self._keep(i, j, kv0), self.scores[i, j], fill), i, j)
+            store(self.scores, T.if_then_else(self._keep(self.place, i, j, kv0), self.scores[i, j], fill), i, j)
 
         over_pairs(self.tile.q, self.tile.kv, entry)
 

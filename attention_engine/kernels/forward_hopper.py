@@ -17,8 +17,8 @@ copying warp goes on to the next item's tiles while the others end the present o
 which item is next. The next item's first scores are made behind the last output, which leaves a warpgroup at a time
 (query_tiles.py). Where queries come ahead, a warp of its own works out which item is next and brings its queries.
 
-Where a score is its product and terms of the keys' places in their tile (ALiBi, whose terms of rows have left the tile:
-passes/row_terms.py), the tile starts with those, written while a group waits for its turn, and products add to them.
+Where a score is its product and other terms (ALiBi, a table of relative distances), the tile starts with those, written
+while a group waits for its turn, and products add to them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from attention_engine.kernels.forward import (
 )
 from attention_engine.kernels.items import Deal, Item, Items, at_least_one
 from attention_engine.kernels.query_tiles import BATCH, BLOCK, HEAD, NO_MORE, NUMBERS, STEPS, QueryTiles
-from attention_engine.kernels.splice import name_value
+from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.turns import Turns
@@ -68,6 +68,7 @@ from attention_engine.kernels.warps import (
     registers,
 )
 from attention_engine.passes.by_hand import forward_fits, products_take_turns
+from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 
@@ -109,8 +110,12 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     blocks = T.ceildiv(sizes.q, tile.q)
     items = Items(problem, tile, sizes, plan.later_is_longer, places)
     queries_ahead = tile.queries_ahead and keeps_queries_ahead(problem, tile)
-    starts_with_places = schedule.of_places is not None
-    of_places = tuple((v, e) for v, e in schedule.block if v in topological(schedule.score))
+    added = terms_beside_product(schedule.score)
+    in_place = added is not None and reads_places_alone(added)
+    starts_ahead = added is not None and (in_place or not plan.mapped)  # a list's next tile isn't known so early
+    by_index = starts_ahead and not in_place
+    of_scores = topological(schedule.score, *((schedule.ends.below, schedule.ends.above) if schedule.ends else ()))
+    of_start = tuple((v, e) for v, e in schedule.block if v in of_scores)
 
     @T.macro
     def nothing() -> None: ...
@@ -119,15 +124,21 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     def weigh(maths: TileMaths, visit: Visit, before_weights: Callable[[], None] | None = None) -> None:
         kv_tile = visit.tile
         kv0 = kv_tile * tile.kv
-        if not starts_with_places:
+        if not starts_ahead:
             maths.score(kv0)
         if schedule.fill is not None:
             where_partial(either(visit.is_partial(kv_tile), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
         maths.weigh(kv0, before_weights)
 
     def maths_of(buffers: Any, memory: Memory, item: Item, block: tuple[tuple[Expr, Expr], ...]) -> TileMaths:
-        """The maths of an item's tiles, with these of its block's values."""
-        read = reader(buffers)
+        """The maths of an item's tiles, with these of its block's values.
+
+        What tiles start with is read without guards. A mask keeps them: without, ptxas spills in its few tiles.
+        """
+        known = sizes.inside(problem, item.batch, item.head) if by_index else ()
+        for index, length in known:
+            take_for_granted(T.And(index >= 0, index < length))
+        read = reader(buffers, known)
         values = block_values(block, item.batch, item.head, read)
         place = Place(item.batch, item.head, values, read, problem.approximate)
         staged = StagedReads(of_pairs(schedule), problem, tile)  # of none: those biases run the twin
@@ -136,9 +147,10 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         )
 
     @T.macro
-    def start_tile(maths: TileMaths) -> None:
-        """What a step's products add to, before its group waits for its turn: then it issues them at once."""
-        maths.start_scores()
+    def start_tile(maths: TileMaths, walk: KeyWalk | None, step: Any) -> None:
+        """What a step's products add to, before its group waits for its turn: then it issues them at once. Past the
+        last step that is nobody's: the first tile's, which is far from the diagonal as a rule and so made soonest."""
+        maths.start_scores(walk.at(T.if_then_else(step < walk.count, step, 0)).tile * tile.kv if by_index else 0)
         T.warpgroup_fence_operand(maths.scores, num_regs=tile.q * tile.kv // tile.threads)
 
     @T.macro
@@ -182,14 +194,15 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     def start_scores(buffers: Any, memory: Memory, item: Item) -> None:
         """The products of an item's first step, on their way; of no item they are anything, and nobody's."""
         stage, turn = item.stage(0, stages)
-        if starts_with_places:
-            start_tile(maths_of(buffers, memory, item, of_places))
+        if starts_ahead:
+            walk = KeyWalk(plan, sizes, tile, buffers, item.batch, item.head, item.block) if by_index else None
+            start_tile(maths_of(buffers, memory, item, of_start), walk, 0)
         if item.steps > 0:
             T.barrier_wait(memory.k_full[stage], turn)
         turns.start_apart(T.get_thread_binding(), item.items_before)
         T.wgmma_gemm(
             memory.queries.tile_of(item), memory.k[stage, :, :], memory.scores, transpose_B=True, policy=ROWS_WHOLE,
-            clear_accum=not starts_with_places,
+            clear_accum=not starts_ahead,
         )  # fmt: skip
 
     @T.macro
@@ -211,8 +224,8 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         queries.give_back_after_scores(thread, item, steps == 1)
         weigh(maths, first_visit)
         T.copy(scores, weights)
-        if starts_with_places:
-            start_tile(maths)
+        if starts_ahead:
+            start_tile(maths, walk, 1)
         queries.give_back_before(thread, item)
         turns.let_second_start(thread, item.items_before)
         for after in T.serial(steps - 1):
@@ -224,7 +237,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             turns.take(thread)
             T.wgmma_gemm(
                 queries.tile_of(item), k[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE,
-                clear_accum=not starts_with_places,
+                clear_accum=not starts_ahead,
             )  # fmt: skip
             T.barrier_wait(memory.v_full[before], turn_before)
             T.wgmma_gemm(weights, v[before, :, :], output, policy=ROWS_WHOLE)
@@ -239,8 +252,8 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             elif not early:
                 fenced()
             T.copy(scores, weights)
-            if starts_with_places:
-                start_tile(maths)
+            if starts_ahead:
+                start_tile(maths, walk, step + 1)
         last, last_turn = item.stage(steps - 1, stages)
         T.barrier_wait(memory.v_full[last], last_turn)
         T.wgmma_gemm(weights, v[last, :, :], output, policy=ROWS_WHOLE)
@@ -304,7 +317,8 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         """Notes the numbers of an item whose queries have come, and starts its first products."""
         memory.queries.wait_until_there(Item(0, 0, 0, 0, 0, items_before))
         memory.queries.read_note(numbers, Item(0, 0, 0, 0, 0, items_before))
-        item = Item(0, numbers[HEAD], numbers[BATCH], numbers[STEPS], 0, items_before, steps_before)
+        block, head, batch = (numbers[n] + 0 if by_index else numbers[n] for n in (BLOCK, HEAD, BATCH))
+        item = Item(block, head, batch, numbers[STEPS], block * tile.q, items_before, steps_before)
         start_scores(buffers, memory, item)
 
     @T.macro

@@ -144,7 +144,7 @@ def preprocess(
             delta = T.alloc_fragment([length], FLOAT)
             row0 = block * length
             pair, row = batch * problem.kv_heads + head // problem.group, batch * problem.heads + head
-            place = Place(batch, head, {}, reader(buffers))
+            place = Place(batch, head, {}, reader(buffers, sizes.inside(problem, batch, head)))
             if first_only:
                 _read_rows(problem, backward, without_delta, finals, place, buffers, None, row0, length, sizes)
                 if pair < blocks.pairs_before:

@@ -33,11 +33,16 @@ def part_row_terms(score: Expr) -> tuple[Expr, Expr | None]:
     return add(*of_pairs), add(*of_rows)
 
 
-def terms_of_places(score: Expr) -> Expr | None:
-    """What a score adds to its product, where it reads keys' places in their tile alone; None where it doesn't."""
+def terms_beside_product(score: Expr) -> Expr | None:
+    """What a score adds to its product; None where it adds nothing, or the product is no term of its own."""
     others = [term for term in terms(score) if term is not PRODUCT]
-    read = {node for node in topological(*others) if node.op is Op.VAR and node.axes & {Axis.QUERY, Axis.KEY}}
-    return add(*others) if others and read <= set(KV_PLACE) else None
+    added = len(others) == len(terms(score)) - 1 and PRODUCT not in topological(*others)
+    return add(*others) if others and added else None
+
+
+def reads_places_alone(expr: Expr) -> bool:
+    """Are keys' places in their tile all that it reads of queries and keys?"""
+    return {n for n in topological(expr) if n.op is Op.VAR and n.axes & {Axis.QUERY, Axis.KEY}} <= set(KV_PLACE)
 
 
 def _part(term: Expr) -> tuple[Expr, Expr] | None:

@@ -19,7 +19,7 @@ from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Pro
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
 from attention_engine.passes.ends import Ends, find_ends
-from attention_engine.passes.row_terms import part_row_terms, terms_of_places
+from attention_engine.passes.row_terms import part_row_terms, reads_places_alone, terms_beside_product
 from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
 from attention_engine.passes.strength import lighten, open_pairs, use_exp2
@@ -75,8 +75,7 @@ class ForwardSchedule:
     block: values of a (batch, head), computed before the loop; score: what the tile first holds, of PRODUCT; fill: what
     masked pairs hold then (None: the steps ask KEEP themselves); steps: from the tile to the weights, which it holds
     last, and the row states; rescale: the row variable that the output so far is multiplied with (None: with 1);
-    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score;
-    of_places: the score's terms beside PRODUCT, where they read keys' places in the tile alone: it may start with them.
+    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score.
     """
 
     block: tuple[tuple[Expr, Expr], ...]
@@ -90,7 +89,6 @@ class ForwardSchedule:
     rows: tuple[tuple[str, Expr], ...]
     mask: Expr | None
     ends: Ends | None = None
-    of_places: Expr | None = None
 
     @property
     def rescales_early(self) -> bool:
@@ -139,7 +137,6 @@ def schedule_forward(
         rows=rows,
         mask=program.mask,
         ends=ends,
-        of_places=terms_of_places(score),
     )
 
 
@@ -148,7 +145,8 @@ def _part_rows(program: Program) -> tuple[Expr, list[Expr], float | None] | None
     products and terms of places, or a reduction can't do without the terms."""
     scale, score = _take_scale(program.score)
     of_pairs, of_row = part_row_terms(score)
-    if of_row is None or not (of_pairs is PRODUCT or terms_of_places(of_pairs)):
+    added = terms_beside_product(of_pairs)
+    if of_row is None or not (of_pairs is PRODUCT or (added and reads_places_alone(added))):
         return None
     roots = _roots_of(program, add(mul(const(scale), TILE), mul(const(scale), of_row)))
     if any(node.args[0] not in (TILE, roots[-2]) for node in topological(*roots) if node.op is Op.REDUCE):

@@ -20,6 +20,7 @@ from attention_engine.library import (
     scale,
     sliding_window,
 )
+from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.runtime import launch, op
 from tests import plain
 from tests.cases import CASES, Case, Shape, engine_for, errors
@@ -247,7 +248,47 @@ def test_tiles_that_start_with_what_places_add_keep_the_rule(name, dims, forms, 
         shape, dtype = Shape(batch, *lengths, *heads, *dims), (torch.float16, torch.bfloat16)[turn]
         assert errors(SLOPED[name], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
     assert ran("forward")
-    assert all(attention.maths.forward_parted.of_places is not None for attention in op.ATTENTIONS.values())
+    scores = [attention.maths.forward_parted.score for attention in op.ATTENTIONS.values()]
+    assert all(reads_places_alone(terms_beside_product(score)) for score in scores)
+
+
+ADDED = {  # scores that add to their product what differs from pair to pair, or from key to key
+    "how far": CASES["alibi"],
+    "table": Case(  # near the diagonal, and past its reach on either side
+        "table", "softmax", OnlineSoftmax, lambda factor: relative_bias("table", 20, factor),
+        lambda factor, custom: lambda s, b, h, i, j: s * factor + custom["table"][h, (i - j).clamp(-20, 20) + 20],
+        {"table": ("heads", 41)}, lambda heads, length: {"table": torch.randn(heads, 41, generator=seeded())},
+    ),
+    "keys": Case(
+        "keys", "softmax", OnlineSoftmax,
+        lambda factor: lambda s, custom, b, h, i, j: s * factor + custom["keys"] - 0.01 * abs(i - j),
+        lambda factor, custom: lambda s, b, h, i, j: s * factor + custom["keys"][h, j] - 0.01 * (i - j).abs(),
+        {"keys": ("heads", "seq_len_kv")},
+        lambda heads, length: {"keys": torch.randn(heads, length, generator=seeded())},
+    ),
+    "short": Case(  # keys past the input's end read 0
+        "short", "softmax", OnlineSoftmax,
+        lambda factor: lambda s, custom, b, h, i, j: s * factor + custom["short"][h, j],
+        lambda factor, custom: lambda s, b, h, i, j: s * factor + (custom["short"][h, j.clamp(max=89)] * (j < 90)),
+        {"short": ("heads", 90)}, lambda heads, length: {"short": torch.randn(heads, 90, generator=seeded())},
+    ),
+}  # fmt: skip
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("forms", [{}, {"persistent": True}, {"persistent": True, "queries_ahead": True}], ids=str)
+@pytest.mark.parametrize("name", ADDED)
+def test_tiles_that_start_with_all_that_is_added_keep_the_rule(name, forms, kernels):
+    for turn, (lengths, heads, batch) in enumerate(MANY):
+        kernels.update(forward=replace(by_hand(128), **forms))
+        shape, dtype = Shape(batch, *lengths, *heads, 128, 128), (torch.float16, torch.bfloat16)[turn]
+        assert errors(ADDED[name], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
+    assert ran("forward")
+    scores = [attention.maths.forward_parted.score for attention in op.ATTENTIONS.values()]
+    assert all(terms_beside_product(score) for score in scores)
 
 
 def test_documents_in_a_persistent_form(kernels):

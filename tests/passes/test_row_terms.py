@@ -13,7 +13,13 @@ from attention_engine.ir.evaluate import evaluate
 from attention_engine.ir.expr import Axis, Op, topological
 from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX
 from attention_engine.library import OnlineSoftmax, causal
-from attention_engine.passes.row_terms import KV_FIRST, KV_PLACE, part_row_terms
+from attention_engine.passes.row_terms import (
+    KV_FIRST,
+    KV_PLACE,
+    part_row_terms,
+    reads_places_alone,
+    terms_beside_product,
+)
 from attention_engine.passes.schedule import ReduceStep, schedule_forward
 
 AXES = {"slopes": ("heads",), "rows": ("batch", "heads", "seq_len"), "keys": ("batch", "heads", "seq_len_kv")}
@@ -61,7 +67,9 @@ def test_a_tile_of_what_is_parted_holds_products_and_terms_of_places(name):
     schedule = schedule_forward(traced(PARTED[name]), parts_rows=True)
     read = {node for node in topological(schedule.score) if node.op is Op.VAR and node.axes & {Axis.QUERY, Axis.KEY}}
     assert PRODUCT in read and read <= {PRODUCT, *KV_PLACE}
-    assert (schedule.of_places is None) is (schedule.score is PRODUCT) is (name == "a number of each row")
+    added = terms_beside_product(schedule.score)
+    assert (added is None) is (schedule.score is PRODUCT) is (name == "a number of each row")
+    assert added is None or reads_places_alone(added)
     assert all(step.source is None for step in schedule.steps if isinstance(step, ReduceStep))
 
 
@@ -69,6 +77,23 @@ def test_a_tile_of_what_is_parted_holds_products_and_terms_of_places(name):
 def test_other_scores_stay_whole(name):
     program = traced(WHOLE[name])
     assert schedule_forward(program, parts_rows=True) == schedule_forward(program)
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"),
+    [("nothing added", False), ("a number of each key", True), ("how far", True), ("a row's slope", True),
+     ("one of both", True), ("not a sum", False)],
+)  # fmt: skip
+def test_a_tile_may_start_with_all_that_a_score_adds_to_its_product(name, starts):
+    score = schedule_forward(traced(WHOLE[name]), parts_rows=True).score
+    added = terms_beside_product(score)
+    assert (added is not None) is starts
+    if added is not None:
+        assert PRODUCT not in topological(added) and not reads_places_alone(added)
+        draw = random.Random(0)
+        values = {node: draw.gauss(0, 1) for node in topological(score) if node.op in (Op.LOAD, Op.VAR)}
+        values |= {Q_IDX: 70, KV_IDX: 33, PRODUCT: 1.5}
+        assert math.isclose(evaluate(added, values) + 1.5, evaluate(score, values), rel_tol=1e-12)
 
 
 class Summed(OnlineFunc):

@@ -1,0 +1,42 @@
+"""Reads of custom inputs at a pair's own query and key, without guards in tiles that lie inside the tensors whole.
+
+Guards cost more than reads: an index is compared and cut, and an address of 64 bits made of it, for each pair. Without
+them the pairs of a thread lie at constant distances from one address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import partial as bind
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr, Op, topological
+from attention_engine.ir.program import KV_IDX, Q_IDX
+from attention_engine.kernels.common import Corners, Place, Sizes
+
+
+def where_inside(
+    place: Place, sizes: Sizes, corners: Corners, exprs: Iterable[Expr], known: Collection[Expr],
+    action: Callable[[Place], None],
+) -> None:  # fmt: skip
+    """action(place), in which a tile's pairs compute `exprs`; known: the reads that are no reads of memory."""
+    reads = [node for node in topological(*exprs) if node.op is Op.LOAD and node not in known]
+    at = {index for read in reads for index in read.args}
+    ends = [last < length for side, last, length in zip((Q_IDX, KV_IDX), corners[1], (sizes.q, sizes.kv), strict=True)
+            if side in at]  # fmt: skip
+    if not ends:
+        action(place)
+    else:
+        inside = T.And(*ends) if len(ends) > 1 else ends[0]
+        _choose(inside, bind(action, replace(place, inside=sizes)), bind(action, place))
+
+
+@T.macro
+def _choose(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    if condition:
+        then()
+    else:
+        otherwise()
