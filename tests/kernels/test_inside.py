@@ -1,0 +1,39 @@
+"""Reads of custom inputs: guarded, but for indices that are known to lie inside an axis of that very length."""
+
+import pytest
+
+from attention_engine.ir.expr import Type
+
+pytest.importorskip("tilelang")
+import tilelang.language as T
+from tvm import tirx
+
+from attention_engine.kernels.common import Place, Sizes, reader
+
+
+def read(index, length, inside):
+    buffer = tirx.decl_buffer([length], "float32")
+    return reader({"custom_x": buffer}, inside)("x", [index], Type.FLOAT)
+
+
+def is_guarded(value):
+    return "if_then_else" in str(value)
+
+
+def test_an_index_is_guarded_unless_it_lies_in_an_axis_of_that_length():
+    i, j, n, m = tirx.Var("i", "int32"), tirx.Var("j", "int32"), T.dynamic("n"), T.dynamic("m")
+    assert is_guarded(read(i, n, ()))
+    assert not is_guarded(read(i, n, ((i, n),))) and not is_guarded(read(i, 16, ((i, 16),)))
+    assert is_guarded(read(i, n, ((i, m),))) and is_guarded(read(i, 8, ((i, 16),)))
+    assert is_guarded(read(j, n, ((i, n),))) and is_guarded(read(i + 1, n, ((i, n),)))
+
+
+def test_a_place_inside_knows_its_query_and_key_alone():
+    sizes, q, kv = Sizes(), tirx.Var("q", "int32"), tirx.Var("kv", "int32")
+    of_keys, of_queries = (tirx.decl_buffer([length], "float32") for length in (sizes.kv, sizes.q))
+    for inside in (None, sizes):
+        place = Place(0, 0, {}, reader({"custom_keys": of_keys, "custom_queries": of_queries}), inside=inside)
+        found = place.splice(q, kv, {}).read
+        assert is_guarded(found("keys", [kv], Type.FLOAT)) is (inside is None)
+        assert is_guarded(found("queries", [q], Type.FLOAT)) is (inside is None)
+        assert is_guarded(found("keys", [q], Type.FLOAT)) and is_guarded(found("queries", [kv], Type.FLOAT))
