@@ -37,6 +37,7 @@ WHOLE = {
     "a row's slope": lambda s, c, b, h, q, kv: s * 0.1 + c["rows"] * (q - kv),
     "one of both": lambda s, c, b, h, q, kv: s * 0.1 + c["keys"] - c["slopes"] * (q - kv),
     "not a sum": lambda s, c, b, h, q, kv: s * (q - kv) * 0.1,
+    "its product again": lambda s, c, b, h, q, kv: s * 0.1 + (s * 0.1).tanh() * kv,
 }
 
 
@@ -82,7 +83,7 @@ def test_other_scores_stay_whole(name):
 @pytest.mark.parametrize(
     ("name", "starts"),
     [("nothing added", False), ("a number of each key", True), ("how far", True), ("a row's slope", True),
-     ("one of both", True), ("not a sum", False)],
+     ("one of both", True), ("not a sum", False), ("its product again", False)],
 )  # fmt: skip
 def test_a_tile_may_start_with_all_that_a_score_adds_to_its_product(name, starts):
     score = schedule_forward(traced(WHOLE[name]), parts_rows=True).score
