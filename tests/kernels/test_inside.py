@@ -2,13 +2,18 @@
 
 import pytest
 
-from attention_engine.ir.expr import Type
+from attention_engine.ir.expr import Op, Type, const, make
+from attention_engine.ir.program import KV_IDX, Q_IDX, H
+from attention_engine.passes.simplify import add
 
 pytest.importorskip("tilelang")
 import tilelang.language as T
 from tvm import tirx
 
-from attention_engine.kernels.common import Place, Sizes, reader
+from attention_engine.kernels.common import Place, Sizes, build, reader
+from attention_engine.kernels.inside import where_inside
+
+ONE = const(1, Type.INT)
 
 
 def read(index, length, inside):
@@ -37,3 +42,20 @@ def test_a_place_inside_knows_its_query_and_key_alone():
         assert is_guarded(found("keys", [kv], Type.FLOAT)) is (inside is None)
         assert is_guarded(found("queries", [q], Type.FLOAT)) is (inside is None)
         assert is_guarded(found("keys", [q], Type.FLOAT)) and is_guarded(found("queries", [kv], Type.FLOAT))
+
+
+@pytest.mark.parametrize(("index", "twice"), [(KV_IDX, True), (Q_IDX, True), (H, False), (add(KV_IDX, ONE), False)])
+def test_tiles_that_may_reach_past_the_end_keep_their_guards(index, twice):
+    """The text stands twice, one with guards, where an index is a pair's own query or key."""
+    sizes, found = Sizes(), []
+
+    @T.macro
+    def body(buffers):
+        with T.Kernel(1, threads=32):
+            place = Place(0, 0, {}, reader(buffers))
+            corners = (0, 0), (sizes.q // 2, sizes.kv // 2)
+            read = make(Op.LOAD, index, arg="x", dtype=Type.FLOAT)
+            where_inside(place, sizes, corners, [read], {}, lambda at: found.append(at.inside))
+
+    build("reads", {"x": T.Tensor([sizes.q, sizes.kv], "float32")}, body)
+    assert found == ([sizes, None] if twice else [None])
