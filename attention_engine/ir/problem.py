@@ -82,5 +82,11 @@ class Tile:
 
     @property
     def row_pad(self) -> int:
-        """What the backward pass pads its rows to, so that neither a tile nor a block of rows ends outside."""
+        """What the backward pass pads its rows to a multiple of, so that no block of rows ends outside."""
+        assert self.q <= ROW_PAD, "a tile may begin at any piece, and then ends within ROW_PAD of the last query"
         return math.lcm(ROW_PAD, self.q)
+
+
+def padded_rows(queries: int, row_pad: int) -> int:
+    """The length of the backward pass's own rows, past which no tile and no block of rows ends."""
+    return -(-(queries + ROW_PAD) // row_pad) * row_pad

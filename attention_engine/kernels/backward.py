@@ -161,8 +161,7 @@ def backward(
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
                 head = visit.head
-                q_tile = visit.tile
-                q0 = q_tile * tile.q
+                q0 = visit.start
                 read = reader(buffers, sizes.inside(problem, batch, head))
                 place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
                 maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, True, staged)
@@ -178,7 +177,7 @@ def backward(
                     copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.weigh(products, weights)
                 outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                partial = either(visit.is_partial(q_tile), outside)
+                partial = either(visit.is_partial(q0), outside)
                 where_partial(partial, bind(maths.mask, weights))
                 load(weights_in, weights)
                 accumulate(weights_in, do, dv_sums, rows=not tile.shared_weights)
@@ -218,12 +217,12 @@ def backward(
                     dq = T.alloc_fragment([tile.q, dim], FLOAT)
                     T.clear(dq)
                     multiply(gradients_out, k, dq, transpose_A=True, rows=False)
-                    take_sums_for_granted(buffers, batch * problem.heads + head, q_tile, tile.q * dim)
+                    take_sums_for_granted(buffers, batch * problem.heads + head, q0 * dim, tile.q * dim)
                     for i, d in T.Parallel(tile.q, dim):
                         T.atomic_add(
                             buffers["workspace"][
                                 batch * problem.heads + head,
-                                q_tile * (tile.q * dim) + place_in_workspace(i, d, tile, dim, vectors)
+                                q0 * dim + place_in_workspace(i, d, tile, dim, vectors)
                             ],
                             dq[i, d],
                         )

@@ -15,7 +15,6 @@ Three forms, by the registers that dK and dV take of a thread (passes/by_hand.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
@@ -123,6 +122,7 @@ def backward_hopper(
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads)
     names = [n for n, _ in rows.rows]
+    row_is_held = len(names) > 0  # over all steps; without rows ptxas would spill four bytes for it
     row_length = -(-tile.q // TMA_FLOATS) * TMA_FLOATS
     wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
     early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
@@ -130,16 +130,13 @@ def backward_hopper(
 
     @T.macro
     def copy_step(
-        buffers: Any, shared: Any, at: Any, stage: Any, empty: Any, full: Any, rows_too: list[str],
-        before_rows: Callable[[], None] | None = None,
+        buffers: Any, shared: Any, at: Any, stage: Any, empty: Any, full: Any, rows_too: list[str]
     ) -> None:  # fmt: skip
         name, head_dim, batch, head, q0, turn = at
         T.barrier_wait(empty[stage], turn ^ 1)
         T.tma_copy(
             window(buffers[name], batch, head, q0, tile.q, head_dim), shared[name][stage, :, :], barrier=full[stage]
         )
-        if before_rows is not None:
-            before_rows()
         for row in rows_too:
             T.tma_copy(buffers[row][batch, head, q0 : q0 + tile.q], shared[row][stage, : tile.q], barrier=full[stage])
         T.barrier_arrive(full[stage])
@@ -187,22 +184,22 @@ def backward_hopper(
             if thread < GROUP:
                 T.dec_max_nreg(producer_registers)
                 if thread < WARP:
-                    if steps > 0:
-                        T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
-                        T.barrier_arrive(k_full)
+                    first = walk.first_entry()
+                    T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
+                    T.barrier_arrive(k_full)
+                    T.tma_copy(window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v), v, barrier=v_full)
+                    T.barrier_arrive(v_full)
+                    if with_dq:
+                        wait_for_unit(blocks, index, buffers)
                     for step in T.serial(steps):
-                        visit = walk.at(step)
+                        visit = walk.at(step, first)
                         head = visit.head
-                        q0 = visit.tile * tile.q
+                        q0 = visit.start
                         stage = step % stages
                         turn = (step // stages) % 2
                         copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
-                        if step == 0:
-                            T.tma_copy(window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v), v, barrier=v_full)
-                            T.barrier_arrive(v_full)
                         at = "do", dim_v, batch, head, q0, turn
-                        prepared = bind(wait_for_unit, blocks, index, step, buffers) if with_dq else None
-                        copy_step(buffers, shared, at, stage, do_empty, do_full, late, prepared)
+                        copy_step(buffers, shared, at, stage, do_empty, do_full, late)
                 else:
                     if with_dq:
                         spare_work(SpareWarps(problem, tile, blocks, index, sizes.q, delta), buffers, added)
@@ -218,18 +215,18 @@ def backward_hopper(
                 T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
                 own_read = reader(buffers, sizes.inside(problem, batch, kv_head))
                 of_only_head = block_values(schedule.block, batch, kv_head, own_read) if only_head else {}
-                first_row = hold_value(batch * problem.heads + kv_head * problem.group) if with_dq else 0
-                if steps > 0:
-                    T.barrier_wait(k_full, 0)
-                    T.barrier_wait(v_full, 0)
+                first_row = batch * problem.heads + kv_head * problem.group
+                first_row = hold_value(first_row) if with_dq and row_is_held else first_row
+                T.barrier_wait(k_full, 0)
+                T.barrier_wait(v_full, 0)
                 for step in T.serial(steps):
                     visit = walk.at(step)
                     head = visit.head
-                    q_tile = visit.tile
-                    row = first_row if only_head else first_row + (head - kv_head * problem.group)
+                    q0 = visit.start
                     if with_dq:
-                        take_sums_for_granted(buffers, row, q_tile, tile.q * dim)
-                    q0 = q_tile * tile.q
+                        row = first_row + (head - kv_head * problem.group)
+                        row = row if row_is_held else hold_value(row)
+                        take_sums_for_granted(buffers, row, q0 * dim, tile.q * dim)
                     stage = step % stages
                     turn = (step // stages) % 2
                     read = reader(buffers, sizes.inside(problem, batch, head))
@@ -246,7 +243,7 @@ def backward_hopper(
                     if in_turn:
                         T.wait_wgmma(0)
                         maths.weigh(products, weights)
-                        partial = either(visit.is_partial(q_tile), outside)
+                        partial = either(visit.is_partial(q0), outside)
                         where_partial(partial, bind(maths.mask, weights))
                         T.copy(weights, weights_in)
                     T.barrier_wait(do_full[stage], turn)
@@ -263,7 +260,7 @@ def backward_hopper(
                     maths.differentiate(products, Packed(weights_in) if in_turn else weights, gradients)
                     cleared = (gradients,) if in_turn else (weights, gradients)
                     if schedule.mask is not None and masks_gradients:
-                        where_partial(visit.is_partial(q_tile), bind(maths.drop, *cleared))
+                        where_partial(visit.is_partial(q0), bind(maths.drop, *cleared))
                     if masks_gradients:
                         where_partial(outside, bind(maths.cut, *cleared))
                     if not in_turn:
@@ -317,7 +314,7 @@ def backward_hopper(
                             query, d = (j, i) if transposed else (i, j)
                             T.atomic_add(
                                 buffers["workspace"][
-                                    row, q_tile * (tile.q * dim) + place_in_workspace(query, d, tile, dim, vectors),
+                                    row, q0 * dim + place_in_workspace(query, d, tile, dim, vectors),
                                 ],
                                 dq[i, j],
                             )  # fmt: skip

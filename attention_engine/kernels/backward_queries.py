@@ -91,8 +91,7 @@ def backward_queries(
             walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
-                kv_tile = visit.tile
-                kv0 = kv_tile * tile.kv
+                kv0 = visit.start
                 maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, False, staged)
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(products)
@@ -109,7 +108,7 @@ def backward_queries(
                 if with_dq:
                     maths.differentiate(products, weights, gradients)
                     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                    partial = either(visit.is_partial(kv_tile), outside)
+                    partial = either(visit.is_partial(kv0), outside)
                     where_partial(partial, bind(maths.mask, gradients))
                     load(gradients_in, gradients)
                     accumulate(gradients_in, k, dq_sums)

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Type
-from attention_engine.ir.problem import STAGED_UNIT, Problem
+from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 from attention_engine.passes.row_terms import KV_PLACE
@@ -36,14 +36,15 @@ def build(name: str, parameters: Mapping[str, Any], body: Callable[[Buffers], No
 
 
 def padded_length(length: Any, pad: int) -> Any:
-    """A run-time length rounded up for rows that are the backward pass's own."""
-    return T.ceildiv(length, pad) * pad
+    """A run-time length rounded up for rows that are the backward pass's own, `problem.padded_rows` in a kernel."""
+    return T.ceildiv(length + ROW_PAD, pad) * pad
 
 
 class Sizes:
-    """The run-time sizes of one kernel."""
+    """The run-time sizes of one kernel; axes: of its custom inputs, by name."""
 
     def __init__(self) -> None:
+        self.axes: dict[str, tuple[int | str, ...]] = {}
         self.batch, self.q, self.kv = T.dynamic("batch"), T.dynamic("q_length"), T.dynamic("kv_length")
 
     def tensor(self, length: Any, heads: int, dim: int, problem: Problem) -> Any:
@@ -81,6 +82,7 @@ class Sizes:
                 continue
             run_time = {a: T.dynamic(f"{name}_{a}") for a in axes if isinstance(a, str) and a not in lengths}
             shape = [a if isinstance(a, int) else {**lengths, **run_time}[a] for a in axes]
+            self.axes[name] = axes
             if name in problem.staged:
                 strides = {f"{name}_stride_{n}": T.dynamic(f"{name}_stride_{n}") for n in range(len(shape) - 1)}
                 steps = [STAGED_UNIT * s for s in strides.values()]
@@ -192,7 +194,7 @@ def assign(targets: Iterable[tuple[Any, Expr]], splice: Splice, *indices: Any) -
 class Place:
     """Where a kernel is: the batch and head of its block, and the block's values; whether it may approximate.
 
-    inside: the lengths that all its queries and keys are known to be below.
+    inside: lengths that its pairs' own queries or keys (Q_IDX, KV_IDX) are known to be below.
     """
 
     batch: Any
@@ -200,7 +202,7 @@ class Place:
     block: Mapping[Expr, Any]
     read: Reader
     approximate: bool = False
-    inside: Sizes | None = None
+    inside: tuple[tuple[Expr, Any], ...] = ()
 
     def splice(self, q_idx: Any, kv_idx: Any, values: Mapping[Expr, Any]) -> Splice:
         """Splices at one pair (or row: kv_idx None)."""
@@ -208,8 +210,8 @@ class Place:
         if kv_idx is not None:
             at[KV_IDX] = kv_idx
         read = self.read
-        if self.inside is not None:
-            read = bind(read, inside_too=((q_idx, self.inside.q), (kv_idx, self.inside.kv)))
+        if self.inside:
+            read = bind(read, inside_too=[(at[index], length) for index, length in self.inside])
         return Splice(at, read, self.approximate)
 
 

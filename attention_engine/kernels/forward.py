@@ -132,8 +132,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
-                kv_tile = visit.tile
-                kv0 = kv_tile * tile.kv
+                kv0 = visit.start
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
@@ -141,7 +140,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                     copy_staged(staged, buffers, batch, head, q0, kv0)
                 maths.score(kv0)
                 if schedule.fill is not None:
-                    partial = either(visit.is_partial(kv_tile), kv0 + tile.kv > sizes.kv)
+                    partial = either(visit.is_partial(kv0), kv0 + tile.kv > sizes.kv)
                     where_partial(partial, bind(maths.mask, kv0))
                 maths.weigh(kv0)
                 load(weights, scores)

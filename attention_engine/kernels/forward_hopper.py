@@ -122,12 +122,11 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
 
     @T.macro
     def weigh(maths: TileMaths, visit: Visit, before_weights: Callable[[], None] | None = None) -> None:
-        kv_tile = visit.tile
-        kv0 = kv_tile * tile.kv
+        kv0 = visit.start
         if not starts_ahead:
             maths.score(kv0)
         if schedule.fill is not None:
-            where_partial(either(visit.is_partial(kv_tile), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
+            where_partial(either(visit.is_partial(kv0), kv0 + tile.kv > sizes.kv), bind(maths.mask, kv0))
         maths.weigh(kv0, before_weights)
 
     def maths_of(buffers: Any, memory: Memory, item: Item, block: tuple[tuple[Expr, Expr], ...]) -> TileMaths:
@@ -150,7 +149,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     def start_tile(maths: TileMaths, walk: KeyWalk | None, step: Any) -> None:
         """What a step's products add to, before its group waits for its turn: then it issues them at once. Past the
         last step that is nobody's: the first tile's, which is far from the diagonal as a rule and so made soonest."""
-        maths.start_scores(walk.at(T.if_then_else(step < walk.count, step, 0)).tile * tile.kv if by_index else 0)
+        maths.start_scores(walk.at(T.if_then_else(step < walk.count, step, 0)).start if by_index else 0)
         T.warpgroup_fence_operand(maths.scores, num_regs=tile.q * tile.kv // tile.threads)
 
     @T.macro
@@ -158,7 +157,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
         kv_head = item.head // problem.group
         for step in T.unroll(item.steps, unroll_factor=1):  # four steps at once would spill
             visit = walk.at(step)
-            kv0 = T.if_then_else(walk.count > 0, visit.tile * tile.kv, sizes.kv)  # where no key is kept: zeros, no NaN
+            kv0 = T.if_then_else(walk.count > 0, visit.start, sizes.kv)  # where no key is kept: zeros, no NaN
             stage, turn = item.stage(step, stages)
             T.barrier_wait(memory.k_empty[stage], turn ^ 1)
             if plan.mapped:  # noqa: SIM102 - Python's condition, then the kernel's

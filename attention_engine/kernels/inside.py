@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial as bind
+from functools import reduce
 from typing import Any
 
 import tilelang.language as T
@@ -24,14 +25,15 @@ def where_inside(
 ) -> None:  # fmt: skip
     """action(place), in which a tile's pairs compute `exprs`; known: the reads that are no reads of memory."""
     reads = [node for node in topological(*exprs) if node.op is Op.LOAD and node not in known]
-    at = {index for read in reads for index in read.args}
-    ends = [last < length for side, last, length in zip((Q_IDX, KV_IDX), corners[1], (sizes.q, sizes.kv), strict=True)
-            if side in at]  # fmt: skip
-    if not ends:
+    asked = {(i, axis) for read in reads for i, axis in zip(read.args, sizes.axes[read.name], strict=True)}
+    lasts, lengths = zip((Q_IDX, KV_IDX), corners[1], strict=True), {"seq_len": sizes.q, "seq_len_kv": sizes.kv}
+    inside = {(i, axis): (last, length) for i, last in lasts for axis, length in lengths.items() if (i, axis) in asked}
+    if not inside:
         action(place)
     else:
-        inside = T.And(*ends) if len(ends) > 1 else ends[0]
-        _choose(inside, bind(action, replace(place, inside=sizes)), bind(action, place))
+        known_too = tuple((i, length) for (i, _), (_, length) in inside.items())
+        ends = [last < length for last, length in inside.values()]
+        _choose(reduce(T.And, ends), bind(action, replace(place, inside=known_too)), bind(action, place))
 
 
 @T.macro

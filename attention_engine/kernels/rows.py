@@ -17,6 +17,7 @@ from attention_engine.kernels.common import (
     Sizes,
     build,
     over_rows,
+    padded_length,
     reader,
     store,
     window,
@@ -38,11 +39,11 @@ def workspace(sizes: Sizes, problem: Problem) -> Any:
     return T.Tensor([sizes.batch * problem.heads, T.dynamic("sums_of_a_head")], FLOAT)
 
 
-def take_sums_for_granted(buffers: Buffers, row: Any, tile: Any, size: int) -> None:
-    """Spares the guards of a tile's sums, and says that rows begin at whole vectors."""
+def take_sums_for_granted(buffers: Buffers, row: Any, first: Any, size: int) -> None:
+    """Spares the guards of a tile's sums, from `first` on, and says that rows begin at whole vectors."""
     count, length = buffers["workspace"].shape
     take_for_granted(T.And(row >= 0, row < count))
-    take_for_granted(T.And(tile >= 0, (tile + 1) * size <= length))
+    take_for_granted(T.And(first >= 0, first + size <= length))
     take_for_granted(length % VECTOR == 0)
 
 
@@ -59,28 +60,40 @@ def transposes_dq(tile: Tile, dim: int) -> bool:
 
 
 def place_in_workspace(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> Any:
-    """Where dQ[i, d] of a tile stands, so that the atomics of a warp meet consecutive addresses.
+    """Where dQ[i, d] of a tile stands, so that the atomics of a warp meet consecutive addresses; those of a piece of
+    queries (tiles.py) stand together, and tiles may begin at any.
 
     With vectors (sm_90 has 16-byte reductions), the four numbers of a thread stand together; else 32 lanes do.
     """
-    if transposes_dq(tile, dim):
-        i, d, dim = d, i, tile.q
+    transposed, height = transposes_dq(tile, dim), _height(vectors)
+    if transposed:
+        i, d = d, i
+        block = d // 8 * (dim // height) + i // height
+    else:
+        block = i // height * (dim // 8) + d // 8
     if vectors:
-        return ((i // 16) * (dim // 8) + d // 8) * 128 + (i % 8) * 16 + ((d % 8) // 2) * 4 + ((i % 16) // 8) * 2 + d % 2
-    return ((i // 8) * (dim // 8) + d // 8) * 64 + (d % 2) * 32 + (i % 8) * 4 + (d % 8) // 2
+        return block * 128 + (i % 8) * 16 + ((d % 8) // 2) * 4 + ((i % 16) // 8) * 2 + d % 2
+    return block * 64 + (d % 2) * 32 + (i % 8) * 4 + (d % 8) // 2
 
 
 def entry_of_workspace(x: Any, tile: Tile, dim: int, vectors: bool) -> tuple[Any, Any]:
     """The query and head dim of a tile that stand at x: the inverse of `place_in_workspace`."""
-    transposed = transposes_dq(tile, dim)
-    columns = (tile.q if transposed else dim) // 8
+    transposed, height = transposes_dq(tile, dim), _height(vectors)
+    block, of_block = x // (height * 8), x % (height * 8)
+    across = dim // height if transposed else dim // 8
+    i, d = (block % across, block // across) if transposed else (block // across, block % across)
     if vectors:
-        block, lane = x // 128, x % 128 // 4
-        i, d = block // columns * 16 + x % 4 // 2 * 8 + lane // 4, block % columns * 8 + lane % 4 * 2 + x % 2
+        lane = of_block // 4
+        i, d = i * 16 + x % 4 // 2 * 8 + lane // 4, d * 8 + lane % 4 * 2 + x % 2
     else:
-        block, lane = x // 64, x % 32
-        i, d = block // columns * 8 + lane // 4, block % columns * 8 + lane % 4 * 2 + x % 64 // 32
+        lane = of_block % 32
+        i, d = i * 8 + lane // 4, d * 8 + lane % 4 * 2 + of_block // 32
     return (d, i) if transposed else (i, d)
+
+
+def _height(vectors: bool) -> int:
+    """Rows of an accumulator's block of eight columns whose sums stand together."""
+    return 16 if vectors else 8
 
 
 def reads_delta(backward: Backward) -> bool:
@@ -137,7 +150,7 @@ def preprocess(
 
     @T.macro
     def body(buffers: Any) -> None:
-        count = T.ceildiv(sizes.q, pad) * (pad // length)
+        count = padded_length(sizes.q, pad) // length
         with T.Kernel(count, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
             if tile is not None and tile.specialised:
                 T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
@@ -160,7 +173,8 @@ def preprocess(
                 T.copy(delta, buffers["delta"][batch, head, row0 : row0 + length])
                 _read_rows(problem, backward, backward.rows, finals, place, buffers, delta, row0, length, sizes)
             if tile is not None:
-                take_sums_for_granted(buffers, row, block, length * padded(problem.dim))
+                size = length * padded(problem.dim)
+                take_sums_for_granted(buffers, row, block * size, size)
                 if not tile.specialised or pair < blocks.pairs_before:
                     for x in T.Parallel(length * padded(problem.dim)):
                         buffers["workspace"][row, block * (length * padded(problem.dim)) + x] = 0.0
@@ -230,7 +244,7 @@ def postprocess(
             sums = T.alloc_fragment([tile.q * dim], FLOAT)
             gradient = T.alloc_shared([tile.q, dim], problem.dtype)
             row, first = batch * problem.heads + head, block * (tile.q * dim)
-            take_sums_for_granted(buffers, row, block, tile.q * dim)
+            take_sums_for_granted(buffers, row, first, tile.q * dim)
             T.copy(buffers["workspace"][row, first : first + tile.q * dim], sums)
             for x in T.Parallel(tile.q * dim):
                 query, d = entry_of_workspace(x, tile, dim, vectors)

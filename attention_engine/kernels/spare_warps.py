@@ -89,11 +89,11 @@ def count(counter: Any) -> None:
 
 
 @T.macro
-def wait_for_unit(blocks: KeyBlocks, index: Any, step: Any, buffers: Buffers) -> None:
-    """At the first step: until this block's unit is prepared."""
+def wait_for_unit(blocks: KeyBlocks, index: Any, buffers: Buffers) -> None:
+    """Until this block's unit is prepared."""
     number, _ = blocks.position(index)
     T.import_source(PROXY_FENCE)
-    if T.And(number >= blocks.ahead, step == 0):
+    if number >= blocks.ahead:
         while T.atomic_load(buffers["counters"][number, PREPARED], memory_order="acquire") < 0:
             pass
         T.call_extern("void", "fence_proxy_of_memory")
@@ -105,7 +105,7 @@ def write_zeroes(work: SpareWarps, buffers: Buffers, warp: int) -> None:
     at_once = math.gcd(work.size, ZEROES)
     for turn in T.unroll(work.shares.count(work.unit, work.position), unroll_factor=1):
         row, tile = work.shares.place(work.unit, work.position, turn)
-        take_sums_for_granted(buffers, row, tile, work.size)
+        take_sums_for_granted(buffers, row, tile * work.size, work.size)
         for part in T.unroll(T.ceildiv(work.size // at_once - warp, len(SPARE)), unroll_factor=1):
             for x in T.Parallel(at_once):
                 buffers["workspace"][row, tile * work.size + (part * len(SPARE) + warp) * at_once + x] = 0.0

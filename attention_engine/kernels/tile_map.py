@@ -1,13 +1,15 @@
-"""Writes the tile map of a mask: for each row of tiles, the list of tiles that hold a kept pair (tiles.py).
+"""Writes the tile map of a mask: for each row of tiles, a list of tiles that hold the kept pairs (tiles.py).
 
-A block makes one row. It bounds the mask over many tiles at once, one a lane, by interval arithmetic; only tiles that
-the bounds leave open are asked pair by pair. Nothing is held of the size of the pairs.
+A block makes one row. It bounds the mask by interval arithmetic over many pieces of the row at once, one a thread, and
+each against strips of the block's own side: a piece of which one strip is kept whole and another masked whole is known
+to be part. Only what the bounds leave open is asked pair by pair. Tiles are then laid from the first piece on that
+holds a kept pair. Nothing is held of the size of the pairs.
 """
 
 from __future__ import annotations
 
-import math
-from functools import partial as bind
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import tilelang.language as T
@@ -15,15 +17,16 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
-from attention_engine.kernels.mask_ranges import INT_HIGHEST, INT_LOWEST, MaskRanges, cut, index_ranges, range_of, value
+from attention_engine.kernels.mask_ranges import MaskRanges, cut, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import EMPTY, LISTS, kv_range, list_parameters, q_range
+from attention_engine.kernels.tiles import EMPTY, LISTS, PIECE, kv_range, list_parameters, q_range
+from attention_engine.kernels.warps import WARP
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 
-LANES = 128  # tiles that are bounded at once
-STRIP = 16  # entries of each that are looked at together
-PAIRS = 2048  # of a tile that are asked together
-NONE, ALL, PART, OPEN = 0, 1, 2, 3
+PIECES = 512  # that are bounded at once, one a thread
+READERS = 4  # threads that read a piece's entries among them, so that a warp reads whole sectors
+ASKED = 8  # pieces whose pairs are asked at once
+KEPT, MASKED, OPEN = 1, 2, 4  # some pair is kept; some is masked; it must be asked. Of what lies outside none holds
 
 
 def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
@@ -36,178 +39,152 @@ def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
     parameters.update(sizes.custom(problem, plan.reads))
     parameters.update(list_parameters(plan, sizes, problem, tile, over_keys))
     rows = T.ceildiv(sizes.q, tile.q) if over_keys else T.ceildiv(sizes.kv, tile.kv)
-    batches = sizes.batch if plan.by_batch else 1
+    heads, group = plan.heads(problem, over_keys), 1 if over_keys else plan.candidates(problem)
+    of_tile = (tile.kv if over_keys else tile.q) // PIECE
+    tiles = -(-PIECES // of_tile)  # that the pieces make, at most
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(rows, plan.heads(problem, over_keys), batches, threads=LANES) as (row, head, batch):
-            states = T.alloc_shared([LANES], "int32")
-            order = T.alloc_shared([LANES], "int32")  # how many lanes up to each are kept (or open)
-            open_lanes = T.alloc_shared([LANES], "int32")
-            seen = T.alloc_shared([4], "int32")  # two pairs of flags: a warp may be one tile ahead of another
+        with T.Kernel(rows, heads, sizes.batch if plan.by_batch else 1, threads=PIECES) as (row, head, batch):
+            states = T.alloc_shared([PIECES + of_tile], "int32")
+            of_tiles = T.alloc_shared([tiles], "int32")
+            ranks = T.alloc_shared([-(-tiles // WARP) * WARP], "int32")  # how many tiles up to each are kept
             count = T.alloc_var("int32", 0)
-            row_maker = _Row(plan, problem, tile, over_keys, sizes, buffers, batch, head, row)
-            row_maker.read_sides(0, moving=False)
-            first, stop = row_maker.candidates()
-            for chunk in T.serial(T.ceildiv(stop - first, LANES)):
-                start = first + chunk * LANES
-                row_maker.bound(start, stop, states)
-                for lane in T.Parallel(LANES):
-                    order[lane] = T.if_then_else(states[lane] == OPEN, 1, 0)
-                T.cumsum(order, dim=0)
-                for lane in T.Parallel(LANES):
-                    if states[lane] == OPEN:
-                        open_lanes[order[lane] - 1] = lane
-                open_count = T.alloc_var("int32")
-                open_count = order[LANES - 1]
-                for number in T.serial(open_count):
-                    flags = number % 2 * 2
-                    lane = T.alloc_var("int32")
-                    lane = open_lanes[number]
-                    row_maker.read_sides(start + lane, moving=True)
-                    seen[flags] = 0
-                    seen[flags + 1] = 0
-                    row_maker.ask(start + lane, seen, flags)
-                    states[lane] = seen[flags] * (1 + seen[flags + 1])
-                for lane in T.Parallel(LANES):
-                    order[lane] = T.if_then_else(states[lane] == NONE, 0, 1)
-                T.cumsum(order, dim=0)
-                for lane in T.Parallel(LANES):
-                    if states[lane] != NONE:
-                        entry = 2 * (start + lane) + T.if_then_else(states[lane] == ALL, 0, 1)
-                        row_maker.note(count + order[lane], entry)
-                count = count + order[LANES - 1]
-            row_maker.note(0, count)
+            at = T.alloc_var("int32")
+            strips = _Row(problem, plan, tile, over_keys, sizes, buffers, (batch, head, row))
+            first, stop = strips.pieces()
+            for in_group in T.serial(group):
+                strips.begin(in_group)
+                at = first
+                for _ in T.serial(T.ceildiv(stop - first, PIECES - of_tile + 1)):  # so many pieces each does, or more
+                    if at < stop:
+                        strips.bound(at, stop, states)
+                        begin = first_kept(states)
+                        whole = T.if_then_else(
+                            at + PIECES < stop, T.truncdiv(PIECES - begin, of_tile), T.ceildiv(PIECES - begin, of_tile)
+                        )
+                        join_pieces(states, begin, whole, of_tile, of_tiles, ranks)
+                        for n in T.Parallel(tiles):
+                            if T.bitwise_and(of_tiles[n], KEPT) != 0:
+                                entry = 2 * strips.candidate(at + begin + n * of_tile) + T.truncdiv(of_tiles[n], MASKED)
+                                strips.note(count + ranks[n], entry)
+                        count = count + ranks[tiles - 1]
+                        at = at + begin + whole * of_tile
+            strips.note(0, count)
             if count == 0:
-                row_maker.note(1, EMPTY)
+                strips.note(1, EMPTY)
 
     return build("tile_map", parameters, body)
 
 
 class _Row:
-    """The row of tiles that a block looks at. Candidates are tiles, or (tile, head in the group) pairs: tiles.py.
+    """The row of tiles that a block writes, for one after another of the heads that share the list. Of its tiles one
+    side (queries or keys) is the block's own, in strips of PIECE, and the other moves, in pieces."""
 
-    Of a candidate's tile one side (queries or keys) is the block's own, and the other moves.
-    """
-
-    def __init__(self, plan: TilePlan, problem: Problem, tile: Tile, over_keys: bool, sizes: Sizes, buffers: Any,
-                 batch: Any, head: Any, row: Any) -> None:  # fmt: skip
+    def __init__(self, problem: Problem, plan: TilePlan, tile: Tile, over_keys: bool, sizes: Sizes, buffers: Any,
+                 place: tuple[Any, Any, Any]) -> None:  # fmt: skip
         assert plan.mask is not None
-        self.plan, self.problem, self.shape, self.over_keys, self.sizes = plan, problem, tile, over_keys, sizes
-        self.buffers, self.batch, self.row, self.listed_head = buffers, batch, row, head
-        self.mask, self.cuts = cut(plan.mask)
+        self.plan, self.over_keys, self.sizes, self.buffers = plan, over_keys, sizes, buffers
+        self.batch, self.listed_head, self.row = place
         self.group = 1 if over_keys else plan.candidates(problem)
+        self.head, self.in_group = self.listed_head, 0
+        self.own_length, self.shape = tile.q if over_keys else tile.kv, tile
+        self.start = self.row * self.own_length  # of the block's own side
+        self.own_size, self.size = (sizes.q, sizes.kv) if over_keys else (sizes.kv, sizes.q)
+        self.mask, self.cuts = cut(plan.mask)
         self.read = reader(buffers)
-        lengths = {variable: tile.q if self._of_queries(variable) else tile.kv for variable in self.cuts}
-        self.sides = {v: named(f"{v.name}_side", T.alloc_shared([n], "int32")) for v, n in lengths.items()}
+        self.own = {v: self._shared(v, "side", self.own_length) for v in self.cuts if not self._moves(v)}
+        lengths = {v: PIECES if self._moves(v) else self.own_length // PIECE for v in self.cuts}
+        self.least, self.most = ({v: self._shared(v, n, lengths[v]) for v in self.cuts} for n in ("least", "most"))
 
-    def _of_queries(self, variable: Expr) -> bool:
-        return Axis.QUERY in variable.axes
+    @staticmethod
+    def _shared(variable: Expr, name: str, length: int) -> Any:
+        return named(f"{variable.name}_{name}", T.alloc_shared([length], "int32"))
 
     def _moves(self, variable: Expr) -> bool:
-        """Does a cut differ between the candidates of a row?"""
-        return self._of_queries(variable) is not self.over_keys or (self.group > 1 and Axis.HEAD in variable.axes)
+        return (Axis.QUERY in variable.axes) is not self.over_keys
 
-    def candidates(self) -> tuple[Any, Any]:
-        """First and one past the last candidate, by the mask's bounds."""
-        if self.over_keys:
-            q0, tiles = self.row * self.shape.q, T.ceildiv(self.sizes.kv, self.shape.kv)
-            return kv_range(self.plan.bounds, q0, q0 + self.shape.q - 1, self.shape.kv, tiles)
-        kv0, tiles = self.row * self.shape.kv, T.ceildiv(self.sizes.q, self.shape.q)
-        first, stop = q_range(self.plan.bounds, kv0, kv0 + self.shape.kv - 1, self.shape.q, tiles)
-        return first * self.group, stop * self.group
+    def candidate(self, piece: Any) -> Any:
+        """What a list calls a tile that begins there."""
+        return piece * self.group + self.in_group if self.group > 1 else piece
 
-    def _place(self, candidate: Any) -> tuple[Any, Any, Any]:
-        """Head, first query and first key of a candidate."""
-        if self.over_keys:
-            return self.listed_head, self.row * self.shape.q, candidate * self.shape.kv
-        by_head = self.listed_head * self.group + candidate % self.group if self.plan.by_head else self.listed_head
-        return by_head, candidate // self.group * self.shape.q, self.row * self.shape.kv
+    def pieces(self) -> tuple[Any, Any]:
+        """First and one past the last piece that may hold a kept pair, by the mask's bounds."""
+        of_range = kv_range if self.over_keys else q_range
+        last = self.start + self.own_length - 1
+        first, stop = of_range(self.plan.bounds, self.start, last, PIECE, T.ceildiv(self.size, PIECE))
+        return name_value(first), name_value(stop)
 
-    def _value(self, variable: Expr, candidate: Any, i: Any) -> Any:
-        """A cut's value at the tile's i-th query or key, or at the last one that there is."""
-        head, q0, kv0 = self._place(candidate)
-        place = Place(self.batch, head, {}, self.read)
-        if self._of_queries(variable):
-            splice = place.splice(T.min(q0 + i, self.sizes.q - 1), None, {})
-        else:
-            splice = place.splice(None, T.min(kv0 + i, self.sizes.kv - 1), {})
+    def _value(self, variable: Expr, at: Any) -> Any:
+        """A cut's value at a query or key, or at the last one that there is."""
+        place = Place(self.batch, self.head, {}, self.read)
+        at = T.min(at, (self.size if self._moves(variable) else self.own_size) - 1)
+        splice = place.splice(at, None, {}) if Axis.QUERY in variable.axes else place.splice(None, at, {})
         return name_value(T.cast(splice(self.cuts[variable])[0], "int32"))
 
-    def read_sides(self, candidate: Any, moving: bool) -> None:
-        """Reads the cuts of a candidate's moving side, or those of the block's own."""
-        for variable, side in self.sides.items():
-            if self._moves(variable) is moving:
-                over_rows(side.shape[0], lambda i, v=variable, s=side: store(s, self._value(v, candidate, i), i))
+    def begin(self, in_group: Any) -> None:
+        """Turns to a head: reads the cuts of the block's own side, and finds the ends of its strips."""
+        if self.group > 1:
+            self.head, self.in_group = name_value(self.listed_head * self.group + in_group), in_group
+        if self.own:
+            over_rows(self.own_length, self._read_own)
+            over_rows(self.own_length // PIECE, self._find_own_ends)
 
-    def bound(self, start: Any, stop: Any, states: Any) -> None:
-        """states[lane] = NONE, ALL or OPEN for LANES candidates."""
-        ends = {v: self._find_ends(v, start) if self._moves(v) else self._find_own_ends(v) for v in self.cuts}
+    def _read_own(self, i: Any) -> None:
+        for variable, side in self.own.items():
+            store(side, self._value(variable, self.start + i), i)
 
-        def entry(lane: Any) -> None:
-            head, q0, kv0 = self._place(start + lane)
-            q1 = T.min(q0 + self.shape.q, self.sizes.q) - 1
-            kv1 = T.min(kv0 + self.shape.kv, self.sizes.kv) - 1
-            places = index_ranges(self.batch, head, (q0, q1), (kv0, kv1))
-            for variable, (least, most) in ends.items():
-                at = lane if self._moves(variable) else 0
-                places[variable] = range_of(variable, least[at], most[at])
-            must, may = MaskRanges(places, self.read)(self.mask)
-            state = T.if_then_else(must, ALL, T.if_then_else(may, OPEN, NONE))
-            store(states, T.if_then_else(start + lane < stop, state, NONE), lane)
+    def _find_own_ends(self, n: Any) -> None:
+        for variable, side in self.own.items():
+            self._store_ends(variable, [side[n * PIECE + i] for i in range(PIECE)], self.least, self.most, n)
 
-        over_rows(LANES, entry)
+    @staticmethod
+    def _store_ends(variable: Expr, values: Iterable[Any], least: Any, most: Any, *at: Any) -> None:
+        values = list(values)
+        store(least[variable], reduce(T.min, values), *at)
+        store(most[variable], reduce(T.max, values), *at)
 
-    def _find_ends(self, variable: Expr, start: Any) -> tuple[Any, Any]:
-        """The least and greatest value of a cut in each candidate's tile."""
-        name, length = variable.name, self.shape.q if self._of_queries(variable) else self.shape.kv
-        least, most = (named(f"{name}_{n}", T.alloc_shared([LANES], "int32")) for n in ("least", "most"))
-        width = math.gcd(length, STRIP)
-        low, high = (named(f"{name}_{n}", T.alloc_fragment([LANES, width], "int32")) for n in ("low", "high"))
+    def bound(self, at: Any, stop: Any, states: Any) -> None:
+        """The states of the pieces from `at` on."""
+        moving = [v for v in self.cuts if self._moves(v)]
+        if moving:
+            low, high = ({v: T.alloc_fragment([PIECES, READERS], "int32") for v in moving} for _ in range(2))
 
-        def entry(strip: Any, lane: Any, i: Any) -> None:
-            found = self._value(variable, start + lane, strip * width + i)
-            store(low, T.min(low[lane, i], found), lane, i)
-            store(high, T.max(high[lane, i], found), lane, i)
+            def read(piece: Any, reader: Any) -> None:
+                first = (at + piece) * PIECE + reader
+                values = {v: [self._value(v, first + i) for i in range(0, PIECE, READERS)] for v in moving}
+                for variable, found in values.items():  # all are read before the first is used
+                    self._store_ends(variable, found, low, high, piece, reader)
 
-        find_ends(length // width, bind(over_pairs, LANES, width), entry, low, high, least, most, LANES)
-        return least, most
+            over_pairs(PIECES, READERS, read)
+            for variable in moving:
+                join_ends(low[variable], high[variable], self.least[variable], self.most[variable])
+        opened = T.alloc_shared([1], "int32")
+        size = T.ceildiv(self.size, PIECE)
+        join_strips(self.own_length // PIECE, size, at, stop, self._bound_strip, self._bound_entry, states, opened)
+        ask_open(opened, states, lambda piece, j: _Question(self, (at + piece) * PIECE + j), self.own_length)
 
-    def _find_own_ends(self, variable: Expr) -> tuple[Any, Any]:
-        """The same of a cut of the block's own side: one number each."""
-        name, side = variable.name, self.sides[variable]
-        length = side.shape[0]
-        least, most = (named(f"{name}_{n}", T.alloc_shared([1], "int32")) for n in ("least", "most"))
-        low, high = (named(f"{name}_{n}", T.alloc_fragment([1, length], "int32")) for n in ("low", "high"))
+    def _bound_strip(self, piece: Any, at: Any, strip: Any) -> Any:
+        """What the bounds say of a piece and a strip of the block's own side."""
+        ends = {v: (self.least[v][strip], self.most[v][strip]) for v in self.own}
+        return self._bound(piece, at, self.start + strip * PIECE, PIECE, ends)
 
-        def entry(strip: Any, lane: Any, i: Any) -> None:
-            store(low, side[i], lane, i)
-            store(high, side[i], lane, i)
+    def _bound_entry(self, piece: Any, at: Any, i: Any) -> Any:
+        """What they say of a piece and one entry of the block's own side."""
+        return self._bound(piece, at, self.start + i, 1, {v: (side[i], side[i]) for v, side in self.own.items()})
 
-        find_ends(1, bind(over_pairs, 1, length), entry, low, high, least, most, 1)
-        return least, most
-
-    def ask(self, candidate: Any, seen: Any, flags: Any) -> None:
-        """Notes in `seen` whether some pair of the candidate's tile is kept, and whether some is masked."""
-        head, q0, kv0 = self._place(candidate)
-        place = Place(self.batch, head, {}, self.read)
-        fitting = (r for r in range(self.shape.q, 0, -1) if self.shape.q % r == 0)
-        rows = next(r for r in fitting if r * self.shape.kv <= PAIRS or r == 1)
-        kept, masked = (
-            named(n, T.alloc_fragment([rows, self.shape.kv], "int32")) for n in ("some_kept", "some_masked")
-        )
-
-        def entry(strip: Any, i: Any, j: Any) -> None:
-            row = strip * rows + i
-            q_idx, kv_idx = name_value(q0 + row), name_value(kv0 + j)
-            of_sides = {v: value(v, s[row if self._of_queries(v) else j]) for v, s in self.sides.items()}
-            (keep,) = place.splice(q_idx, kv_idx, of_sides)(self.mask)
-            keep = name_value(keep)
-            inside = T.And(q_idx < self.sizes.q, kv_idx < self.sizes.kv)
-            store(kept, T.if_then_else(T.And(inside, keep), 1, kept[i, j]), i, j)
-            store(masked, T.if_then_else(T.And(inside, T.Not(keep)), 1, masked[i, j]), i, j)
-
-        note_pairs(self.shape.q // rows, rows, self.shape.kv, entry, kept, masked, seen, flags)
+    def _bound(self, piece: Any, at: Any, own: Any, length: int, ends: dict[Expr, tuple[Any, Any]]) -> Any:
+        moving = (at + piece) * PIECE
+        of_own = own, T.min(own + length, self.own_size) - 1
+        of_moving = moving, T.min(moving + PIECE, self.size) - 1
+        q, kv = (of_own, of_moving) if self.over_keys else (of_moving, of_own)
+        places = index_ranges(self.batch, self.head, q, kv)
+        for variable in self.cuts:
+            of_piece = (self.least[variable][piece], self.most[variable][piece]) if self._moves(variable) else None
+            places[variable] = range_of(variable, *(of_piece or ends[variable]))
+        must, may = MaskRanges(places, self.read)(self.mask)
+        found = T.if_then_else(must, KEPT, T.if_then_else(may, OPEN, MASKED))
+        return name_value(T.if_then_else(own < self.own_size, found, 0))
 
     def note(self, position: Any, entry: Any) -> None:
         """Writes one entry of the list."""
@@ -216,37 +193,124 @@ class _Row:
 
 
 @T.macro
-def find_ends(
-    strips: int, over: Any, entry: Any, low: Any, high: Any, least: Any, most: Any, count: int
-) -> None:
-    """Least and greatest of the values that `entry` joins into `low` and `high`, strip by strip."""
-    T.fill(low, INT_HIGHEST)
-    T.fill(high, INT_LOWEST)
-    for strip in T.serial(strips):
-        over(bind(entry, strip))
-    least_found = T.alloc_fragment([count], "int32")
-    most_found = T.alloc_fragment([count], "int32")
+def join_ends(low: Any, high: Any, least: Any, most: Any) -> None:
+    """The ends of pieces, from those of the entries that each reader has."""
+    least_found = T.alloc_fragment([PIECES], "int32")
+    most_found = T.alloc_fragment([PIECES], "int32")
     T.reduce_min(low, least_found, dim=1)
     T.reduce_max(high, most_found, dim=1)
     T.copy(least_found, least)
     T.copy(most_found, most)
 
 
+class _Question:
+    """A query or key of the side that moves, its cuts read once: what does it hold with entries of the other side?"""
+
+    def __init__(self, row: _Row, moving: Any) -> None:
+        self.row, self.moving = row, name_value(moving)
+        self.cuts = {v: row._value(v, self.moving) for v in row.cuts if row._moves(v)}
+
+    def __call__(self, i: Any) -> Any:
+        row, own = self.row, name_value(self.row.start + i)
+        q_idx, kv_idx = (own, self.moving) if row.over_keys else (self.moving, own)
+        cuts = self.cuts | {v: side[i] for v, side in row.own.items()}
+        place = Place(row.batch, row.head, {}, row.read)
+        (keep,) = place.splice(q_idx, kv_idx, {v: value(v, held) for v, held in cuts.items()})(row.mask)
+        inside = T.And(own < row.own_size, self.moving < row.size)
+        return T.if_then_else(inside, T.if_then_else(keep, KEPT, MASKED), 0)
+
+
 @T.macro
-def note_pairs(strips: int, rows: int, columns: int, entry: Any, kept: Any, masked: Any, seen: Any, flags: Any) -> None:
-    """seen[flags] and seen[flags + 1] become 1 where an entry of `kept`, of `masked` does, strip by strip until both
-    are."""
-    for strip in T.serial(strips):
-        T.sync_threads()
-        both = T.alloc_var("bool")
-        both = seen[flags] + seen[flags + 1] == 2
-        T.sync_threads()  # all have read
-        if T.Not(both):
-            T.fill(kept, 0)
-            T.fill(masked, 0)
-            over_pairs(rows, columns, bind(entry, strip))
-            for i, j in T.Parallel(rows, columns):
-                if kept[i, j] != 0:
-                    seen[flags] = 1
-                if masked[i, j] != 0:
-                    seen[flags + 1] = 1
+def join_strips(strips: int, size: Any, at: Any, stop: Any, of_strip: Callable[..., Any],
+                of_entry: Callable[..., Any], states: Any, opened: Any) -> None:  # fmt: skip
+    """The states of the pieces from `at` on, from the bounds of each with all strips of the block's own side, and with
+    the entries of a strip that these leave open."""
+    opened[0] = 0
+    T.sync_threads()
+    for piece in T.Parallel(PIECES):
+        found = T.alloc_var("int32")
+        found = 0
+        if at + piece < stop:
+            for strip in T.serial(strips):
+                of_all = T.alloc_var("int32")
+                of_all = of_strip(piece, at, strip)
+                if T.And(of_all == OPEN, T.bitwise_and(found, KEPT + MASKED) != KEPT + MASKED):
+                    of_all = 0
+                    for i in T.serial(PIECE):
+                        of_all = T.bitwise_or(of_all, of_entry(piece, at, strip * PIECE + i))
+                found = T.bitwise_or(found, of_all)
+            if T.bitwise_and(found, KEPT + MASKED) == KEPT + MASKED:
+                found = KEPT + MASKED
+            if found >= OPEN:
+                opened[0] = 1
+        else:
+            found = T.if_then_else(at + piece < size, MASKED, 0)
+        states[piece] = found
+    for past in T.Parallel(states.shape[0] - PIECES):
+        states[PIECES + past] = T.if_then_else(at + PIECES + past < size, MASKED, 0)
+
+
+@T.macro
+def ask_open(opened: Any, states: Any, question: Callable[..., Any], own_length: int) -> None:
+    """Asks pieces that are open pair by pair, some at once."""
+    numbers = T.alloc_shared([PIECES], "int32")
+    pieces = T.alloc_shared([PIECES], "int32")
+    seen = T.alloc_shared([2, ASKED], "int32")  # is a pair kept, is one masked?
+    parts = PIECES // (ASKED * PIECE)
+    if opened[0] != 0:
+        for piece in T.Parallel(PIECES):
+            numbers[piece] = T.if_then_else(states[piece] >= OPEN, 1, 0)
+        T.cumsum(numbers, dim=0)
+        count = T.alloc_var("int32")
+        count = numbers[PIECES - 1]
+        for piece in T.Parallel(PIECES):
+            if states[piece] >= OPEN:
+                pieces[numbers[piece] - 1] = piece
+        for turn in T.serial(T.ceildiv(count, ASKED)):
+            for which, n in T.Parallel(2, ASKED):
+                seen[which, n] = 0
+            for n, j, part in T.Parallel(ASKED, PIECE, parts):
+                if turn * ASKED + n < count:
+                    found = T.alloc_var("int32")
+                    found = 0
+                    ask = question(pieces[turn * ASKED + n], j)
+                    for i in T.serial(own_length // parts):
+                        found = T.bitwise_or(found, ask(i * parts + part))
+                    if T.bitwise_and(found, KEPT) != 0:
+                        seen[0, n] = 1
+                    if T.bitwise_and(found, MASKED) != 0:
+                        seen[1, n] = 1
+            for n in T.Parallel(ASKED):
+                if turn * ASKED + n < count:
+                    states[pieces[turn * ASKED + n]] = seen[0, n] * KEPT + seen[1, n] * MASKED
+
+
+@T.macro
+def first_kept(states: Any) -> Any:
+    """The first piece that holds a kept pair; PIECES, if none does."""
+    warps = PIECES // WARP
+    begins = T.alloc_fragment([warps, WARP], "int32")
+    of_warps = T.alloc_fragment([warps], "int32")
+    of_all = T.alloc_shared([warps], "int32")
+    for warp, lane in T.Parallel(warps, WARP):
+        piece = warp * WARP + lane
+        begins[warp, lane] = T.if_then_else(T.bitwise_and(states[piece], KEPT) != 0, piece, PIECES)
+    T.reduce_min(begins, of_warps, dim=1)
+    T.copy(of_warps, of_all)
+    return name_value(reduce(T.min, [of_all[warp] for warp in range(warps)]))
+
+
+@T.macro
+def join_pieces(states: Any, begin: Any, whole: Any, of_tile: int, tiles: Any, ranks: Any) -> None:
+    """What the tiles from `begin` on hold, `whole` of them, and how many up to each hold a kept pair."""
+    count = tiles.shape[0]
+    for n in T.Parallel(ranks.shape[0]):
+        found = T.alloc_var("int32")
+        found = 0
+        if n < whole:
+            for piece in T.serial(of_tile):
+                found = T.bitwise_or(found, states[begin + n * of_tile + piece])
+        ranks[n] = T.bitwise_and(found, KEPT)
+        if n < count:
+            tiles[n] = found
+    T.cumsum(ranks, dim=0)

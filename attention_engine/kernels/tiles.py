@@ -1,10 +1,14 @@
 """Which tiles a block walks over, and which of them may hold a masked pair: from a mask's bounds, or from a tile map.
 
 Affine masks give loop bounds and need no map. For every other mask a kernel (tile_map.py) writes, for each row of
-tiles, the list of tiles that hold a kept pair: lists[batch or 0, head or 0, row, 0] is their count, and the entries
-after it are 2 * tile + (1 where some pair of the tile is masked), in rising order. Of an empty list the first entry is
+tiles, a list of tiles that hold the kept pairs: lists[batch or 0, head or 0, row, 0] is their count, and the entries
+after it are 2 * piece + (1 where some pair of the tile is masked), in rising order. Of an empty list the first entry is
 EMPTY, for walks that take one step at least. A list keeps a pipelined loop whole, which an `if` around its body would
 not.
+
+A tile begins at any piece, PIECE queries or keys: a walk over queries at the first that the mask's bounds keep, tiles
+of a list where its map found a kept pair. Were they cut at multiples of their length, a walk over n tiles' length would
+take n + 1 as a rule.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from attention_engine.passes.analyse_mask import MaskPlan
 from attention_engine.passes.tile_plan import TilePlan
 
 LISTS = "tile_lists"
-EMPTY = 1  # tile 0, of which some pair is masked
+EMPTY = 1  # a tile from 0 on, of which some pair is masked
+PIECE = 16  # queries or keys; tiles begin at multiples of it
 
 
 def list_parameters(plan: TilePlan, sizes: Any, problem: Problem, tile: Tile, over_keys: bool) -> dict[str, Any]:
@@ -38,18 +43,18 @@ def list_parameters(plan: TilePlan, sizes: Any, problem: Problem, tile: Tile, ov
 
 @dataclass(frozen=True)
 class Visit:
-    """A step of a walk: its tile; whether the tile may hold a masked pair; the query head, where steps have several;
-    the list's entry, where there is a list."""
+    """A step of a walk: its tile's first query or key; whether the tile may hold a masked pair; the query head, where
+    steps have several; the list's entry, where there is a list."""
 
-    tile: Any
+    start: Any
     partial: Callable[[Any], Any]
     head: Any = None
     entry: Any = None
 
-    def is_partial(self, tile: Any) -> Any:
-        """May the tile, under the name it has by now, hold a masked pair (of those within the lengths)? Python's truth
-        where it is known."""
-        return self.partial(tile)
+    def is_partial(self, start: Any) -> Any:
+        """May the tile, its start under the name it has by now, hold a masked pair (of those within the lengths)?
+        Python's truth where it is known."""
+        return self.partial(start)
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,10 @@ class KeyWalk:
         """The tile of a step."""
         if self.lists is not None:
             entry = self.lists.entry(step)
-            return Visit(entry // 2, lambda _: entry % 2 != 0, entry=entry)
-        return Visit(self.first + step, self._is_partial)
+            return Visit(entry // 2 * PIECE, lambda _: entry % 2 != 0, entry=entry)
+        return Visit((self.first + step) * self.shape.kv, self._is_partial)
 
-    def _is_partial(self, tile: Any) -> Any:
-        kv0 = tile * self.shape.kv
+    def _is_partial(self, kv0: Any) -> Any:
         return is_partial(self.plan.bounds, self.q0, self.q0 + self.shape.q - 1, kv0, kv0 + self.shape.kv - 1)
 
 
@@ -109,24 +113,28 @@ class QueryWalk:
         if self.lists is not None:
             self.count = self.lists.count if plan.by_head else self.group * self.lists.count
             return
-        tiles = T.ceildiv(sizes.q, tile.q)
-        first, stop = q_range(plan.bounds, self.kv0, self.kv0 + tile.kv - 1, tile.q, tiles)
+        pieces = T.ceildiv(sizes.q, PIECE)
+        first, stop = q_range(plan.bounds, self.kv0, self.kv0 + tile.kv - 1, PIECE, pieces)
         self.first = _name("first", first)
-        self.count = _name("count", self.group * (stop - self.first))
+        self.count = _name("count", self.group * T.ceildiv(stop - self.first, tile.q // PIECE))
 
-    def at(self, step: Any) -> Visit:
-        """The tile and the query head of a step."""
+    def first_entry(self) -> Any:
+        """The first entry of a list, read together with its count by who would wait for one after the other."""
+        return None if self.lists is None else self.lists.entry(0)
+
+    def at(self, step: Any, first: Any = None) -> Visit:
+        """The tile and the query head of a step; first: the `first_entry`, where it was read."""
         first_head, in_turn = self.kv_head * self.group, step % self.group
         if self.lists is None:
-            return Visit(self.first + step // self.group, self._is_partial, first_head + in_turn)
-        entry = self.lists.entry(step if self.plan.by_head else step // self.group)
-        tile, in_group = (entry // 2, in_turn)
+            start = self.first * PIECE + step // self.group * self.shape.q
+            return Visit(start, self._is_partial, first_head + in_turn)
+        entry = self.lists.entry(step if self.plan.by_head else step // self.group, first)
+        piece, in_group = (entry // 2, in_turn)
         if self.plan.by_head:
-            tile, in_group = entry // (2 * self.group), entry // 2 % self.group
-        return Visit(tile, lambda _: entry % 2 != 0, first_head + in_group)
+            piece, in_group = entry // (2 * self.group), entry // 2 % self.group
+        return Visit(piece * PIECE, lambda _: entry % 2 != 0, first_head + in_group)
 
-    def _is_partial(self, tile: Any) -> Any:
-        q0 = tile * self.shape.q
+    def _is_partial(self, q0: Any) -> Any:
         return is_partial(self.plan.bounds, q0, q0 + self.shape.q - 1, self.kv0, self.kv0 + self.shape.kv - 1)
 
 
@@ -141,9 +149,10 @@ class _Lists:
         self.count = _name("count", self.buffer[(*self.place, 0)])
         take_for_granted(self.count < self.buffer.shape[3])
 
-    def entry(self, step: Any) -> Any:
-        """What the list holds for a step; read here, once."""
-        return _name("entry", self.buffer[(*self.place, step + 1)])
+    def entry(self, step: Any, first: Any = None) -> Any:
+        """What the list holds for a step; read here, once, unless it is the first step's, which was read."""
+        entry = self.buffer[(*self.place, step + 1)]
+        return _name("entry", entry if first is None else T.if_then_else(step == 0, first, entry))
 
 
 def _name(name: str, value: Any) -> Any:

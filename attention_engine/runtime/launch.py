@@ -16,7 +16,7 @@ from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernels, Maths, Target, Tiles, places_of
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
-from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
+from attention_engine.ir.problem import STAGED_UNIT, Problem, padded, padded_rows
 from attention_engine.passes.by_hand import ALL_UNITS, pairs_of_a_unit, units_ahead
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
@@ -201,7 +201,7 @@ class Launcher:
         saved = [rows_by_name[n] for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
         batch, queries, heads, _ = q.shape
-        length = -(-queries // kernels.row_pad) * kernels.row_pad
+        length = padded_rows(queries, kernels.row_pad)
         inputs = plan.inputs(q, k, v, custom)
         gradient = with_strides(d_output, plan.unit)
         made = template((batch, heads, length), torch.float32, q.device)

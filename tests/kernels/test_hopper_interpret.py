@@ -361,7 +361,7 @@ SKEWED = {
     "of keys": [((64, 64), by_hand(64))],
     "of diagonals": [
         ((64, 64), by_hand(64)), ((64, 64), skew(by_hand(64))), ((128, 128), skew(by_hand(80))),
-        ((128, 128), skew(by_hand(192))), ((192, 128), skew(SHARED_KEYS)),
+        ((128, 128), skew(by_hand(128))), ((192, 128), skew(SHARED_KEYS)),
     ],
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import pytest
 
 from attention_engine.ir.expr import Op, Type, const, make
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, H
 from attention_engine.passes.simplify import add
 
@@ -36,18 +37,28 @@ def test_an_index_is_guarded_unless_it_lies_in_an_axis_of_that_length():
 def test_a_place_inside_knows_its_query_and_key_alone():
     sizes, q, kv = Sizes(), tirx.Var("q", "int32"), tirx.Var("kv", "int32")
     of_keys, of_queries = (tirx.decl_buffer([length], "float32") for length in (sizes.kv, sizes.q))
-    for inside in (None, sizes):
+    for inside in ((), ((Q_IDX, sizes.q), (KV_IDX, sizes.kv))):
         place = Place(0, 0, {}, reader({"custom_keys": of_keys, "custom_queries": of_queries}), inside=inside)
         found = place.splice(q, kv, {}).read
-        assert is_guarded(found("keys", [kv], Type.FLOAT)) is (inside is None)
-        assert is_guarded(found("queries", [q], Type.FLOAT)) is (inside is None)
+        assert is_guarded(found("keys", [kv], Type.FLOAT)) is (inside == ())
+        assert is_guarded(found("queries", [q], Type.FLOAT)) is (inside == ())
         assert is_guarded(found("keys", [q], Type.FLOAT)) and is_guarded(found("queries", [kv], Type.FLOAT))
 
 
-@pytest.mark.parametrize(("index", "twice"), [(KV_IDX, True), (Q_IDX, True), (H, False), (add(KV_IDX, ONE), False)])
-def test_tiles_that_may_reach_past_the_end_keep_their_guards(index, twice):
+@pytest.mark.parametrize(
+    ("index", "axis", "asked"),
+    [
+        (KV_IDX, "seq_len_kv", "kv_length // 2 < kv_length"), (KV_IDX, "seq_len", "kv_length // 2 < q_length"),
+        (Q_IDX, "seq_len", "q_length // 2 < q_length"), (Q_IDX, "seq_len_kv", "q_length // 2 < kv_length"),
+        (H, "heads", None), (add(KV_IDX, ONE), "seq_len_kv", None), (KV_IDX, 300, None),
+    ],
+)  # fmt: skip
+def test_tiles_that_may_reach_past_the_end_of_an_axis_keep_their_guards(index, axis, asked):
     """The text stands twice, one with guards, where an index is a pair's own query or key."""
+    problem = Problem(2, 2, 32, 32, "float16", custom=(("x", "float32", (axis,)),))
     sizes, found = Sizes(), []
+    parameters = {"k": T.Tensor([sizes.batch, sizes.q, sizes.kv], "float16"), **sizes.custom(problem)}
+    length = {"seq_len": sizes.q, "seq_len_kv": sizes.kv}.get(axis)
 
     @T.macro
     def body(buffers):
@@ -57,5 +68,6 @@ def test_tiles_that_may_reach_past_the_end_keep_their_guards(index, twice):
             read = make(Op.LOAD, index, arg="x", dtype=Type.FLOAT)
             where_inside(place, sizes, corners, [read], {}, lambda at: found.append(at.inside))
 
-    build("reads", {"x": T.Tensor([sizes.q, sizes.kv], "float32")}, body)
-    assert found == ([sizes, None] if twice else [None])
+    text = build("reads", parameters, body).script()
+    assert found == ([((index, length),), ()] if asked else [()])
+    assert asked is None or asked in text

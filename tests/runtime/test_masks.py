@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_engine import AttentionEngine, CustomIO, document_ids, meta_tensor
+from attention_engine.ir.problem import padded_rows
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, prefix_lm, scale
 from attention_engine.runtime import op
 from tests.cases import Shape
@@ -90,7 +91,7 @@ def test_no_tensor_has_the_size_of_the_pairs():
     with Allocations() as seen:
         o = attention(*inputs, ids)
         torch.autograd.grad(o.sum(), inputs)
-    rounded = -(-length // 128) * 128
+    rounded = padded_rows(length, 128)
     assert seen.largest <= HEADS * rounded * DIM < length**2 / 10
     dense = packed_engine(backend="reference")
     with Allocations() as seen:
