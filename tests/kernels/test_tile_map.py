@@ -1,5 +1,7 @@
 """Tile maps on the interpreter, beside all pairs asked one by one: what is listed, what is whole, what is left out."""
 
+from inspect import signature
+
 import pytest
 import torch
 
@@ -56,15 +58,14 @@ def lib_where(condition, a, b):
     return where(condition, a, b)
 
 
-def kept_pairs(mask):
-    sizes = {B: BATCH, H: HEADS, Q_IDX: QUERIES, KV_IDX: KEYS}
+def kept_pairs(mask, tensors, queries, keys):
+    sizes = {B: BATCH, H: HEADS, Q_IDX: queries, KV_IDX: keys}
     places = {
         v: torch.arange(n).view([-1 if axis == place else 1 for axis in range(4)])
         for place, (v, n) in enumerate(sizes.items())
     }
-    tensors = {name: tensor for name, (_, _, tensor) in INPUTS.items()}
     found = Evaluator(places, tensors, torch.float32, torch.device("cpu"))(mask)
-    return found.expand(BATCH, HEADS, QUERIES, KEYS)
+    return found.expand(BATCH, HEADS, queries, keys)
 
 
 def expected_lists(kept, plan, over_keys, size):
@@ -105,12 +106,77 @@ def test_lists_hold_the_tiles_that_hold_a_kept_pair(name, tile, over_keys):
     lists = torch.full(size, -7, dtype=torch.int32)
     read = [tensor for n, (_, _, tensor) in INPUTS.items() if n in plan.reads]
     Interpreter(tile_map(problem, mask, tile, over_keys))(BATCH, QUERIES, KEYS, *read, lists)
-    expected = expected_lists(kept_pairs(mask), plan, over_keys, tile)
+    tensors = {name: tensor for name, (_, _, tensor) in INPUTS.items()}
+    expected = expected_lists(kept_pairs(mask, tensors, QUERIES, KEYS), plan, over_keys, tile)
     for b, h, row in torch.cartesian_prod(*map(torch.arange, size[:3])).tolist():
         count, *entries = lists[b, h, row].tolist()
         assert entries[:count] == expected.get((b, h, row), []), (b, h, row)
         unused = entries[count:]
         assert unused == ([-7] * len(unused) if count else [EMPTY, *[-7] * (len(unused) - 1)])
+
+
+LONG, SHORT = 16380, 40  # twice as many pieces as are bounded at once, and a row or two of tiles
+LONG_MASKS = {
+    "documents": lambda b, h, long, short, custom: custom["ids"] == short // 32,
+    "some of many": lambda b, h, long, short: ((long // 100) * 7 + h) % 31 == short // 20,
+    "late": lambda b, h, long, short: (long >= 8300) & (long % 4000 != short),
+    "asked, far apart": lambda b, h, long, short: (long * 3 + short) % 9973 == h,
+    "a gate": lambda b, h, long, short, custom: custom["gate"] > 2.5 + h / 8,
+    "all": lambda b, h, long, short, custom: custom["ids"] >= 0,
+    "a bound within": lambda b, h, long, short, custom: (long < 8000) & (custom["ids"] >= 0),
+    "a bound at the end of what is bounded at once": lambda b, h, long, short, custom: (
+        (long < 8192) & (custom["ids"] >= 0)
+    ),
+    "early": lambda b, h, long, short: (long < 50 + 8200 * h) & (long % 2 < 2),
+}
+
+
+@pytest.mark.parametrize("over_keys", [True, False], ids=["over keys", "over queries"])
+@pytest.mark.parametrize("name", LONG_MASKS)
+def test_tiles_of_long_rows_cover_each_kept_pair_once(name, over_keys):
+    queries, keys = (SHORT, LONG) if over_keys else (LONG, SHORT)
+    long_axis = "seq_len_kv" if over_keys else "seq_len"
+    of_mask = LONG_MASKS[name]
+
+    def mask_mod(b, h, q, k, *custom):
+        return of_mask(b, h, *((k, q) if over_keys else (q, k)), *custom)
+
+    mask_mod.__signature__ = signature(of_mask)
+    torch.manual_seed(0)
+    inputs = {
+        "ids": (("batch", long_axis), "int32", (torch.rand(BATCH, LONG) < 1e-3).cumsum(1).int()),
+        "gate": (("seq_len", "seq_len_kv"), "float32", torch.randn(queries, keys)),
+    }
+    types = {"ids": Type.INT, "gate": Type.FLOAT}
+    mask = trace(None, mask_mod, None, CustomIO({n: axes for n, (axes, _, _) in inputs.items()}), types).mask
+    problem = Problem(HEADS, KV_HEADS, 32, 32, "float16", custom=tuple((n, d, a) for n, (a, d, _) in inputs.items()))
+    plan, tile = plan_tiles(mask), Tile(32, 48, 128, 0) if over_keys else Tile(80, 32, 128, 0)
+    assert plan.mapped
+    own, moving = (tile.q, tile.kv) if over_keys else (tile.kv, tile.q)
+    group = 1 if over_keys else plan.candidates(problem)
+    rows, tiles = -(-SHORT // own), -(-LONG // moving)
+    size = (BATCH if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles * group + 1)
+    lists = torch.full(size, -7, dtype=torch.int32)
+    read = [tensor for n, (_, _, tensor) in inputs.items() if n in plan.reads]
+    Interpreter(tile_map(problem, mask, tile, over_keys))(BATCH, queries, keys, *read, lists)
+    kept = kept_pairs(mask, {n: tensor for n, (_, _, tensor) in inputs.items()}, queries, keys)
+    for b, h, row in torch.cartesian_prod(*map(torch.arange, size[:3])).tolist():
+        count, *entries = lists[b, h, row].tolist()
+        assert count <= tiles * group and -7 not in entries[:count]
+        last = {}  # of each head of the group: where its last tile ended
+        for g in range(group):
+            pairs = kept[b, h * group + g]
+            pairs = pairs[row * own :][:own] if over_keys else pairs[:, row * own :][:, :own].T
+            covered = 0
+            for entry in entries[:count]:
+                piece, of_head = divmod(entry // 2, group)
+                if of_head == g:
+                    assert piece * PIECE >= last.get(g, 0)
+                    last[g] = piece * PIECE + moving
+                    of_tile = pairs[:, piece * PIECE : last[g]]
+                    assert of_tile.any() and entry % 2 == (not of_tile.all())
+                    covered += of_tile.sum()
+            assert covered == pairs.sum()
 
 
 def test_a_mask_that_bounds_describe_needs_no_map():
