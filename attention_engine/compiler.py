@@ -273,7 +273,8 @@ class Kernels:
         given = (self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums)
         if not tile.specialised:
             return self._kernel("backward.backward", *given)
-        return self._kernel("backward_hopper.backward_hopper", *given, rules=[UNIFORM_GROUPS, HELD_THREADS])
+        places = (places_of(self.target),) if tile.persistent and not self.over_queries else ()
+        return self._kernel("backward_hopper.backward_hopper", *given, *places, rules=[UNIFORM_GROUPS, HELD_THREADS])
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:
         """The gradient of a read that differs from pair to pair, as tiles of pairs."""

@@ -62,7 +62,8 @@ class Tile:
     so that warps can share rows where a tile has fewer rows than the warps of a block need.
     specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
     skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
-    persistent: of that kernel forward, the form in which as many blocks as the GPU runs at once walk over all work.
+    persistent: of that kernel forward and over keys, the form in which as many blocks as the GPU runs at once walk over
+    all work.
     queries_ahead: of the persistent form, the one in which a block's next queries come while it works on the present
     ones, where shared memory has room; it costs each step a little, so it is for few steps.
     lazy_rescale: of that kernel forward, the form in which a warp rescales the output only where one of its rows has a

@@ -6,6 +6,9 @@ Products are issued without waiting, so that the exponentials of a step run whil
 the weights, and dQ is added to the workspace while they make dK.
 Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), its section on the backward pass.
 
+Tile(persistent=True), at head dims 128: as many blocks as the GPU runs at once walk over blocks of keys
+(key_items.py), which hides their starts and ends. It is for few steps, each of which has slightly more to work out.
+
 Three forms, by the registers that dK and dV take of a thread (passes/by_hand.py):
 - each warpgroup has 64 keys, whose weights and gradients stay in registers as operands of dV and dK;
 - the same where dK and dV leave room for one tile of pairs (head dims 192 and 128, or 128 and 256): weights are packed
@@ -15,7 +18,6 @@ Three forms, by the registers that dK and dV take of a thread (passes/by_hand.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
 
@@ -35,8 +37,10 @@ from attention_engine.kernels.backward import (
 )
 from attention_engine.kernels.common import (
     FLOAT,
+    Packed,
     Place,
     Sizes,
+    Stage,
     block_values,
     build,
     named,
@@ -45,16 +49,36 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.diagonals import SkewedSums, add_held, finish_sums, hold, start_sums, sum_diagonals
-from attention_engine.kernels.items import AHEAD, GIVEN, KeyBlocks
+from attention_engine.kernels.items import AHEAD, GIVEN, KeyBlocks, Shares
+from attention_engine.kernels.key_copies import Form, Memory, copy_item, copy_items, prepare_items
+from attention_engine.kernels.key_items import (
+    NO_MORE,
+    NUMBERS,
+    STEPS,
+    KeyItem,
+    Notes,
+    arrive_when_read,
+    handed_walk,
+    leave_by_groups,
+    of_keys,
+)
 from attention_engine.kernels.rows import place_in_workspace, take_sums_for_granted, transposes_dq
-from attention_engine.kernels.spare_warps import Delta, SpareWarps, spare_work, wait_for_unit
-from attention_engine.kernels.splice import hold_value
+from attention_engine.kernels.spare_warps import (
+    Delta,
+    SpareWarps,
+    prepare_together,
+    room_for_zeroes,
+    start_spare,
+    tell_when_added,
+)
+from attention_engine.kernels.splice import hold_value, take_for_granted
 from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.warps import (
     COLUMNS_SHARED,
     COMPUTE,
     GROUP,
     ROWS_WHOLE,
+    SPARE,
     TMA_FLOATS,
     WARP,
     finish_before,
@@ -62,6 +86,7 @@ from attention_engine.kernels.warps import (
 )
 from attention_engine.passes.by_hand import (
     backward_fits,
+    backward_persists,
     makes_delta,
     pairs_in_turn,
     rows_of_delta,
@@ -73,37 +98,18 @@ from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a buffer, read as a buffer of its own."""
-
-    buffer: Any
-    stage: Any
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.buffer[(self.stage, *index) if isinstance(index, tuple) else (self.stage, index)]
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A fragment of 16 bits, read as fp32."""
-
-    buffer: Any
-
-    def __getitem__(self, index: Any) -> Any:
-        return T.cast(self.buffer[index], FLOAT)
-
-
 def backward_hopper(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
-    summed: CustomSums = NOTHING,
+    summed: CustomSums = NOTHING, places: int = 0,
 ) -> Any:  # fmt: skip
     """The PrimFunc of backward.py, with more parameters: dk, dv, [pairs_of_a_unit], [units_ahead,
-    [units_given, o]], [workspace, counters], sums."""
+    [units_given, o]], [workspace, counters], sums; places: of a persistent form, how many blocks run at once."""
     assert backward_fits(problem, schedule, summed), "default tiles ask first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
-    blocks = KeyBlocks(problem, tile, sizes, starts_longest_first(problem, tile, plan))
+    blocks = KeyBlocks(problem, tile, sizes, starts_longest_first(problem, tile, plan), places)
+    persistent = places > 0
+    assert not persistent or (with_dq and backward_persists(problem, tile)), "default tiles ask first"
     of_delta = rows_of_delta(rows)[0] if with_dq and makes_delta(problem, rows, schedule, summed) else None
     order = blocks.parameters | ({AHEAD: blocks.ahead} if with_dq else {})
     if of_delta is not None:
@@ -117,36 +123,204 @@ def backward_hopper(
     in_turn = pairs_in_turn(problem, tile)
     in_memory = tile.shared_weights or in_turn  # the operands of dV and dK
     factors = [factor_of(schedule, expr) for _, expr in summed.diagonals]
+    skews = tile.skewed_sums and len(summed.diagonals) > 0
     masks_gradients = not in_turn or not vanishes_with_weights(schedule)
     only_head = problem.group == 1  # then what a head's block values are is known before the first step
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
-    producer_registers, consumer_registers = registers(tile.threads)
+    producer_registers, consumer_registers = registers(tile.threads, 40 if persistent and plan.mapped else 24)
     names = [n for n, _ in rows.rows]
     row_is_held = len(names) > 0  # over all steps; without rows ptxas would spill four bytes for it
     row_length = -(-tile.q // TMA_FLOATS) * TMA_FLOATS
     wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
     early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
-    late = [n for n in names if n not in early]
+    form = Form(problem, tile, sizes, plan, blocks, early, [n for n in names if n not in early], with_dq)
 
     @T.macro
-    def copy_step(
-        buffers: Any, shared: Any, at: Any, stage: Any, empty: Any, full: Any, rows_too: list[str]
-    ) -> None:  # fmt: skip
-        name, head_dim, batch, head, q0, turn = at
-        T.barrier_wait(empty[stage], turn ^ 1)
-        T.tma_copy(
-            window(buffers[name], batch, head, q0, tile.q, head_dim), shared[name][stage, :, :], barrier=full[stage]
-        )
-        for row in rows_too:
-            T.tma_copy(buffers[row][batch, head, q0 : q0 + tile.q], shared[row][stage, : tile.q], barrier=full[stage])
-        T.barrier_arrive(full[stage])
+    def compute_item(buffers: Any, memory: Memory, item: KeyItem, walk: QueryWalk) -> None:
+        """An item's dK and dV, in registers, and what it adds to dQ and to gradients of custom inputs."""
+        k, v, shared, dk, dv, dq = memory.k, memory.v, memory.shared, memory.dk, memory.dv, memory.dq
+        products, weights, gradients = memory.products, memory.weights, memory.gradients
+        weights_in, gradients_in = memory.weights_in, memory.gradients_in
+        weights_out, gradients_out = memory.weights_out, memory.gradients_out
+        q_full, q_empty, do_full, do_empty = memory.q_full, memory.q_empty, memory.do_full, memory.do_empty
+        key_sums, skewed = memory.key_sums, memory.skewed
+        batch, kv_head, thread, kv0 = item.batch, item.kv_head, T.get_thread_binding(), item.block * tile.kv
+        T.fill(dk, 0)
+        T.fill(dv, 0)
+        for total in key_sums:
+            T.fill(total, 0)
+        if skewed is not None:
+            start_sums(skewed)
+        T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
+        T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
+        own_read = reader(buffers, sizes.inside(problem, batch, kv_head))
+        of_only_head = block_values(schedule.block, batch, kv_head, own_read) if only_head else {}
+        first_row = batch * problem.heads + kv_head * problem.group
+        first_row = hold_value(first_row) if with_dq and row_is_held else first_row
+        T.barrier_wait(memory.k_full, item.items_before % 2)
+        T.barrier_wait(memory.v_full, item.items_before % 2)
+        for step in T.serial(item.steps):
+            stage, turn = item.stage(step, stages)
+            visit = walk.at(step) if memory.entries is None else None
+            T.barrier_wait(q_full[stage], turn)
+            T.wgmma_gemm(
+                k, shared["q"][stage, :, :], products, transpose_B=True, policy=policy, clear_accum=True
+            )
+            if memory.entries is not None:
+                visit = walk.at(step)
+            head = visit.head
+            q0 = visit.start
+            if with_dq:
+                row = first_row + (head - kv_head * problem.group)
+                row = row if row_is_held else hold_value(row)
+                take_sums_for_granted(buffers, row, q0 * dim, tile.q * dim)
+            read = reader(buffers, sizes.inside(problem, batch, head))
+            block_of_head = of_only_head if only_head else block_values(schedule.block, batch, head, read)
+            place = Place(batch, head, block_of_head, read, problem.approximate)
+            staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
+            maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
+            corners = (q0, kv0), (q0 + tile.q - 1, kv0 + tile.kv - 1)
+            outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+            if in_turn:
+                T.wait_wgmma(0)
+                maths.weigh(products, weights)
+                partial = either(visit.is_partial(q0), outside)
+                where_partial(partial, bind(maths.mask, weights))
+                T.copy(weights, weights_in)
+            T.barrier_wait(do_full[stage], turn)
+            T.wgmma_gemm(
+                v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=policy, clear_accum=True
+            )
+            if in_turn:
+                T.copy(weights_in, weights_out[step % 2, :, :])
+            else:
+                T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
+                maths.weigh(products, weights)
+                finish_before(weights, tile.kv * tile.q // tile.threads, q_full, stage, turn)
+            T.wait_wgmma(0)
+            maths.differentiate(products, Packed(weights_in) if in_turn else weights, gradients)
+            cleared = (gradients,) if in_turn else (weights, gradients)
+            if schedule.mask is not None and masks_gradients:
+                where_partial(visit.is_partial(q0), bind(maths.drop, *cleared))
+            if masks_gradients:
+                where_partial(outside, bind(maths.cut, *cleared))
+            if not in_turn:
+                T.copy(weights, weights_out[step % 2, :, :] if in_memory else weights_in)
+            for number, (key_read, expr) in enumerate(summed.of_keys):
+                factor = factor_of(schedule, expr)
+                sum_keys(
+                    key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
+                )
+            if skewed is not None:
+                hold(skewed, gradients, place, corners)
+            if in_memory:
+                T.copy(gradients, gradients_out[step % 2, :, :])
+            else:
+                T.copy(gradients, gradients_in)
+                if shares:
+                    T.copy(gradients_in, gradients_out[step % 2, :, :])
+            if shares or in_memory:
+                T.fence_proxy_async()
+                T.sync_threads(COMPUTE, tile.threads)
+            T.wgmma_gemm(
+                weights_out[step % 2, :, :] if in_memory else weights_in,
+                shared["do"][stage, :, :], dv, policy=policy,
+            )  # fmt: skip
+            if with_dq:
+                if transposed:
+                    T.wgmma_gemm(
+                        k, gradients_out[step % 2, :, :], dq, transpose_A=True, policy=ROWS_WHOLE,
+                        clear_accum=True,
+                    )  # fmt: skip
+                else:
+                    T.wgmma_gemm(
+                        gradients_out[step % 2, :, :], k, dq, transpose_A=True, policy=dq_policy,
+                        clear_accum=True,
+                    )  # fmt: skip
+            T.wgmma_gemm(
+                gradients_out[step % 2, :, :] if in_memory else gradients_in,
+                shared["q"][stage, :, :], dk, policy=policy,
+            )  # fmt: skip
+            if skewed is not None:
+                add_held(skewed, buffers, factors, place, corners, sizes)
+            else:
+                for number, factor in enumerate(factors):
+                    source = Stage(gradients_out, step % 2)
+                    sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
+            T.wait_wgmma(1)  # all but dK
+            if thread % WARP == 0:
+                T.barrier_arrive(do_empty[stage])
+            if with_dq:
+                for i, j in T.Parallel(dq_shape[0], dq_shape[1]):
+                    query, d = (j, i) if transposed else (i, j)
+                    T.atomic_add(
+                        buffers["workspace"][
+                            row, q0 * dim + place_in_workspace(query, d, tile, dim, vectors),
+                        ],
+                        dq[i, j],
+                    )  # fmt: skip
+            T.wait_wgmma(0)
+            if thread % WARP == 0:
+                T.barrier_arrive(q_empty[stage])
+        if skewed is not None:
+            at = Place(batch, kv_head, {}, reader(buffers))  # of several heads a group, steps have added
+            finish_sums(skewed, buffers, factors, at, kv0, sizes)
+        for number, (key_read, _) in enumerate(summed.of_keys):
+            if not shared_between_heads(key_read, problem):
+                T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])
+        if schedule.scale != 1:
+            for j, d in T.Parallel(tile.kv, dim):
+                dk[j, d] *= schedule.scale
+
+    @T.macro
+    def store(buffers: Any, memory: Memory, item: KeyItem) -> None:
+        """dK and dV leave by the tiles of keys and values."""
+        k, v, batch, kv_head, thread = memory.k, memory.v, item.batch, item.kv_head, T.get_thread_binding()
+        kv0 = item.block * tile.kv
+        T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more, nor adds to dQ
+        if with_dq and thread == GROUP:
+            T.barrier_arrive(memory.added)
+        T.copy(memory.dv, v)
+        T.copy(memory.dk, k)
+        T.fence_proxy_async()
+        if persistent:
+            leave_by_groups(v, buffers["dv"], item, tile)
+            leave_by_groups(k, buffers["dk"], item, tile)
+            arrive_when_read(memory.k_empty, memory.v_empty)
+        else:
+            T.sync_threads(COMPUTE, tile.threads)
+            T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, dim_v))
+            T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, dim))
+            if thread % GROUP == 0:
+                T.tma_store_wait(0)  # has read: the memory may go
+
+    @T.macro
+    def compute_items(buffers: Any, memory: Memory) -> None:
+        """Computes a persistent block's items."""
+        numbers = T.alloc_local([NUMBERS], "int32")
+        items_before = T.alloc_var("int32", 0)
+        steps_before = T.alloc_var("int32", 0)
+        memory.notes.take(numbers, items_before)
+        while numbers[STEPS] != NO_MORE:
+            block, kv_head, batch, first, steps = of_keys(numbers)
+            done, steps_done = items_before + 0, steps_before + 0
+            items_before = done + 1
+            steps_before = steps_done + steps
+            for index, length in ((batch, sizes.batch), (kv_head, problem.kv_heads), (block, blocks.blocks)):
+                take_for_granted(T.And(index >= 0, index < length))
+            take_for_granted(first >= 0)
+            item = KeyItem(None, (), block, kv_head, batch, steps, done, steps_done)
+            handed = handed_walk(item, first, memory.entries, stages)
+            walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block, handed)
+            compute_item(buffers, memory, item, walk)
+            store(buffers, memory, item)
+            memory.notes.take(numbers, items_before)
 
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(*blocks.grid, threads=GROUP + tile.threads) as index:
             T.pdl_sync()  # for the kernel before, whose rows and zeroes these are
             T.pdl_trigger()
-            block, kv_head, batch = blocks.place(index)
             k = named("k_tile", T.alloc_shared([tile.kv, dim], dtype))
             v = named("v_tile", T.alloc_shared([tile.kv, dim_v], dtype))
             shared = {
@@ -166,180 +340,56 @@ def backward_hopper(
             dk = T.alloc_fragment([tile.kv, dim], FLOAT)
             dv = T.alloc_fragment([tile.kv, dim_v], FLOAT)
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
-            skews = tile.skewed_sums and len(summed.diagonals) > 0
             skewed = SkewedSums(summed, tile, problem.group, dtype) if skews else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
-            k_full = T.alloc_barrier(arrive_count=WARP)
-            v_full = T.alloc_barrier(arrive_count=WARP)
+            k_full, v_full = T.alloc_barrier(arrive_count=WARP), T.alloc_barrier(arrive_count=WARP)
+            k_empty = T.alloc_barrier(arrive_count=tile.threads // GROUP * WARP) if persistent else None
+            v_empty = T.alloc_barrier(arrive_count=tile.threads // GROUP * WARP) if persistent else None
             q_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             q_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             do_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             do_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             added = T.alloc_barrier(arrive_count=1) if with_dq else None
+            zeroes = room_for_zeroes(problem) if with_dq else None
+            shares_at = [T.alloc_shared([2], "int32") for _ in SPARE]
             delta = Delta.allocate(of_delta, problem) if of_delta is not None else None
-            kv0 = block * tile.kv
-            walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
-            steps = walk.count
+            entries = named("entries", T.alloc_shared([stages], "int32")) if persistent and plan.mapped else None
+            memory = Memory(
+                k, v, shared, gradients_out, weights_out, products, weights, gradients, weights_in, gradients_in, dk,
+                dv, dq, skewed, key_sums, k_full, v_full, k_empty, v_empty, q_full, q_empty, do_full, do_empty, added,
+                zeroes, shares_at, delta, entries, Notes(tile) if persistent else None,
+            )  # fmt: skip
+            item, walk, position = None, None, None
+            if not persistent:
+                block, kv_head, batch = blocks.place(index)
+                unit, position = blocks.position(index)
+                walk = QueryWalk(plan, problem, sizes, tile, buffers, batch, kv_head, block)
+                item = KeyItem(unit, (), block, kv_head, batch, walk.count)
             thread = T.get_thread_binding()
             if thread < GROUP:
                 T.dec_max_nreg(producer_registers)
                 if thread < WARP:
-                    first = walk.first_entry()
-                    T.tma_copy(window(buffers["k"], batch, kv_head, kv0, tile.kv, dim), k, barrier=k_full)
-                    T.barrier_arrive(k_full)
-                    T.tma_copy(window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v), v, barrier=v_full)
-                    T.barrier_arrive(v_full)
-                    if with_dq:
-                        wait_for_unit(blocks, index, buffers)
-                    for step in T.serial(steps):
-                        visit = walk.at(step, first)
-                        head = visit.head
-                        q0 = visit.start
-                        stage = step % stages
-                        turn = (step // stages) % 2
-                        copy_step(buffers, shared, ("q", dim, batch, head, q0, turn), stage, q_empty, q_full, early)
-                        at = "do", dim_v, batch, head, q0, turn
-                        copy_step(buffers, shared, at, stage, do_empty, do_full, late)
+                    if persistent:
+                        copy_items(form, buffers, memory)
+                    else:
+                        copy_item(form, buffers, memory, item, walk)
                 else:
                     if with_dq:
-                        spare_work(SpareWarps(problem, tile, blocks, index, sizes.q, delta), buffers, added)
+                        start_spare(zeroes, delta)
+                    if persistent:
+                        prepare_items(form, buffers, memory)
+                    if with_dq and not persistent:
+                        of_blocks = Shares.of(blocks, tile, sizes.q)
+                        own = of_blocks.first(position), zeroes, shares_at, delta
+                        work = SpareWarps(problem, tile, of_blocks, item.unit, *own)
+                        prepare_together(work, buffers)
+                        tell_when_added(work, buffers, added, 0)
             else:
                 T.inc_max_nreg(consumer_registers)
-                T.fill(dk, 0)
-                T.fill(dv, 0)
-                for total in key_sums:
-                    T.fill(total, 0)
-                if skewed is not None:
-                    start_sums(skewed)
-                T.warpgroup_fence_operand(dk, num_regs=tile.kv * dim // tile.threads)
-                T.warpgroup_fence_operand(dv, num_regs=tile.kv * dim_v // tile.threads)
-                own_read = reader(buffers, sizes.inside(problem, batch, kv_head))
-                of_only_head = block_values(schedule.block, batch, kv_head, own_read) if only_head else {}
-                first_row = batch * problem.heads + kv_head * problem.group
-                first_row = hold_value(first_row) if with_dq and row_is_held else first_row
-                T.barrier_wait(k_full, 0)
-                T.barrier_wait(v_full, 0)
-                for step in T.serial(steps):
-                    visit = walk.at(step)
-                    head = visit.head
-                    q0 = visit.start
-                    if with_dq:
-                        row = first_row + (head - kv_head * problem.group)
-                        row = row if row_is_held else hold_value(row)
-                        take_sums_for_granted(buffers, row, q0 * dim, tile.q * dim)
-                    stage = step % stages
-                    turn = (step // stages) % 2
-                    read = reader(buffers, sizes.inside(problem, batch, head))
-                    block_of_head = of_only_head if only_head else block_values(schedule.block, batch, head, read)
-                    place = Place(batch, head, block_of_head, read, problem.approximate)
-                    staged: dict[Expr, Any] = {row_variable(n): Stage(shared[n], stage) for n in names}
-                    maths = PairMaths(schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
-                    corners = (q0, kv0), (q0 + tile.q - 1, kv0 + tile.kv - 1)
-                    outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                    T.barrier_wait(q_full[stage], turn)
-                    T.wgmma_gemm(
-                        k, shared["q"][stage, :, :], products, transpose_B=True, policy=policy, clear_accum=True
-                    )
-                    if in_turn:
-                        T.wait_wgmma(0)
-                        maths.weigh(products, weights)
-                        partial = either(visit.is_partial(q0), outside)
-                        where_partial(partial, bind(maths.mask, weights))
-                        T.copy(weights, weights_in)
-                    T.barrier_wait(do_full[stage], turn)
-                    T.wgmma_gemm(
-                        v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=policy, clear_accum=True
-                    )
-                    if in_turn:
-                        T.copy(weights_in, weights_out[step % 2, :, :])
-                    else:
-                        T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
-                        maths.weigh(products, weights)
-                        finish_before(weights, tile.kv * tile.q // tile.threads, q_full, stage, turn)
-                    T.wait_wgmma(0)
-                    maths.differentiate(products, Packed(weights_in) if in_turn else weights, gradients)
-                    cleared = (gradients,) if in_turn else (weights, gradients)
-                    if schedule.mask is not None and masks_gradients:
-                        where_partial(visit.is_partial(q0), bind(maths.drop, *cleared))
-                    if masks_gradients:
-                        where_partial(outside, bind(maths.cut, *cleared))
-                    if not in_turn:
-                        T.copy(weights, weights_out[step % 2, :, :] if in_memory else weights_in)
-                    for number, (key_read, expr) in enumerate(summed.of_keys):
-                        factor = factor_of(schedule, expr)
-                        sum_keys(
-                            key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
-                        )
-                    if skewed is not None:
-                        hold(skewed, gradients, place, corners)
-                    if in_memory:
-                        T.copy(gradients, gradients_out[step % 2, :, :])
-                    else:
-                        T.copy(gradients, gradients_in)
-                        if shares:
-                            T.copy(gradients_in, gradients_out[step % 2, :, :])
-                    if shares or in_memory:
-                        T.fence_proxy_async()
-                        T.sync_threads(COMPUTE, tile.threads)
-                    T.wgmma_gemm(
-                        weights_out[step % 2, :, :] if in_memory else weights_in,
-                        shared["do"][stage, :, :], dv, policy=policy,
-                    )  # fmt: skip
-                    if with_dq:
-                        if transposed:
-                            T.wgmma_gemm(
-                                k, gradients_out[step % 2, :, :], dq, transpose_A=True, policy=ROWS_WHOLE,
-                                clear_accum=True,
-                            )  # fmt: skip
-                        else:
-                            T.wgmma_gemm(
-                                gradients_out[step % 2, :, :], k, dq, transpose_A=True, policy=dq_policy,
-                                clear_accum=True,
-                            )  # fmt: skip
-                    T.wgmma_gemm(
-                        gradients_out[step % 2, :, :] if in_memory else gradients_in,
-                        shared["q"][stage, :, :], dk, policy=policy,
-                    )  # fmt: skip
-                    if skewed is not None:
-                        add_held(skewed, buffers, factors, place, corners, sizes)
-                    else:
-                        for number, factor in enumerate(factors):
-                            source = Stage(gradients_out, step % 2)
-                            sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
-                    T.wait_wgmma(1)  # all but dK
-                    if thread % WARP == 0:
-                        T.barrier_arrive(do_empty[stage])
-                    if with_dq:
-                        for i, j in T.Parallel(dq_shape[0], dq_shape[1]):
-                            query, d = (j, i) if transposed else (i, j)
-                            T.atomic_add(
-                                buffers["workspace"][
-                                    row, q0 * dim + place_in_workspace(query, d, tile, dim, vectors),
-                                ],
-                                dq[i, j],
-                            )  # fmt: skip
-                    T.wait_wgmma(0)
-                    if thread % WARP == 0:
-                        T.barrier_arrive(q_empty[stage])
-                if skewed is not None:
-                    at = Place(batch, kv_head, {}, reader(buffers))  # of several heads a group, steps have added
-                    finish_sums(skewed, buffers, factors, at, kv0, sizes)
-                for number, (key_read, _) in enumerate(summed.of_keys):
-                    if not shared_between_heads(key_read, problem):
-                        T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])
-                if schedule.scale != 1:
-                    for j, d in T.Parallel(tile.kv, dim):
-                        dk[j, d] *= schedule.scale
-                T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more, nor adds to dQ
-                if with_dq and thread == GROUP:
-                    T.barrier_arrive(added)
-                T.copy(dv, v)
-                T.copy(dk, k)
-                T.fence_proxy_async()
-                T.sync_threads(COMPUTE, tile.threads)
-                T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, dim_v))
-                T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, dim))
-                if thread % GROUP == 0:
-                    T.tma_store_wait(0)  # has read: the memory may go
+                if persistent:
+                    compute_items(buffers, memory)
+                else:
+                    compute_item(buffers, memory, item, walk)
+                    store(buffers, memory, item)
 
     return build("backward", parameters, body)

@@ -215,6 +215,27 @@ class Place:
         return Splice(at, read, self.approximate)
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a buffer, read as a buffer of its own."""
+
+    buffer: Any
+    stage: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.buffer[(self.stage, *index) if isinstance(index, tuple) else (self.stage, index)]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A fragment of 16 bits, read as fp32."""
+
+    buffer: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return T.cast(self.buffer[index], FLOAT)
+
+
 def parts_of_indices(row: Expr, row0: Any, i: Any, column: Expr, column0: Any, j: Any) -> dict[Expr, Any]:
     """What `split_casts` splits the indices into, at row i and column j of a tile that starts at (row0, column0).
 

@@ -8,6 +8,7 @@ heads, of whose keys and values the L2 cache holds all. Counted on paper, an H10
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
 from attention_engine.passes.by_hand import L2_BYTES
 
+NO_HEAD = 1 << 30
 TOGETHER, AHEAD, GIVEN = "pairs_of_a_unit", "units_ahead", "units_given"
 
 
@@ -114,9 +116,9 @@ class KeyBlocks:
     last head, most of its SMs idle.
     """
 
-    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool) -> None:
+    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, places: int = 0) -> None:
         self.blocks, self.heads, self.batch = T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch
-        self.pairs, self.longest_first = self.batch * self.heads, longest_first
+        self.pairs, self.longest_first, self.places = self.batch * self.heads, longest_first, places
         self.together = T.dynamic(TOGETHER) if longest_first else 1  # pairs of a unit
         self.ahead = T.dynamic(AHEAD)  # how far ahead the unit is that a unit's blocks prepare
         self.given = T.dynamic(GIVEN)  # units whose delta isn't theirs to make
@@ -137,9 +139,23 @@ class KeyBlocks:
         return self.together * self.ahead
 
     @property
+    def count(self) -> Any:
+        """Of all blocks."""
+        return self.blocks * self.pairs
+
+    @property
     def grid(self) -> list[Any]:
         """Of the kernel."""
-        return [self.blocks * self.pairs] if self.longest_first else [self.blocks, self.heads, self.batch]
+        if self.places:
+            return [T.min(self.count, self.places)]
+        return [self.count] if self.longest_first else [self.blocks, self.heads, self.batch]
+
+    def told(self, blocks: Any, pairs: Any, together: Any) -> KeyBlocks:
+        """The same by other names of how many blocks a head has, how many pairs there are, and a unit has."""
+        other = copy(self)
+        other.blocks, other.pairs = blocks, pairs
+        other.together = together if self.longest_first else 1
+        return other
 
     def pairs_of(self, unit: Any) -> tuple[Any, Any]:
         """The first pair of key head and batch of a unit, and how many it has."""
@@ -148,7 +164,7 @@ class KeyBlocks:
 
     def position(self, index: Any) -> tuple[Any, Any]:
         """Of a block of the grid: its unit, which are the blocks of `together` pairs, and its own number there."""
-        if not self.longest_first:
+        if not self.longest_first and not self.places:
             block, head, batch = index
             return batch * self.heads + head, block
         number = name_value(T.truncdiv(index, self.of_a_unit))
@@ -156,15 +172,25 @@ class KeyBlocks:
 
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """Block of keys, key head and batch of a block of the grid."""
-        if not self.longest_first:
+        if not self.longest_first and not self.places:
             block, head, batch = index
             return block, head, batch
         unit, position = self.position(index)
-        first, pairs = self.pairs_of(unit)
-        block = name_value(T.truncdiv(position, pairs))
-        pair = name_value(first + position - block * pairs)
+        block = self.block_in_unit(unit, position)
+        return block, *self.pair_in_unit(unit, position, block)
+
+    def block_in_unit(self, unit: Any, position: Any) -> Any:
+        """The block of keys of a unit's block."""
+        return name_value(T.truncdiv(position, self.pairs_of(unit)[1])) if self.longest_first else position
+
+    def pair_in_unit(self, unit: Any, position: Any, block: Any) -> tuple[Any, Any]:
+        """Its key head and batch."""
+        pair = unit
+        if self.longest_first:
+            first, pairs = self.pairs_of(unit)
+            pair = name_value(first + position - block * pairs)
         batch = name_value(T.truncdiv(pair, self.heads))
-        return block, name_value(pair - batch * self.heads), batch
+        return name_value(pair - batch * self.heads), batch
 
 
 class Shares:
@@ -172,23 +198,21 @@ class Shares:
     the tiles that stand at its own number, and so many blocks further. Where the longest go first, only those of the
     first half have any, which have the time."""
 
-    def __init__(self, blocks: KeyBlocks, problem: Problem, tile: Tile, queries: Any) -> None:
-        self.blocks, self.group = blocks, problem.group
-        self.tiles = name_value(T.ceildiv(queries, tile.q))  # of a head
-        self.sharing = name_value(_ceiling(blocks.of_a_unit, 2) if blocks.longest_first else blocks.of_a_unit)
+    def __init__(self, blocks: KeyBlocks, tiles: Any, sharing: Any) -> None:
+        self.blocks = blocks
+        self.tiles, self.sharing = tiles, sharing  # tiles of a head; blocks that share
 
-    def count(self, unit: Any, position: Any) -> Any:
-        """How many tiles of a unit fall to the block at a position."""
-        _, pairs = self.blocks.pairs_of(unit)
-        count = T.truncdiv(T.max(pairs * self.group * self.tiles - position + self.sharing - 1, 0), self.sharing)
-        return T.if_then_else(position < self.sharing, count, 0) if self.blocks.longest_first else count
+    @staticmethod
+    def of(blocks: KeyBlocks, tile: Tile, queries: Any) -> Shares:
+        """Of so many queries."""
+        sharing = _ceiling(blocks.of_a_unit, 2) if blocks.longest_first else blocks.of_a_unit
+        return Shares(blocks, name_value(T.ceildiv(queries, tile.q)), name_value(sharing))
 
-    def place(self, unit: Any, position: Any, turn: Any) -> tuple[Any, Any]:
-        """A block's tile of a turn: batch * heads + head, and which of the head's it is."""
-        first_pair, _ = self.blocks.pairs_of(unit)
-        number = name_value(position + turn * self.sharing)
-        head = name_value(T.truncdiv(number, self.tiles))
-        return name_value(first_pair * self.group + head), name_value(number - head * self.tiles)
+    def first(self, position: Any) -> tuple[Any, Any]:
+        """Of a unit's heads and its tiles, the first for the block at a position; a head beyond them all for none."""
+        head = name_value(T.truncdiv(position, self.tiles))
+        none = position >= self.sharing if self.blocks.longest_first else False
+        return T.if_then_else(none, NO_HEAD, head), name_value(position - head * self.tiles)
 
 
 def _ceiling(a: Any, b: Any) -> Any:

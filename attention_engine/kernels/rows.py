@@ -48,10 +48,20 @@ def take_sums_for_granted(buffers: Buffers, row: Any, first: Any, size: int) -> 
 
 
 def counters(sizes: Sizes, problem: Problem) -> Any:
-    """(batch * key heads, 2) int32, by which blocks over keys tell how far a unit of them (items.KeyBlocks) is: what is
-    left to do, below 0. [unit, PREPARED] of warps that zero its sums or make its rows, [unit, FINISHED] of its
-    blocks."""
-    return T.Tensor([sizes.batch * problem.kv_heads, 2], "int32")
+    """(1 + batch * key heads, 2) int32, by which blocks over keys tell how far a unit of them (items.KeyBlocks) is:
+    what is left to do, below 0. [1 + unit, PREPARED] of warps that zero its sums or make its rows, [1 + unit, FINISHED]
+    of its blocks. The first row says how many blocks were begun, where persistent ones deal them."""
+    return T.Tensor([1 + sizes.batch * problem.kv_heads, 2], "int32")
+
+
+def counter(buffers: Buffers, unit: Any, which: int) -> Any:
+    """One of a unit's counters."""
+    return buffers["counters"][1 + unit, which]
+
+
+def dealt(buffers: Buffers) -> Any:
+    """The counter of blocks that were begun."""
+    return buffers["counters"][0, 0]
 
 
 def transposes_dq(tile: Tile, dim: int) -> bool:
@@ -180,8 +190,9 @@ def preprocess(
                         buffers["workspace"][row, block * (length * padded(problem.dim)) + x] = 0.0
                 if tile.specialised and row < blocks.pairs and block == 0:
                     _, pairs = blocks.pairs_of(row)
-                    buffers["counters"][row, PREPARED] = -len(SPARE) * blocks.of_a_unit
-                    buffers["counters"][row, FINISHED] = -pairs * blocks.blocks
+                    buffers["counters"][1 + row, PREPARED] = -len(SPARE) * blocks.of_a_unit
+                    buffers["counters"][1 + row, FINISHED] = -pairs * blocks.blocks
+                    buffers["counters"][0, 0] = 0
 
     return build("backward_preprocess", parameters, body)
 
@@ -238,7 +249,7 @@ def postprocess(
             if tile.specialised:
                 unit = T.truncdiv(batch * problem.kv_heads + head // problem.group, blocks.together)
                 if T.get_thread_binding() == 0:
-                    while T.atomic_load(buffers["counters"][unit, FINISHED], memory_order="acquire") < 0:
+                    while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
                         T.call_extern("void", "__nanosleep", PAUSE)
                 T.sync_threads()
             sums = T.alloc_fragment([tile.q * dim], FLOAT)

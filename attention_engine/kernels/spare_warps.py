@@ -16,7 +16,6 @@ memory; no spills) and left out: it is hidden for the most part already, and the
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +26,13 @@ from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import DELTA
 from attention_engine.kernels.common import FLOAT, Buffers, Place, named, reader, window
 from attention_engine.kernels.items import KeyBlocks, Shares
-from attention_engine.kernels.rows import FINISHED, PREPARED, take_sums_for_granted
+from attention_engine.kernels.rows import FINISHED, PREPARED, counter, take_sums_for_granted
 from attention_engine.kernels.splice import name_value, take_for_granted
-from attention_engine.kernels.warps import SPARE, WARP
+from attention_engine.kernels.warps import SPARE, SPARE_START, WARP
 
-ZEROES = 1024  # that a warp writes at once, 16 bytes a thread
+ZEROES, FEW_ZEROES = 256, 64  # that are written at once; wide heads leave room for few
+OF_HEAD, OF_TILE = range(2)
+PARITY = 3  # its place beside where a row goes
 ROWS, HALVES = 16, 2  # of o and dO that a warp takes at once: a thread has half a row
 WORD = 2  # numbers of 16 bits that a thread takes at once; with more, products wait for each other (ptxas C7512)
 PROXY_FENCE = """
@@ -47,8 +48,8 @@ static __device__ __forceinline__ void fence_proxy_of_memory() {
 @dataclass(frozen=True)
 class Delta:
     """The main kernel's row that delta is needed for, by name, and each warp's shared memory: rows of o and dO, what
-    they sum to, where it goes (batch, head, query; in registers those would be three too many) and the copies' barrier.
-    """
+    they sum to, where it goes (batch, head, query; in registers those would be three too many), and the copies' barrier
+    and its parity."""
 
     name: str
     expr: Expr
@@ -68,74 +69,97 @@ class Delta:
         return Delta(*row, o, do, sums, place, T.alloc_barrier(arrive_count=[WARP] * len(SPARE)))
 
 
+def room_for_zeroes(problem: Problem) -> Any:
+    """Shared memory for the zeroes that are written at once."""
+    wide = max(problem.dim, problem.dim_v) > 128
+    return named("zeroes", T.alloc_shared([FEW_ZEROES if wide else ZEROES], FLOAT))
+
+
+@T.macro
+def start_spare(zeroes: Any, delta: Delta | None) -> None:
+    """Before the first block of keys."""
+    each_warp = list(range(len(SPARE)))
+    if delta is not None:
+        for warp in each_warp:
+            delta.place[warp][PARITY] = 0
+    if T.get_thread_binding() < 2 * WARP:  # the first of them
+        T.fill(zeroes, 0)
+    T.fence_proxy_async()
+    T.sync_threads(SPARE_START, len(SPARE) * WARP)
+
+
 class SpareWarps:
-    """What the spare warps of a block do; index: the block's of the grid; delta: if they make it."""
+    """What the spare warps do beside a block of keys of the unit `number`; first: head and tile of its share; zeroes
+    and, for each warp, where it is (`at`) are in shared memory; delta: if they make it."""
 
     def __init__(
-        self, problem: Problem, tile: Tile, blocks: KeyBlocks, index: Any, queries: Any, delta: Delta | None
-    ) -> None:
-        self.problem, self.tile, self.blocks, self.delta = problem, tile, blocks, delta
+        self, problem: Problem, tile: Tile, shares: Shares, number: Any, first: tuple[Any, Any], zeroes: Any,
+        at: list[Any], delta: Delta | None,
+    ) -> None:  # fmt: skip
+        self.at, self.problem, self.tile, self.shares, self.blocks = at, problem, tile, shares, shares.blocks
+        self.zeroes, self.delta = zeroes, delta
         self.size = tile.q * padded(problem.dim)
-        self.number, self.position = blocks.position(index)
-        self.unit = name_value(self.number + blocks.ahead)
-        self.shares = Shares(blocks, problem, tile, queries)
+        self.number, self.unit = number, number + shares.blocks.ahead
+        self.first_head, self.first_tile = first
 
 
 @T.macro
-def count(counter: Any) -> None:
+def count(which: Any) -> None:
     """Counts what this thread did, and all that it knows of, as done. TileLang forgets an atomic's order unless its
     result is asked for."""
-    T.evaluate(T.atomic_add(counter, 1, memory_order="release", return_prev=True))
+    T.evaluate(T.atomic_add(which, 1, memory_order="release", return_prev=True))
 
 
 @T.macro
-def wait_for_unit(blocks: KeyBlocks, index: Any, buffers: Buffers) -> None:
-    """Until this block's unit is prepared."""
-    number, _ = blocks.position(index)
+def wait_for_unit(blocks: KeyBlocks, number: Any, buffers: Buffers) -> None:
+    """Until a block's unit is prepared."""
+    if number >= blocks.ahead:
+        while T.atomic_load(counter(buffers, number, PREPARED), memory_order="acquire") < 0:
+            pass
+
+
+@T.macro
+def see_unit(blocks: KeyBlocks, number: Any) -> None:
+    """What was prepared of a block's unit is seen by the copies that a warp begins."""
     T.import_source(PROXY_FENCE)
     if number >= blocks.ahead:
-        while T.atomic_load(buffers["counters"][number, PREPARED], memory_order="acquire") < 0:
-            pass
         T.call_extern("void", "fence_proxy_of_memory")
 
 
 @T.macro
-def write_zeroes(work: SpareWarps, buffers: Buffers, warp: int) -> None:
-    """A spare warp's part of the zeroes."""
-    at_once = math.gcd(work.size, ZEROES)
-    for turn in T.unroll(work.shares.count(work.unit, work.position), unroll_factor=1):
-        row, tile = work.shares.place(work.unit, work.position, turn)
-        take_sums_for_granted(buffers, row, tile * work.size, work.size)
-        for part in T.unroll(T.ceildiv(work.size // at_once - warp, len(SPARE)), unroll_factor=1):
-            for x in T.Parallel(at_once):
-                buffers["workspace"][row, tile * work.size + (part * len(SPARE) + warp) * at_once + x] = 0.0
+def write_zeroes(work: SpareWarps, buffers: Buffers, warp: int, row: Any, tile: Any) -> None:
+    """A spare warp's part of a tile's zeroes: copies of those that are in shared memory."""
+    at_once = int(work.zeroes.shape[0])
+    parts = work.size // at_once
+    take_sums_for_granted(buffers, row, tile * work.size, work.size)
+    for turn in T.unroll(-(-(parts - warp) // len(SPARE)), unroll_factor=1):
+        first = name_value(tile * work.size + (turn * len(SPARE) + warp) * at_once)
+        T.tma_copy(work.zeroes, buffers["workspace"][row, first : first + at_once])
 
 
 @T.macro
-def make_delta(work: SpareWarps, buffers: Buffers, warp: int) -> None:
-    """A spare warp's part of delta, ROWS at a time. Threads begin at columns of their own, or they would meet in a bank
-    of shared memory."""
-    problem, tile, shares, delta = work.problem, work.tile, work.shares, work.delta
+def make_delta(work: SpareWarps, buffers: Buffers, warp: int, head_of_all: Any, tile_of_head: Any) -> None:
+    """A spare warp's part of a tile's delta, ROWS at a time. Threads begin at columns of their own, or they would meet
+    in a bank of shared memory."""
+    problem, tile, delta = work.problem, work.tile, work.delta
     dim_v, parts = padded(problem.dim_v), tile.q // ROWS
     o, do, row, place = delta.o[warp], delta.do[warp], delta.row[warp], delta.place[warp]
     half_row, words = dim_v // HALVES, dim_v // HALVES // WORD
     sums, total = T.alloc_fragment([ROWS, HALVES], FLOAT), T.alloc_fragment([ROWS], FLOAT)
-    count_of_all = shares.count(work.unit, work.position) * parts
-    turns = name_value(T.ceildiv(count_of_all - warp, len(SPARE)))
-    for turn in T.unroll(turns, unroll_factor=1):
-        part = name_value(turn * len(SPARE) + warp)
-        head_of_all, block = shares.place(work.unit, work.position, T.truncdiv(part, parts))
+    for turn in T.unroll(-(-(parts - warp) // len(SPARE)), unroll_factor=1):
         batch = name_value(T.truncdiv(head_of_all, problem.heads))
         head = name_value(head_of_all - batch * problem.heads)
-        q0 = name_value(block * tile.q + T.truncmod(part, parts) * ROWS)
+        q0 = name_value(tile_of_head * tile.q + (turn * len(SPARE) + warp) * ROWS)
         T.tma_copy(window(buffers["o"], batch, head, q0, ROWS, dim_v), o, barrier=delta.arrived[warp])
         T.tma_copy(window(buffers["do"], batch, head, q0, ROWS, dim_v), do, barrier=delta.arrived[warp])
         for number, value in enumerate((batch, head, q0)):
             place[number] = value
+        parity = name_value(place[PARITY])
         T.barrier_arrive(delta.arrived[warp])
-        T.barrier_wait(delta.arrived[warp], turn % 2)
+        T.barrier_wait(delta.arrived[warp], parity)
         T.tma_store_wait(0)  # has read the rows before
         T.sync_warp()
+        place[PARITY] = parity ^ 1
         T.fill(sums, 0)
         for word in T.unroll(words, unroll_factor=1):
             for i, half in T.Parallel(ROWS, HALVES):
@@ -148,7 +172,6 @@ def make_delta(work: SpareWarps, buffers: Buffers, warp: int) -> None:
         T.fence_proxy_async()
         T.sync_warp()
         T.tma_copy(row, buffers[delta.name][place[0], place[1], place[2] : place[2] + ROWS])
-    T.tma_store_wait(0, read=False)  # is written, not only read: what is counted as done must be
 
 
 def row_value(expr: Expr, delta: Any) -> Any:
@@ -159,28 +182,56 @@ def row_value(expr: Expr, delta: Any) -> Any:
 
 
 @T.macro
-def prepare(work: SpareWarps, buffers: Buffers, warp: int) -> None:
-    """A spare warp's part of what this block prepares."""
-    first_pair, _ = work.blocks.pairs_of(work.unit)
+def prepare(work: SpareWarps, buffers: Buffers, at: Any, warp: int) -> None:
+    """A spare warp's part of what a block prepares. at: where the warp notes the head and the tile it is at, of its
+    share: while it makes delta, it has no registers for them."""
+    first_pair, pairs = work.blocks.pairs_of(work.unit)
+    group = work.problem.group
     take_for_granted(work.unit > 0)
     if first_pair < work.blocks.pairs:
-        write_zeroes(work, buffers, warp)
-        if work.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
-            if work.unit >= work.blocks.given:
-                make_delta(work, buffers, warp)
+        at[OF_HEAD] = work.first_head
+        at[OF_TILE] = work.first_tile
+        T.sync_warp()
+        while at[OF_HEAD] < pairs * group:
+            write_zeroes(work, buffers, warp, first_pair * group + at[OF_HEAD], at[OF_TILE])
+            if work.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
+                if work.unit >= work.blocks.given:
+                    make_delta(work, buffers, warp, first_pair * group + at[OF_HEAD], at[OF_TILE])
+            step_on(work, at)
+        T.tma_store_wait(0, read=False)  # is written, not only read: what is counted as done must be
         T.sync_warp()
         if T.get_thread_binding() % WARP == 0:
-            count(buffers["counters"][work.unit, PREPARED])
+            count(counter(buffers, work.unit, PREPARED))
 
 
 @T.macro
-def spare_work(work: SpareWarps, buffers: Buffers, added: Any) -> None:
-    """All that the spare warps do. One of them tells that this block has added all to the sums, when it has: `added`
-    is its barrier."""
+def step_on(work: SpareWarps, at: Any) -> None:
+    """To the next tile of a share."""
+    head = T.alloc_var("int32")
+    tile = T.alloc_var("int32")
+    head = at[OF_HEAD]
+    tile = at[OF_TILE] + work.shares.sharing
+    while tile >= work.shares.tiles:
+        tile = tile - work.shares.tiles
+        head = head + 1
+    T.sync_warp()  # all have read
+    at[OF_HEAD] = head
+    at[OF_TILE] = tile
+    T.sync_warp()
+
+
+@T.macro
+def prepare_together(work: SpareWarps, buffers: Buffers) -> None:
+    """What the spare warps prepare beside a block of keys."""
     thread = T.get_thread_binding()
     for warp in SPARE:
         if T.And(thread >= WARP * warp, thread < WARP * (warp + 1)):
-            prepare(work, buffers, warp - 1)
-    if thread == SPARE[0] * WARP:
-        T.barrier_wait(added, 0)
-        count(buffers["counters"][work.number, FINISHED])
+            prepare(work, buffers, work.at[warp - 1], warp - 1)
+
+
+@T.macro
+def tell_when_added(work: SpareWarps, buffers: Buffers, added: Any, turn: Any) -> None:
+    """One of them tells that the block has added all to the sums, when it has: `added` is its barrier."""
+    if T.get_thread_binding() == SPARE[0] * WARP:
+        T.barrier_wait(added, turn)
+        count(counter(buffers, work.number, FINISHED))

@@ -21,7 +21,7 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from attention_engine.ir.problem import Problem, Tile
-from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.passes.analyse_mask import MaskPlan
 from attention_engine.passes.tile_plan import TilePlan
 
@@ -69,6 +69,13 @@ class HandedList:
         return _name("entry", T.shfl_sync(self.place(step), 0))
 
 
+@dataclass(frozen=True)
+class HandedQueries(HandedList):
+    """A walk over queries that another warp begins: how many steps; its first piece, where bounds say it."""
+
+    first: Any
+
+
 class KeyWalk:
     """The tiles of keys that a block of queries walks over: `count` steps.
 
@@ -106,11 +113,15 @@ class QueryWalk:
     """The tiles of queries, of all heads that share a block's keys, that the block walks over: `count` steps."""
 
     def __init__(self, plan: TilePlan, problem: Problem, sizes: Any, tile: Tile, buffers: Any, batch: Any, kv_head: Any,
-                 row: Any) -> None:  # fmt: skip
-        self.plan, self.shape, self.group, self.kv_head = plan, tile, problem.group, kv_head
-        self.kv0 = row * tile.kv
-        self.lists = _Lists(plan, buffers, batch, kv_head, row) if plan.mapped else None
-        if self.lists is not None:
+                 row: Any, handed: HandedQueries | None = None) -> None:  # fmt: skip
+        self.plan, self.shape, self.group, self.kv_head, self.handed = plan, tile, problem.group, kv_head, handed
+        self.kv0, self.lists = row * tile.kv, None
+        if handed is not None:
+            self.first, self.count = handed.first, handed.count
+            return
+        self.first = 0
+        if plan.mapped:
+            self.lists = _Lists(plan, buffers, batch, kv_head, row)
             self.count = self.lists.count if plan.by_head else self.group * self.lists.count
             return
         pieces = T.ceildiv(sizes.q, PIECE)
@@ -125,14 +136,17 @@ class QueryWalk:
     def at(self, step: Any, first: Any = None) -> Visit:
         """The tile and the query head of a step; first: the `first_entry`, where it was read."""
         first_head, in_turn = self.kv_head * self.group, step % self.group
-        if self.lists is None:
+        if not self.plan.mapped:
             start = self.first * PIECE + step // self.group * self.shape.q
             return Visit(start, self._is_partial, first_head + in_turn)
-        entry = self.lists.entry(step if self.plan.by_head else step // self.group, first)
+        if self.lists is None:
+            entry = self.handed.entry(step)
+        else:
+            entry = self.lists.entry(step if self.plan.by_head else step // self.group, first)
         piece, in_group = (entry // 2, in_turn)
         if self.plan.by_head:
             piece, in_group = entry // (2 * self.group), entry // 2 % self.group
-        return Visit(piece * PIECE, lambda _: entry % 2 != 0, first_head + in_group)
+        return Visit(piece * PIECE, lambda _: entry % 2 != 0, first_head + in_group, entry)
 
     def _is_partial(self, q0: Any) -> Any:
         return is_partial(self.plan.bounds, q0, q0 + self.shape.q - 1, self.kv0, self.kv0 + self.shape.kv - 1)
@@ -152,7 +166,7 @@ class _Lists:
     def entry(self, step: Any, first: Any = None) -> Any:
         """What the list holds for a step; read here, once, unless it is the first step's, which was read."""
         entry = self.buffer[(*self.place, step + 1)]
-        return _name("entry", entry if first is None else T.if_then_else(step == 0, first, entry))
+        return _name("entry", entry) if first is None else name_value(T.if_then_else(step == 0, first, entry))
 
 
 def _name(name: str, value: Any) -> Any:

@@ -14,18 +14,19 @@ COMPUTE = 1  # the named barrier on which the computing threads meet
 TURN = 2  # the first of those on which each group waits for its turn to start products
 TMA_FLOATS = 32  # 128 bytes: what TMA copies to begins at a multiple of them
 LEAVE = 5  # the first of those on which each group meets before its rows leave
+SPARE_START = 8  # on which the spare warps meet before their first work
 ROWS_WHOLE, COLUMNS_SHARED = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol  # by groups: 64 rows each, or columns
 REGISTERS_PER_SM = 65536
 SHARED_BYTES = 232448 - 1024  # for a block's tiles; the rest is for barriers
 
 
-def registers(threads: int) -> tuple[int, int]:
+def registers(threads: int, copying: int = 24) -> tuple[int, int]:
     """Registers of a copying thread, and of each of so many computing ones, in the units of 8 that setmaxnreg takes.
 
-    Every thread starts with as many. Copying ones give back all but 24, and computing ones ask for what was given back:
-    for more they would wait for ever.
+    Every thread starts with as many. Copying ones give back all but some, and computing ones ask for what was given
+    back: for more they would wait for ever.
     """
-    copying, all_threads = 24, GROUP + threads
+    all_threads = GROUP + threads
     started_with = REGISTERS_PER_SM // all_threads // 8 * 8
     return copying, min(240, (started_with * all_threads - GROUP * copying) // threads // 8 * 8)
 

@@ -84,6 +84,12 @@ def starts_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     return tile.specialised and plan.later_is_longer and not pairs_in_turn(problem, tile)
 
 
+def backward_persists(problem: Problem, tile: Tile) -> bool:
+    """Is there a form of that kernel over keys whose blocks walk over items? Its warpgroups have keys of their own, and
+    tiles of keys and values lie in blocks of 64 columns, by which results leave."""
+    return (problem.dim, problem.dim_v) == (128, 128) and not tile.shared_weights
+
+
 def pairs_of_a_unit(problem: Problem, tile: Tile, batch: int, queries: int, keys: int, places: int) -> int:
     """Over how many pairs of key head and batch blocks then start longest first, on a GPU that runs so many blocks at
     once: over as many as it runs together, if the L2 cache holds their queries and gradients, or a few less, for units

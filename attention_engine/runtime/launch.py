@@ -174,7 +174,7 @@ class Launcher:
             size = (batch * heads, length * padded(dim))
             workspace = [torch.empty_like(template(size, torch.float32, q.device))]
             if kernels.tiles.backward.specialised:
-                counters = [torch.empty_like(template((batch * k.shape[2], 2), torch.int32, q.device))]
+                counters = [torch.empty_like(template((batch * k.shape[2] + 1, 2), torch.int32, q.device))]
         return workspace, counters
 
     @staticmethod

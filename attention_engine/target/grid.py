@@ -6,6 +6,7 @@ import itertools
 from typing import Any, Protocol
 
 from attention_engine.errors import HazardInKernel
+from attention_engine.target.tile_buffers import ROLE
 from attention_engine.target.tile_windows import Frame, Run
 from attention_engine.target.tir_nodes import kind_of
 
@@ -57,10 +58,13 @@ def is_nothing(node: Any) -> bool:
 
 
 def wait_for_blocks(test: Run, condition: str) -> Run:
-    """A loop without a body: what it waits for, an earlier block has done, or nobody will."""
+    """A loop without a body: what it waits for, an earlier block has done, or another role of this one will."""
 
     def run(frame: Frame) -> None:
-        if test(frame):
+        role = frame[ROLE]
+        if role.turns is not None:
+            role.turns.wait(lambda: not test(frame), f"while {condition}")
+        elif test(frame):
             raise HazardInKernel(f"a block waits for what no block before it has done: while {condition}")
 
     return run

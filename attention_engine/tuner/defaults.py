@@ -19,6 +19,7 @@ from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.by_hand import (
     backward_fits,
+    backward_persists,
     forward_fits,
     pairs_are_light,
     scores_are_light,
@@ -89,6 +90,8 @@ def _placed_by_hand(problem: Problem, maths: Maths, target: Arch, tiles: Tiles, 
     if schedule and backward_fits(problem, schedule, summed):
         light, heavy = BACKWARD[problem.dim, problem.dim_v]
         tile = light if pairs_are_light(schedule, summed, (problem.dim, problem.dim_v)) else heavy
+        if plan_tiles(schedule.mask).mapped and not (summed.of_keys or summed.diagonals):
+            tile = replace(tile, persistent=backward_persists(problem, tile))  # documents on an H100: 4 to 5 % faster
         skewed = replace(tile, skewed_sums=bool(summed.diagonals))
         room = demand("backward", problem, skewed).shared_bytes <= target.shared_memory_per_block
         tiles = replace(tiles, backward=skewed if room else tile)

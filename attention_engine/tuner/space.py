@@ -14,7 +14,7 @@ from attention_engine.arch import H100, Arch
 from attention_engine.compiler import Target
 from attention_engine.ir.linear import LinearTile
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.passes.by_hand import pairs_in_turn
+from attention_engine.passes.by_hand import backward_persists, pairs_in_turn
 from attention_engine.target.compile import Resources
 from attention_engine.tuner.problems import KernelName
 
@@ -129,6 +129,8 @@ def _reason_by_hand(problem: Problem, tile: Tile) -> str | None:
     """Against a tile of the kernel over keys that is placed by hand."""
     if padded(problem.dim) % 128 and tile.q % 64:
         return f"{tile.q} rows of dQ don't cut into 64, and dQ transposed wants head dims in units of 128"
+    if tile.persistent and not backward_persists(problem, tile):
+        return "blocks walk over items at head dims 128 alone, where warpgroups have keys of their own"
     if tile.shared_weights and (tile.q % 32 or tile.kv != 64):
         return "warpgroups share 64 keys, and queries in units of 16 each"
     return None
@@ -171,8 +173,11 @@ def _placed_by_hand(kernel: KernelName, default: Tile) -> Iterator[Tile]:
                 )  # fmt: skip
         case "backward":
             skewed = (False, True) if default.skewed_sums else (False,)  # it is, where diagonals are summed
-            for q, shared, skew in itertools.product(MOVING, (False, True), skewed):
-                yield Tile(q, 64 if shared else 128, 256, 2, shared, specialised=True, skewed_sums=skew)
+            walking = (False, True) if default.persistent else (False,)  # it is, with lists of tiles
+            for q, shared, skew, walks in itertools.product(MOVING, (False, True), skewed, walking):
+                yield Tile(
+                    q, 64 if shared else 128, 256, 2, shared, specialised=True, skewed_sums=skew, persistent=walks
+                )  # fmt: skip
         case "queries":
             return
 

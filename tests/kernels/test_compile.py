@@ -11,7 +11,7 @@ from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.compiler import Kernels
 from attention_engine.frontend.meta import hints_of
 from attention_engine.ir.problem import Tile
-from attention_engine.library import OnlineSoftmax, causal, relative_bias, scale
+from attention_engine.library import OnlineSoftmax, causal, document, relative_bias, scale
 
 pytest.importorskip("tilelang")
 from attention_engine.target import compile as target_compile
@@ -105,6 +105,18 @@ def lower_case(kernel, name):
     return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
 
 
+def lower_lists(dim, dtype, kv_heads):
+    """The kernel over keys of a document mask, whose blocks are persistent."""
+    metas = [meta_tensor(1, heads, 256, dim, dtype=dtype) for heads in (4, kv_heads, kv_heads)]
+    axes = CustomIO({"documents": ("batch", "seq_len")})
+    made = AttentionEngine(metas, axes, scale(0.1), document(), OnlineSoftmax(), device=arch.H100())._kernels("cuda")
+    maths = made.maths.wanting(())
+    tiles = default_tiles(made.problem, maths, arch.H100())
+    assert tiles.backward.persistent
+    source = Kernels(maths, made.problem, tiles, arch.H100(), deterministic=False).backward
+    return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
+
+
 @functools.cache
 def hopper():
     lowered = {name: lower(arch.H100(), *given) for name, given in HOPPER.items()}
@@ -112,6 +124,8 @@ def hopper():
     tables = {"table_backward": lower_sums_of_diagonals(2), "ungrouped_table_backward": lower_sums_of_diagonals(4)}
     for kv_heads, dtype in ((4, HALF), (4, torch.bfloat16), (2, HALF)):
         tables[f"table_{kv_heads}_{str(dtype)[6:]}_backward"] = lower_default_sums_of_diagonals(kv_heads, dtype)
+    for name, given in {"wide": (128, HALF, 4), "grouped": (128, BRAIN, 2)}.items():
+        lowered[f"{name}_lists_backward"] = lower_lists(*given)
     return compile_together({**lowered, **tables}, arch.H100())
 
 
@@ -140,7 +154,8 @@ def test_backward_where_no_register_is_left_adds_to_dq_without_a_guard():
 def test_no_step_of_sums_of_diagonals_waits_for_the_additions_of_the_last():
     """As a fence before its first product would."""
     for name in ("table_backward", "ungrouped_table_backward"):
-        lines = hopper()[name].cuda.splitlines()
+        _, computing = hopper()[name].cuda.split("tl::warpgroup_reg_alloc<")
+        lines = computing.splitlines()
         fences = [n for n, line in enumerate(lines) if "fence_proxy_async" in line]
         assert len(fences) == 3 and all("warpgroup_arrive" not in lines[n - 1] for n in fences), name
 

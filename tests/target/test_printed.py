@@ -71,11 +71,20 @@ def test_a_warpgroups_number_is_one_lanes():
     assert with_uniform_groups(plain) == plain
 
 
-def test_a_threads_index_is_read_once():
-    head = 'extern "C" __global__ void made();\nextern "C" __global__ void made() {\n'
-    found = with_held_threads(f"{head}  if (((int)threadIdx.x) < 128) {{ x[((int)threadIdx.x) >> 5] = 0; }}\n}}\n")
-    held = '  int thread;\n  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));\n'
-    assert found == f"{head}{held}  if (thread < 128) {{ x[thread >> 5] = 0; }}\n}}\n"
+def test_a_threads_index_is_read_once_but_by_the_threads_that_copy():
+    head = 'extern "C" __global__ void k(float* x) {\n'
+    before = "  if (((int)threadIdx.x) < 128) {\n"
+    copying = "    tl::warpgroup_reg_dealloc<24>();\n    x[((int)threadIdx.x)] = 0;\n"
+    computing = "  } else {\n    tl::warpgroup_reg_alloc<240>();\n    x[((int)threadIdx.x) >> 5] = 0;\n  }\n}\n"
+    found = with_held_threads(head + before + copying + computing)
+    declared, body = found.split(head)
+    assert 'asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));' in declared
+    assert body == (
+        "  const int thread = thread_again();\n"
+        "  if (thread < 128) {\n"
+        "    tl::warpgroup_reg_dealloc<24>();\n    x[thread_again()] = 0;\n"
+        "  } else {\n    tl::warpgroup_reg_alloc<240>();\n    x[thread >> 5] = 0;\n  }\n}\n"
+    )
 
 
 def test_the_threads_that_compute_hold_their_barriers():

@@ -1,0 +1,131 @@
+"""Persistent blocks of the backward pass over keys, in the warp simulator, beside a grid's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, document_ids
+from attention_engine.arch import H100
+from attention_engine.ir.problem import Problem
+from attention_engine.library import OnlineSoftmax, document, scale
+from attention_engine.passes.by_hand import backward_persists
+from attention_engine.runtime import op
+from attention_engine.tuner.defaults import default_tiles
+from tests.cases import CASES, Shape, errors
+from tests.kernels.test_hopper_interpret import MANY, PROGRAMS, SHARED_KEYS, WALKS, by_hand, by_head, kernels, ran
+
+__all__ = ["kernels"]  # a fixture
+
+
+def no_queries_for_some(b, h, q_idx, kv_idx):
+    """A mask of bounds under which the first blocks of keys see no queries, so that they have no steps."""
+    return kv_idx - 260 >= q_idx
+
+
+def few_of_some_heads(b, h, q_idx, kv_idx):
+    """A mask by lists, of which some are empty."""
+    return (q_idx % 5 != kv_idx % 3) & (kv_idx < 150 * h)
+
+
+SEEN = {
+    **WALKS, "no queries for some": (no_queries_for_some, (150, 500)),
+    "lists of two heads": (by_head, (300, 500)), "empty lists": (few_of_some_heads, (170, 400)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("queries", [64, 80])
+@pytest.mark.parametrize("mask", SEEN)
+def test_persistent_blocks_give_what_a_grid_gives_bit_for_bit(mask, queries, kernels):
+    """Additions to dQ too: one block of the simulator's grid has all items, in a grid's order."""
+    keep, lengths = SEEN[mask]
+    shape = Shape(2, *lengths, 4, 2, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    found = []
+    for persistent in (False, True):
+        op.ATTENTIONS.clear()
+        kernels.update(backward=replace(by_hand(queries), persistent=persistent))
+        engine = AttentionEngine(
+            shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
+        )
+        leaves = [tensors[n].requires_grad_() for n in "qkv"]
+        found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"]))
+        assert ran("backward") and walks() is persistent
+    assert not any(gradient.isnan().any() for gradient in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_block_waits_for_what_another_prepares_and_for_room_for_its_keys(kernels):
+    """Which the simulator can't show missing: its one block has prepared all, and copies when its others wait."""
+    kernels.update(backward=replace(by_hand(64), persistent=True))
+    shape = Shape(1, 100, 100, 1, 1, 128, 128)
+    assert errors(CASES["softmax"], shape, torch.float16, causal=False, backend="interpret", floor=2e-3)
+    lines = [line.strip() for line in script_over_keys().splitlines()]
+    (prepared,) = (n for n, line in enumerate(lines) if line.startswith("while T.atomic_load_elem_op"))
+    assert "counters" in lines[prepared] and "noted" in next(x for x in lines[prepared:] if "arrive_barrier" in x)
+    for name in "kv":
+        waits = [n for n, line in enumerate(lines) if line.startswith(f"T.mbarrier_wait_parity({name}_empty")]
+        copies = [n for n, line in enumerate(lines) if line.startswith(f"T.tma_copy(T.region({name}[")]
+        assert len(waits) == 2 and [n - 2 for n in copies] == waits[1:], "before a copy, and where nothing is copied"
+
+
+def script_over_keys():
+    """The kernel over keys that ran."""
+    (script,) = [
+        kernel.backward.prim_func.script()
+        for attention in op.ATTENTIONS.values() for kernel in attention.launcher._kernels.values()
+        if "compiled" in vars(kernel.backward)
+    ]  # fmt: skip
+    return script
+
+
+def walks():
+    """Did the blocks of the kernel over keys that ran take notes of items?"""
+    return "record" in script_over_keys()
+
+
+def test_persistent_blocks_keep_the_rule(kernels):
+    """Of programs with rows, products that are kept, no rows and gradients of indices; groups of heads, two batches."""
+    kernels.update(backward=replace(by_hand(64), persistent=True))
+    for number, name in enumerate(PROGRAMS):
+        lengths, heads, batch = MANY[number % 2]
+        shape, dtype = Shape(batch, *lengths, *heads, 128, 128), (torch.float16, torch.bfloat16)[number % 2]
+        assert errors(CASES[name], shape, dtype, causal=number < 2, backend="interpret", floor=2e-3)
+        assert ran("backward")
+
+
+def test_deterministic_gradients_have_a_grid(kernels):
+    shape = Shape(2, 300, 300, 2, 1, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    ids = document_ids([1, 129, 70, 100], 300).expand(2, -1).contiguous()
+    for deterministic in (False, True):
+        op.ATTENTIONS.clear()
+        kernels.update(backward=replace(by_hand(64), persistent=True))
+        engine = AttentionEngine(
+            shape.meta(torch.float16), CustomIO({"documents": ("batch", "seq_len")}), scale(0.1), document(),
+            OnlineSoftmax(), backend="interpret", deterministic=deterministic,
+        )  # fmt: skip
+        leaves = [tensors[n].requires_grad_() for n in "qkv"]
+        torch.autograd.grad(engine(*leaves, ids), leaves, tensors["do"])
+        assert walks() is not deterministic
+
+
+def default_of(mask, dim, **axes):
+    metas = Shape(1, 300, 300, 2, 1, dim, dim).meta(torch.float16)
+    made = AttentionEngine(metas, CustomIO(axes), scale(0.1), mask, OnlineSoftmax(), device=H100())._kernels("cuda")
+    return default_tiles(made.problem, made.maths.wanting(()), H100()).backward
+
+
+def test_only_lists_of_tiles_ask_for_persistent_blocks():
+    """What a start and an end of a block take counts where blocks have few steps."""
+    assert default_of(document(), 128, documents=("batch", "seq_len")).persistent
+    assert default_of(by_head, 128).persistent and not default_of(by_head, 64).persistent
+    for mask, _ in (WALKS["full"], WALKS["causal"], WALKS["window"]):
+        assert not default_of(mask, 128).persistent
+
+
+def test_persistent_blocks_want_keys_of_their_own_and_head_dims_128():
+    problem = Problem(2, 1, 128, 128, "float16")
+    assert backward_persists(problem, by_hand(64)) and backward_persists(problem, by_hand(80))
+    assert not backward_persists(problem, SHARED_KEYS)
+    assert not backward_persists(replace(problem, dim_v=64), by_hand(64))
