@@ -57,11 +57,11 @@ from attention_engine.kernels.key_items import (
     STEPS,
     KeyItem,
     Notes,
-    arrive_when_read,
     handed_walk,
     leave_by_groups,
     of_keys,
 )
+from attention_engine.kernels.query_tiles import arrive_when_read
 from attention_engine.kernels.rows import place_in_workspace, take_sums_for_granted, transposes_dq
 from attention_engine.kernels.spare_warps import (
     Delta,
@@ -286,7 +286,7 @@ def backward_hopper(
         if persistent:
             leave_by_groups(v, buffers["dv"], item, tile)
             leave_by_groups(k, buffers["dk"], item, tile)
-            arrive_when_read(memory.k_empty, memory.v_empty)
+            arrive_when_read(thread, [(memory.v_empty, 0), (memory.k_empty, 0)])
         else:
             T.sync_threads(COMPUTE, tile.threads)
             T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, dim_v))
@@ -342,9 +342,10 @@ def backward_hopper(
             dq = T.alloc_fragment(dq_shape, FLOAT) if with_dq else None
             skewed = SkewedSums(summed, tile, problem.group, dtype) if skews else None
             key_sums = [T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys]
+            leaders = tile.threads // GROUP * WARP  # those by whose copies dK and dV leave
             k_full, v_full = T.alloc_barrier(arrive_count=WARP), T.alloc_barrier(arrive_count=WARP)
-            k_empty = T.alloc_barrier(arrive_count=tile.threads // GROUP * WARP) if persistent else None
-            v_empty = T.alloc_barrier(arrive_count=tile.threads // GROUP * WARP) if persistent else None
+            k_empty = T.alloc_barrier(arrive_count=leaders) if persistent else None
+            v_empty = T.alloc_barrier(arrive_count=leaders) if persistent else None
             q_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             q_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             do_full = T.alloc_barrier(arrive_count=[WARP] * stages)

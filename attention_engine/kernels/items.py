@@ -39,8 +39,12 @@ class Item:
 
     def stage(self, step: Any, stages: int) -> tuple[Any, Any]:
         """Where a step's keys and values are, and the parity of their barriers."""
-        count = self.steps_before + step
-        return count % stages, (count // stages) % 2
+        return stage_of(self.steps_before + step, stages)
+
+
+def stage_of(count: Any, stages: int) -> tuple[Any, Any]:
+    """Of the step after so many, over all items of a block: its stage, and the parity of that stage's barriers."""
+    return count % stages, (count // stages) % 2
 
 
 class Items:

@@ -15,15 +15,15 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Tile
 from attention_engine.kernels.common import Sizes, named
-from attention_engine.kernels.items import KeyBlocks, Shares
-from attention_engine.kernels.query_tiles import SWIZZLED
+from attention_engine.kernels.items import KeyBlocks, Shares, stage_of
+from attention_engine.kernels.query_tiles import SWIZZLED, arrive, wait
 from attention_engine.kernels.tiles import HandedQueries
 from attention_engine.kernels.warps import GROUP, LEAVE, SPARE, WARP, give_back
 
 # An item's record: its unit and its number there; the first of a unit's heads and tiles of queries that it prepares for
 # it; its block of keys, key head and batch; the first piece of its walk, where bounds say it, and steps.
 UNIT, POSITION, SHARED_HEAD, SHARED_TILE, BLOCK, HEAD, BATCH, FIRST, STEPS = range(9)
-NUMBERS = 12
+NUMBERS = 12  # with what makes records, and some of their numbers together, whole words of 16 bytes
 # Lengths that are told: tiles of a head; blocks that share them; blocks of a head, and of all heads; pairs of key head
 # and batch, and those of a unit; queries.
 TILES, SHARING, KEY_BLOCKS, ITEMS, PAIRS, TOGETHER, QUERIES = range(7)
@@ -50,8 +50,7 @@ class KeyItem:
 
     def stage(self, step: Any, stages: int) -> tuple[Any, Any]:
         """Where a step's queries and gradients are, and the parity of their barriers."""
-        count = self.steps_before + step
-        return count % stages, (count // stages) % 2
+        return stage_of(self.steps_before + step, stages)
 
 
 def of_keys(numbers: Any) -> tuple[Any, ...]:
@@ -90,7 +89,7 @@ class Notes:
 
     def start(self, items_before: Any) -> None:
         """A warp begins to note an item, when all are done with the one before the last."""
-        wait_at(self.read, items_before % NOTES, items_before // NOTES % 2 ^ 1)
+        wait(self.read, items_before % NOTES, items_before // NOTES % 2 ^ 1)
 
     def write(self, items_before: Any, numbers: dict[int, Any]) -> None:
         """Some of an item's numbers, which a lane writes: what is worked out next reads them from there."""
@@ -98,11 +97,11 @@ class Notes:
 
     def tell(self, items_before: Any) -> None:
         """The item is noted."""
-        arrive_at(self.noted, items_before % NOTES)
+        arrive(self.noted, items_before % NOTES)
 
     def wait(self, items_before: Any) -> None:
         """Until the next item is noted."""
-        wait_at(self.noted, items_before % NOTES, items_before // NOTES % 2)
+        wait(self.noted, items_before % NOTES, items_before // NOTES % 2)
 
     def number(self, items_before: Any, which: int) -> Any:
         """A number of an item that is noted, read here. Warps that have few registers read it anew at each use."""
@@ -147,18 +146,6 @@ def write_numbers(record: Any, slot: Any, numbers: list[tuple[int, Any]]) -> Non
 
 
 @T.macro
-def wait_at(barriers: Any, slot: Any, parity: Any) -> None:
-    """For one of two barriers."""
-    T.barrier_wait(barriers[slot], parity)
-
-
-@T.macro
-def arrive_at(barriers: Any, slot: Any) -> None:
-    """At one of two barriers."""
-    T.barrier_arrive(barriers[slot])
-
-
-@T.macro
 def take_note(notes: Notes, numbers: Any, items_before: Any) -> None:
     """A lane reads a record, and tells it, so that ptxas sees a warp agree."""
     notes.wait(items_before)
@@ -191,13 +178,3 @@ def leave_by_groups(results: Any, target: Any, item: KeyItem, tile: Tile) -> Non
                     target[batch, kv0 + first : kv0 + first + 64, kv_head, at : at + SWIZZLED],
                     leader_scope_threads=GROUP,
                 )
-
-
-@T.macro
-def arrive_when_read(k_empty: Any, v_empty: Any) -> None:
-    """The warp of each group that began the copies out arrives, when they have read: all of it, for which lane began
-    them is the hardware's choice."""
-    if T.get_thread_binding() % GROUP < WARP:
-        T.tma_store_wait(0)
-        T.barrier_arrive(v_empty)
-        T.barrier_arrive(k_empty)

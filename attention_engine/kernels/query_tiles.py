@@ -100,7 +100,7 @@ class QueryTiles:
     def give_back_before(self, thread: Any, item: Item) -> None:
         """Of two tiles the one of the item before: its output has left by now."""
         if self.count == 2:
-            arrive_when_read(thread, self.empty, (item.items_before + 1) % 2, item.items_before > 0)
+            arrive_when_read(thread, [(self.empty, (item.items_before + 1) % 2)], item.items_before > 0)
 
     def store(self, buffers: Any, output: Any, item: Item, thread: Any) -> None:
         """A group's rows of the output leave."""
@@ -109,7 +109,7 @@ class QueryTiles:
         else:
             leave(output, window(buffers["o"], item.batch, item.head, item.q0, self.tile.q, self.dim_v))
         if self.empty is not None and self.through and self.count == 1:
-            arrive_when_read(thread, self.empty, 0, True)
+            arrive_when_read(thread, [(self.empty, 0)])
 
 
 @T.macro
@@ -151,12 +151,13 @@ def copy_in(source: Any, tiles: Any, barriers: Any, number: Any) -> None:
 
 
 @T.macro
-def arrive_when_read(thread: Any, barriers: Any, number: Any, when: Any) -> None:
+def arrive_when_read(thread: Any, empty: list[tuple[Any, Any]], when: Any = True) -> None:
     """The warp of each group that began the copies out arrives, when they have read: all of it, for which lane began
     them is the hardware's choice."""
     if T.And(thread % GROUP < WARP, when):
         T.tma_store_wait(0)
-        T.barrier_arrive(barriers[number])
+        for barrier_and_number in empty:
+            arrive(*barrier_and_number)
 
 
 @T.macro

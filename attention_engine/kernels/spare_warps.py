@@ -3,12 +3,13 @@
 The sums of dQ must be zero before blocks add to them, and delta be the row sums of o * dO. A kernel of its own that
 does both moves bytes while tensor cores idle. So the blocks of a unit (items.KeyBlocks: those of some heads, which the
 GPU starts together) do both for the unit that is `units_ahead` of theirs, and rows.py does it for the first ones. A
-block waits for what blocks before it prepare as their first act; a GPU starts blocks in order, so those run or are
-over.
+block waits for what blocks before it prepare as their first act; a GPU starts blocks in order, and persistent ones take
+their items in order (key_items.py), so those run or are over.
 
 Such a warp has 24 registers, and addresses of 64 bits take two of them, which ptxas then takes from the products'
-registers, and products wait for each other (C7512). So rows of o and dO come through shared memory, by copies of the
-TMA unit, whose addresses one thread works out at once.
+registers, and products wait for each other (C7512). So rows of o and dO come through shared memory, and zeroes leave
+from there, by copies of the TMA unit, whose addresses one thread works out at once; and what a warp knows of its share
+stands there.
 
 Another act of that kind, dQ of units that are done, was written (16 head dims of a tile at a time, to 16 bits in shared
 memory; no spills) and left out: it is hidden for the most part already, and the last blocks of a grid ended later.
