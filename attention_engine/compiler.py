@@ -242,6 +242,11 @@ class Kernels:
         return by_hand and makes_delta(self.problem, self._backward, self._schedule, self.custom_sums)
 
     @cached_property
+    def stores_dq(self) -> bool:
+        """Are blocks over keys persistent, and store dQ but for the last units'?"""
+        return self.tiles.backward.persistent and not self.over_queries
+
+    @cached_property
     def exact_delta(self) -> Kernel:
         """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
         sums, with_dq = (mul(WEIGHT, WEIGHT_GRADIENT),), False
@@ -273,7 +278,7 @@ class Kernels:
         given = (self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums)
         if not tile.specialised:
             return self._kernel("backward.backward", *given)
-        places = (places_of(self.target),) if tile.persistent and not self.over_queries else ()
+        places = (places_of(self.target),) if self.stores_dq else ()
         return self._kernel("backward_hopper.backward_hopper", *given, *places, rules=[UNIFORM_GROUPS, HELD_THREADS])
 
     def backward_pairs(self, read: Expr, expr: Expr, dtype: str) -> Kernel:

@@ -53,6 +53,7 @@ from attention_engine.kernels.items import AHEAD, GIVEN, KeyBlocks, Shares
 from attention_engine.kernels.key_copies import Form, Memory, copy_item, copy_items, prepare_items
 from attention_engine.kernels.key_items import (
     NO_MORE,
+    NOTES,
     NUMBERS,
     STEPS,
     KeyItem,
@@ -64,7 +65,7 @@ from attention_engine.kernels.key_items import (
 from attention_engine.kernels.query_tiles import arrive_when_read
 from attention_engine.kernels.rows import place_in_workspace, take_sums_for_granted, transposes_dq
 from attention_engine.kernels.spare_warps import (
-    Delta,
+    Rows,
     SpareWarps,
     prepare_together,
     room_for_zeroes,
@@ -103,7 +104,8 @@ def backward_hopper(
     summed: CustomSums = NOTHING, places: int = 0,
 ) -> Any:  # fmt: skip
     """The PrimFunc of backward.py, with more parameters: dk, dv, [pairs_of_a_unit], [units_ahead,
-    [units_given, o]], [workspace, counters], sums; places: of a persistent form, how many blocks run at once."""
+    [units_given, o], [dq]], [workspace, counters], sums; places: of a persistent form, how many blocks run at once,
+    which store dQ but for the last units."""
     assert backward_fits(problem, schedule, summed), "default tiles ask first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
@@ -114,6 +116,8 @@ def backward_hopper(
     order = blocks.parameters | ({AHEAD: blocks.ahead} if with_dq else {})
     if of_delta is not None:
         order |= {GIVEN: blocks.given, "o": sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)}
+    if persistent:
+        order["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
     parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed, order)
     dim, dim_v, dtype, stages = padded(problem.dim), padded(problem.dim_v), problem.dtype, tile.stages
     transposed = transposes_dq(tile, dim)
@@ -133,7 +137,8 @@ def backward_hopper(
     row_length = -(-tile.q // TMA_FLOATS) * TMA_FLOATS
     wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
     early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
-    form = Form(problem, tile, sizes, plan, blocks, early, [n for n in names if n not in early], with_dq)
+    late = [n for n in names if n not in early]
+    form = Form(problem, tile, sizes, plan, blocks, schedule.scale, early, late, with_dq, of_delta)
 
     @T.macro
     def compute_item(buffers: Any, memory: Memory, item: KeyItem, walk: QueryWalk) -> None:
@@ -279,7 +284,7 @@ def backward_hopper(
         kv0 = item.block * tile.kv
         T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more, nor adds to dQ
         if with_dq and thread == GROUP:
-            T.barrier_arrive(memory.added)
+            T.barrier_arrive(memory.added[item.items_before % NOTES])
         T.copy(memory.dv, v)
         T.copy(memory.dk, k)
         T.fence_proxy_async()
@@ -350,15 +355,16 @@ def backward_hopper(
             q_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
             do_full = T.alloc_barrier(arrive_count=[WARP] * stages)
             do_empty = T.alloc_barrier(arrive_count=[tile.threads // WARP] * stages)
-            added = T.alloc_barrier(arrive_count=1) if with_dq else None
+            added = T.alloc_barrier(arrive_count=[1] * (NOTES if persistent else 1)) if with_dq else None
             zeroes = room_for_zeroes(problem) if with_dq else None
             shares_at = [T.alloc_shared([2], "int32") for _ in SPARE]
-            delta = Delta.allocate(of_delta, problem) if of_delta is not None else None
+            takes_rows = persistent or of_delta is not None
+            rows_of_spare = Rows.allocate(problem, producer_registers) if takes_rows else None
             entries = named("entries", T.alloc_shared([stages], "int32")) if persistent and plan.mapped else None
             memory = Memory(
                 k, v, shared, gradients_out, weights_out, products, weights, gradients, weights_in, gradients_in, dk,
                 dv, dq, skewed, key_sums, k_full, v_full, k_empty, v_empty, q_full, q_empty, do_full, do_empty, added,
-                zeroes, shares_at, delta, entries, Notes(tile) if persistent else None,
+                zeroes, shares_at, rows_of_spare, entries, Notes(tile) if persistent else None,
             )  # fmt: skip
             item, walk, position = None, None, None
             if not persistent:
@@ -376,15 +382,15 @@ def backward_hopper(
                         copy_item(form, buffers, memory, item, walk)
                 else:
                     if with_dq:
-                        start_spare(zeroes, delta)
+                        start_spare(zeroes, rows_of_spare)
                     if persistent:
                         prepare_items(form, buffers, memory)
                     if with_dq and not persistent:
                         of_blocks = Shares.of(blocks, tile, sizes.q)
-                        own = of_blocks.first(position), zeroes, shares_at, delta
+                        own = of_blocks.first(position), zeroes, shares_at, rows_of_spare, of_delta
                         work = SpareWarps(problem, tile, of_blocks, item.unit, *own)
                         prepare_together(work, buffers)
-                        tell_when_added(work, buffers, added, 0)
+                        tell_when_added(work, buffers, added, 0, 0)
             else:
                 T.inc_max_nreg(consumer_registers)
                 if persistent:

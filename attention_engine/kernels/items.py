@@ -143,6 +143,22 @@ class KeyBlocks:
         return self.together * self.ahead
 
     @property
+    def whole(self) -> Any:
+        """How many units have all their blocks: the last may have fewer."""
+        return T.truncdiv(self.pairs, self.together)
+
+    @property
+    def behind(self) -> Any:
+        """How far behind theirs the unit is whose dQ a whole unit's blocks store, where they are persistent
+        (finished_units.py): as far as the one that they prepare is ahead, when no block of it is under way."""
+        return self.ahead
+
+    @property
+    def pairs_stored(self) -> Any:
+        """The first of so many pairs are of units that blocks store."""
+        return T.max(self.whole - self.behind, 0) * self.together
+
+    @property
     def count(self) -> Any:
         """Of all blocks."""
         return self.blocks * self.pairs

@@ -13,10 +13,12 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import Sizes, window
 from attention_engine.kernels.diagonals import SkewedSums
-from attention_engine.kernels.items import KeyBlocks, Shares
+from attention_engine.kernels.finished_units import store_together
+from attention_engine.kernels.items import KeyBlocks, Shares, stage_of
 from attention_engine.kernels.key_items import (
     ASKED_AHEAD,
     BATCH,
@@ -25,6 +27,7 @@ from attention_engine.kernels.key_items import (
     HEAD,
     ITEMS,
     NO_MORE,
+    NOTES,
     NOTING,
     POSITION,
     SHARED_HEAD,
@@ -38,7 +41,7 @@ from attention_engine.kernels.key_items import (
 )
 from attention_engine.kernels.rows import dealt
 from attention_engine.kernels.spare_warps import (
-    Delta,
+    Rows,
     SpareWarps,
     prepare_together,
     see_unit,
@@ -52,16 +55,19 @@ from attention_engine.passes.tile_plan import TilePlan
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel over keys is built for; early, late: the rows that come with queries, and with their gradients."""
+    """What a kernel over keys is built for; scale: of the sums of dQ; early, late: the rows that come with queries, and
+    with their gradients; delta: the one that its blocks make for later ones."""
 
     problem: Problem
     tile: Tile
     sizes: Sizes
     plan: TilePlan
     blocks: KeyBlocks
+    scale: float
     early: list[str]
     late: list[str]
     with_dq: bool
+    delta: tuple[str, Expr] | None
 
     @property
     def persistent(self) -> bool:
@@ -81,7 +87,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Memory:
-    """A block's tiles and barriers; of a persistent one alone: k_empty, v_empty, entries, notes."""
+    """A block's tiles and barriers; of a persistent one alone: k_empty, v_empty, entries, notes. added: a barrier for
+    each item that may be noted, since the warp that waits for one may be late by an item."""
 
     k: Any
     v: Any
@@ -109,7 +116,7 @@ class Memory:
     added: Any
     zeroes: Any
     shares_at: list[Any]
-    delta: Delta | None
+    rows: Rows | None
     entries: Any
     notes: Notes | None
 
@@ -267,9 +274,10 @@ def prepare_items(form: Form, buffers: Any, memory: Memory) -> None:
         if item.steps == NO_MORE:
             T.loop_break()
         told = memory.notes.shares(form.blocks)
-        own = memory.zeroes, memory.shares_at, memory.delta
+        own = memory.zeroes, memory.shares_at, memory.rows, form.delta
         work = SpareWarps(form.problem, form.tile, told, item.unit, item.share, *own)
         prepare_together(work, buffers)
-        tell_when_added(work, buffers, memory.added, items_before % 2)
+        store_together(work, buffers, form.scale)
+        tell_when_added(work, buffers, memory.added, *stage_of(items_before, NOTES))
         memory.notes.give_back(items_before)
         items_before = items_before + 1

@@ -23,7 +23,7 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.items import AHEAD, KeyBlocks
-from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.warps import SPARE
 from attention_engine.passes.by_hand import rows_of_delta
 
@@ -227,10 +227,10 @@ def _read_rows(
 def postprocess(
     problem: Problem, tile: Tile, scale: float, vectors: bool, longest_first: bool = False, threads: int = 256
 ) -> Any:
-    """The PrimFunc: (dq, workspace, [counters, [pairs_of_a_unit]]): dQ = scale * the sums, in the tensors' dtype and
-    layout. After a specialised kernel over keys, whose blocks start as KeyBlocks says (longest_first), a block waits
-    for the unit that adds to its sums alone: the first heads' dQ leaves while the last heads' blocks end, where they
-    leave room.
+    """The PrimFunc: (dq, workspace, [counters, [pairs_of_a_unit], [units_ahead]]): dQ = scale * the sums, in the
+    tensors' dtype and layout. After a specialised kernel over keys, whose blocks start as KeyBlocks says
+    (longest_first), a block waits for the unit that adds to its sums alone: the first heads' dQ leaves while the last
+    heads' blocks end, where they leave room. Persistent ones leave none, and only the last units' dQ to this kernel.
     """
     sizes = Sizes()
     dim = padded(problem.dim)
@@ -242,27 +242,43 @@ def postprocess(
     if tile.specialised:
         parameters["counters"] = counters(sizes, problem)
         parameters.update(blocks.parameters)
+    if tile.persistent:
+        parameters[AHEAD] = blocks.ahead
+
+    @T.macro
+    def convert(buffers: Any, block: Any, head: Any, batch: Any, last: Any) -> None:
+        if tile.specialised:
+            unit = T.truncdiv(batch * problem.kv_heads + head // problem.group, blocks.together)
+            if T.get_thread_binding() == 0:
+                while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
+                    T.call_extern("void", "__nanosleep", PAUSE)
+            T.sync_threads()
+        sums = T.alloc_fragment([tile.q * dim], FLOAT)
+        gradient = T.alloc_shared([tile.q, dim], problem.dtype)
+        row, first = batch * problem.heads + head, block * (tile.q * dim)
+        take_sums_for_granted(buffers, row, first, tile.q * dim)
+        T.copy(buffers["workspace"][row, first : first + tile.q * dim], sums)
+        for x in T.Parallel(tile.q * dim):
+            query, d = entry_of_workspace(x, tile, dim, vectors)
+            gradient[query, d] = T.cast(sums[x] * scale, problem.dtype)
+        T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
+        if tile.specialised:  # noqa: SIM102 - Python's condition, then the kernel's
+            if last:
+                T.pdl_sync()  # whoever waits for this kernel waits for the one before too
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=threads) as (block, head, batch):
-            if tile.specialised:
-                unit = T.truncdiv(batch * problem.kv_heads + head // problem.group, blocks.together)
-                if T.get_thread_binding() == 0:
-                    while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
-                        T.call_extern("void", "__nanosleep", PAUSE)
-                T.sync_threads()
-            sums = T.alloc_fragment([tile.q * dim], FLOAT)
-            gradient = T.alloc_shared([tile.q, dim], problem.dtype)
-            row, first = batch * problem.heads + head, block * (tile.q * dim)
-            take_sums_for_granted(buffers, row, first, tile.q * dim)
-            T.copy(buffers["workspace"][row, first : first + tile.q * dim], sums)
-            for x in T.Parallel(tile.q * dim):
-                query, d = entry_of_workspace(x, tile, dim, vectors)
-                gradient[query, d] = T.cast(sums[x] * scale, problem.dtype)
-            T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
-            if tile.specialised:  # noqa: SIM102 - Python's condition, then the kernel's
-                if T.And(T.And(block == 0, head == problem.heads - 1), batch == sizes.batch - 1):
-                    T.pdl_sync()  # whoever waits for this kernel waits for the one before too
+        tiles = T.ceildiv(sizes.q, tile.q)
+        if tile.persistent:
+            left = (blocks.pairs - blocks.pairs_stored) * problem.group
+            with T.Kernel(tiles, left, threads=threads) as (block, place):
+                row = name_value(sizes.batch * problem.heads - left + place)
+                batch = name_value(T.truncdiv(row, problem.heads))
+                head = name_value(row - batch * problem.heads)
+                convert(buffers, block, head, batch, T.And(block == 0, place == left - 1))
+        else:
+            with T.Kernel(tiles, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
+                last = T.And(T.And(block == 0, head == problem.heads - 1), batch == sizes.batch - 1)
+                convert(buffers, block, head, batch, last)
 
     return build("backward_postprocess", parameters, body)

@@ -11,16 +11,19 @@ registers, and products wait for each other (C7512). So rows of o and dO come th
 from there, by copies of the TMA unit, whose addresses one thread works out at once; and what a warp knows of its share
 stands there.
 
-Another act of that kind, dQ of units that are done, was written (16 head dims of a tile at a time, to 16 bits in shared
-memory; no spills) and left out: it is hidden for the most part already, and the last blocks of a grid ended later.
+Persistent blocks store dQ of units that are done, too (finished_units.py). Those of a grid do not: it is hidden for the
+most part already where they end, and the last of them would end later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
+from tilelang.layout import Layout
 
 from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.problem import Problem, Tile, padded
@@ -35,7 +38,9 @@ ZEROES, FEW_ZEROES = 256, 64  # that are written at once; wide heads leave room 
 OF_HEAD, OF_TILE = range(2)
 PARITY = 3  # its place beside where a row goes
 ROWS, HALVES = 16, 2  # of o and dO that a warp takes at once: a thread has half a row
-WORD = 2  # numbers of 16 bits that a thread takes at once; with more, products wait for each other (ptxas C7512)
+# Numbers of 16 bits that a thread takes at once: of few registers, else products wait for each other (ptxas C7512), and
+# where it has so many.
+FEW, MANY, ROOMY = 2, 8, 40
 PROXY_FENCE = """
 #ifndef FENCE_PROXY_OF_MEMORY
 #define FENCE_PROXY_OF_MEMORY
@@ -47,27 +52,27 @@ static __device__ __forceinline__ void fence_proxy_of_memory() {
 
 
 @dataclass(frozen=True)
-class Delta:
-    """The main kernel's row that delta is needed for, by name, and each warp's shared memory: rows of o and dO, what
-    they sum to, where it goes (batch, head, query; in registers those would be three too many), and the copies' barrier
-    and its parity."""
+class Rows:
+    """Each warp's shared memory for rows of o and dO, what is worked out of them and where it goes (batch, head, query;
+    in registers those would be three too many), and the copies' barrier and its parity."""
 
-    name: str
-    expr: Expr
     o: list[Any]
     do: list[Any]
-    row: list[Any]
+    sums: list[Any]
     place: list[Any]
     arrived: Any
+    at_once: int  # numbers of o and of dO that a thread takes
 
     @staticmethod
-    def allocate(row: tuple[str, Expr], problem: Problem) -> Delta:
-        """For a row of `by_hand.rows_of_delta`."""
+    def allocate(problem: Problem, copying_registers: int) -> Rows:
+        """In a kernel, whose spare threads have so many registers."""
         shape, warps = [ROWS, padded(problem.dim_v)], range(len(SPARE))
         o, do = ([named(f"{n}_rows{w}", T.alloc_shared(shape, problem.dtype)) for w in warps] for n in ("o", "do"))
         sums = [named(f"delta_row{w}", T.alloc_shared([ROWS], FLOAT)) for w in warps]
         place = [T.alloc_shared([4], "int32") for _ in warps]
-        return Delta(*row, o, do, sums, place, T.alloc_barrier(arrive_count=[WARP] * len(SPARE)))
+        T.annotate_layout({rows: Layout(shape, lambda i, d: i * shape[1] + d) for rows in o})  # as loads leave them
+        at_once = FEW if copying_registers < ROOMY else MANY
+        return Rows(o, do, sums, place, T.alloc_barrier(arrive_count=[WARP] * len(SPARE)), at_once)
 
 
 def room_for_zeroes(problem: Problem) -> Any:
@@ -77,12 +82,12 @@ def room_for_zeroes(problem: Problem) -> Any:
 
 
 @T.macro
-def start_spare(zeroes: Any, delta: Delta | None) -> None:
+def start_spare(zeroes: Any, rows: Rows | None) -> None:
     """Before the first block of keys."""
     each_warp = list(range(len(SPARE)))
-    if delta is not None:
+    if rows is not None:
         for warp in each_warp:
-            delta.place[warp][PARITY] = 0
+            rows.place[warp][PARITY] = 0
     if T.get_thread_binding() < 2 * WARP:  # the first of them
         T.fill(zeroes, 0)
     T.fence_proxy_async()
@@ -90,15 +95,16 @@ def start_spare(zeroes: Any, delta: Delta | None) -> None:
 
 
 class SpareWarps:
-    """What the spare warps do beside a block of keys of the unit `number`; first: head and tile of its share; zeroes
-    and, for each warp, where it is (`at`) are in shared memory; delta: if they make it."""
+    """What the spare warps do beside a block of keys of the unit `number`; first: head and tile of its share; zeroes,
+    rows and, for each warp, where it is (`at`) are in shared memory; delta: the main kernel's row that delta is needed
+    for (by_hand.rows_of_delta), if they make it."""
 
     def __init__(
         self, problem: Problem, tile: Tile, shares: Shares, number: Any, first: tuple[Any, Any], zeroes: Any,
-        at: list[Any], delta: Delta | None,
+        at: list[Any], rows: Rows | None, delta: tuple[str, Expr] | None,
     ) -> None:  # fmt: skip
         self.at, self.problem, self.tile, self.shares, self.blocks = at, problem, tile, shares, shares.blocks
-        self.zeroes, self.delta = zeroes, delta
+        self.zeroes, self.rows, self.delta = zeroes, rows, delta
         self.size = tile.q * padded(problem.dim)
         self.number, self.unit = number, number + shares.blocks.ahead
         self.first_head, self.first_tile = first
@@ -120,11 +126,17 @@ def wait_for_unit(blocks: KeyBlocks, number: Any, buffers: Buffers) -> None:
 
 
 @T.macro
-def see_unit(blocks: KeyBlocks, number: Any) -> None:
-    """What was prepared of a block's unit is seen by the copies that a warp begins."""
+def see_memory() -> None:
+    """What a thread knows to be in memory is seen by the copies that it begins."""
     T.import_source(PROXY_FENCE)
+    T.call_extern("void", "fence_proxy_of_memory")
+
+
+@T.macro
+def see_unit(blocks: KeyBlocks, number: Any) -> None:
+    """What was prepared of a block's unit is."""
     if number >= blocks.ahead:
-        T.call_extern("void", "fence_proxy_of_memory")
+        see_memory()
 
 
 @T.macro
@@ -142,37 +154,39 @@ def write_zeroes(work: SpareWarps, buffers: Buffers, warp: int, row: Any, tile: 
 def make_delta(work: SpareWarps, buffers: Buffers, warp: int, head_of_all: Any, tile_of_head: Any) -> None:
     """A spare warp's part of a tile's delta, ROWS at a time. Threads begin at columns of their own, or they would meet
     in a bank of shared memory."""
-    problem, tile, delta = work.problem, work.tile, work.delta
+    problem, tile, rows, (name, expr) = work.problem, work.tile, work.rows, work.delta
     dim_v, parts = padded(problem.dim_v), tile.q // ROWS
-    o, do, row, place = delta.o[warp], delta.do[warp], delta.row[warp], delta.place[warp]
-    half_row, words = dim_v // HALVES, dim_v // HALVES // WORD
+    o, do, row, place = rows.o[warp], rows.do[warp], rows.sums[warp], rows.place[warp]
+    word = rows.at_once
+    half_row, words = dim_v // HALVES, dim_v // HALVES // word
     sums, total = T.alloc_fragment([ROWS, HALVES], FLOAT), T.alloc_fragment([ROWS], FLOAT)
     for turn in T.unroll(-(-(parts - warp) // len(SPARE)), unroll_factor=1):
         batch = name_value(T.truncdiv(head_of_all, problem.heads))
         head = name_value(head_of_all - batch * problem.heads)
         q0 = name_value(tile_of_head * tile.q + (turn * len(SPARE) + warp) * ROWS)
-        T.tma_copy(window(buffers["o"], batch, head, q0, ROWS, dim_v), o, barrier=delta.arrived[warp])
-        T.tma_copy(window(buffers["do"], batch, head, q0, ROWS, dim_v), do, barrier=delta.arrived[warp])
+        T.tma_copy(window(buffers["o"], batch, head, q0, ROWS, dim_v), o, barrier=rows.arrived[warp])
+        T.tma_copy(window(buffers["do"], batch, head, q0, ROWS, dim_v), do, barrier=rows.arrived[warp])
         for number, value in enumerate((batch, head, q0)):
             place[number] = value
         parity = name_value(place[PARITY])
-        T.barrier_arrive(delta.arrived[warp])
-        T.barrier_wait(delta.arrived[warp], parity)
+        T.barrier_arrive(rows.arrived[warp])
+        T.barrier_wait(rows.arrived[warp], parity)
         T.tma_store_wait(0)  # has read the rows before
         T.sync_warp()
         place[PARITY] = parity ^ 1
         T.fill(sums, 0)
-        for word in T.unroll(words, unroll_factor=1):
+        for number in T.unroll(words, unroll_factor=1):
             for i, half in T.Parallel(ROWS, HALVES):
-                for x in T.unroll(WORD):
-                    d = half * half_row + (word + i * HALVES + half) % words * WORD + x
+                turned = (number + i * HALVES + half) % words
+                for x in T.unroll(word):
+                    d = half * half_row + turned * word + x
                     sums[i, half] += T.cast(o[i, d], FLOAT) * T.cast(do[i, d], FLOAT)
         T.reduce_sum(sums, total, dim=1)
         for i in T.Parallel(ROWS):
-            row[i] = row_value(delta.expr, total[i])
+            row[i] = row_value(expr, total[i])
         T.fence_proxy_async()
         T.sync_warp()
-        T.tma_copy(row, buffers[delta.name][place[0], place[1], place[2] : place[2] + ROWS])
+        T.tma_copy(row, buffers[name][place[0], place[1], place[2] : place[2] + ROWS])
 
 
 def row_value(expr: Expr, delta: Any) -> Any:
@@ -183,26 +197,38 @@ def row_value(expr: Expr, delta: Any) -> Any:
 
 
 @T.macro
-def prepare(work: SpareWarps, buffers: Buffers, at: Any, warp: int) -> None:
-    """A spare warp's part of what a block prepares. at: where the warp notes the head and the tile it is at, of its
-    share: while it makes delta, it has no registers for them."""
+def prepare(work: SpareWarps, buffers: Buffers, warp: int) -> None:
+    """A spare warp's part of what a block prepares."""
     first_pair, pairs = work.blocks.pairs_of(work.unit)
     group = work.problem.group
     take_for_granted(work.unit > 0)
     if first_pair < work.blocks.pairs:
-        at[OF_HEAD] = work.first_head
-        at[OF_TILE] = work.first_tile
-        T.sync_warp()
-        while at[OF_HEAD] < pairs * group:
-            write_zeroes(work, buffers, warp, first_pair * group + at[OF_HEAD], at[OF_TILE])
-            if work.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
-                if work.unit >= work.blocks.given:
-                    make_delta(work, buffers, warp, first_pair * group + at[OF_HEAD], at[OF_TILE])
-            step_on(work, at)
+        walk_share(work, work.at[warp], pairs * group, bind(prepare_tile, work, buffers, warp, first_pair * group))
         T.tma_store_wait(0, read=False)  # is written, not only read: what is counted as done must be
         T.sync_warp()
         if T.get_thread_binding() % WARP == 0:
             count(counter(buffers, work.unit, PREPARED))
+
+
+@T.macro
+def prepare_tile(work: SpareWarps, buffers: Buffers, warp: int, first_head: Any, head: Any, tile: Any) -> None:
+    """Of one tile of queries of a unit's head."""
+    write_zeroes(work, buffers, warp, first_head + head, tile)
+    if work.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
+        if work.unit >= work.blocks.given:
+            make_delta(work, buffers, warp, first_head + head, tile)
+
+
+@T.macro
+def walk_share(work: SpareWarps, at: Any, heads: Any, act: Callable[[Any, Any], None]) -> None:
+    """A warp's acts at the tiles of its block's share of a unit of so many heads: act(head of the unit, tile). at:
+    where it notes which it is at: in its acts it has no registers for that."""
+    at[OF_HEAD] = work.first_head
+    at[OF_TILE] = work.first_tile
+    T.sync_warp()
+    while at[OF_HEAD] < heads:
+        act(at[OF_HEAD], at[OF_TILE])
+        step_on(work, at)
 
 
 @T.macro
@@ -227,12 +253,12 @@ def prepare_together(work: SpareWarps, buffers: Buffers) -> None:
     thread = T.get_thread_binding()
     for warp in SPARE:
         if T.And(thread >= WARP * warp, thread < WARP * (warp + 1)):
-            prepare(work, buffers, work.at[warp - 1], warp - 1)
+            prepare(work, buffers, warp - 1)
 
 
 @T.macro
-def tell_when_added(work: SpareWarps, buffers: Buffers, added: Any, turn: Any) -> None:
-    """One of them tells that the block has added all to the sums, when it has: `added` is its barrier."""
+def tell_when_added(work: SpareWarps, buffers: Buffers, added: Any, number: Any, turn: Any) -> None:
+    """One of them tells that the block has added all to the sums, when it has: `added` are its barriers."""
     if T.get_thread_binding() == SPARE[0] * WARP:
-        T.barrier_wait(added, turn)
+        T.barrier_wait(added[number], turn)
         count(counter(buffers, work.number, FINISHED))

@@ -121,6 +121,14 @@ def type_of(tensor: Tensor) -> Type:
     return Type.FLOAT if tensor.is_floating_point() else Type.BOOL if tensor.dtype is torch.bool else Type.INT
 
 
+def stand_ins(specs: Iterable[CustomSpec], types: Mapping[str, Type], device: torch.device) -> list[Tensor]:
+    """Custom inputs as far as dtypes go, of a call that is not there: bools where they are used so, else fp32 ones
+    whose gradients are asked for."""
+    bools = [types.get(spec.name) is Type.BOOL for spec in specs]
+    dtypes = [torch.bool if held_as_bool else torch.float32 for held_as_bool in bools]
+    return [torch.empty(1, dtype=t, device=device, requires_grad=t.is_floating_point) for t in dtypes]
+
+
 def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
     """Custom inputs in declared order, from those given by position and by name."""
     names = list(io.specs)

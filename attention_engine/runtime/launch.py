@@ -228,13 +228,16 @@ class Launcher:
         order = [*together, *(ahead if counters else [])]
         if kernels.makes_delta:
             order += [ALL_UNITS if finals else ahead[0], output]
+        stores_dq = kernels.stores_dq
+        order += [dq] if stores_dq else []
         kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *order, *workspace, *counters, *sums)
         if kernels.over_queries:
             sums = gradients.sums_over_queries() if gradients else []
             maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
             kernels.backward_queries.run(*inputs, *maps, *gradient, *row_values, dq, *sums)
         else:
-            kernels.postprocess.run(dq, *workspace, *counters, *(together if counters else []))
+            order = [*together, *(ahead if stores_dq else [])]
+            kernels.postprocess.run(dq, *workspace, *counters, *(order if counters else []))
         if gradients is None:
             return dq, dk, dv, {}
         gradients.walk_pairs([*inputs, *gradient, *row_values])

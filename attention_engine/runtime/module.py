@@ -45,9 +45,11 @@ from attention_engine.runtime.inputs import (
     is_cast,
     order_custom,
     signature,
+    stand_ins,
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.plans import as_parameter
 from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 from attention_engine.runtime.watching import unwatched, watched
@@ -296,22 +298,23 @@ class AttentionEngine(torch.nn.Module):
             )
         return self._asked(self.device, interpret).kernels_as_known(self.tuning)
 
-    def _asked(self, device: Arch | None, interpret: bool) -> Asked:
-        """The problem that the metas describe."""
+    def _asked(self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = ()) -> Asked:
+        """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
         place = torch.device("cuda" if device is None and not interpret else "cpu")
         dtype = getattr(torch, self.qkv_meta[0].dtype_name)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
         v = v[..., : parts.width(v.shape[3])]
         specs = list(self.custom_io.specs.values())
-        bools = [self._types.get(spec.name) is Type.BOOL for spec in specs]
-        dtypes = [torch.uint8 if held_as_bool else torch.float32 for held_as_bool in bools]
-        custom = [torch.empty(1, dtype=t, device=place) for t in dtypes]
-        launcher = Launcher(self._maths(), specs, interpret, device, self.deterministic)
+        maths, tensors = self._maths(), given or stand_ins(specs, self._types, place)
+        if given:
+            maths = analyse(self._trace({s.name: type_of(t) for s, t in zip(specs, given, strict=True)}, None))
+        custom = [as_parameter(t) for t in tensors]
+        launcher = Launcher(maths, specs, interpret, device, self.deterministic)
         lengths = lengths_of(self.qkv_meta, USUAL)
         problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
-        wanted = tuple(spec.name for spec, held_as_bool in zip(specs, bools, strict=True) if not held_as_bool)
+        wanted = tuple(spec.name for spec, t in zip(specs, tensors, strict=True) if t.requires_grad)
         return Asked(
-            launcher.maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,
+            maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,
             hints_of(self.qkv_meta),
         )  # fmt: skip
 
@@ -320,15 +323,17 @@ class AttentionEngine(torch.nn.Module):
         interpret = self.device is None and not torch.cuda.is_available()
         return explain(self._asked(self.device, interpret), self.tuning)
 
-    def compile_for(self, device: Arch) -> list[str]:
+    def compile_for(self, device: Arch, *custom: Tensor, **named: Tensor) -> list[str]:
         """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
 
-        A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. Custom inputs
-        are taken as fp32, and gradients through returned rows are left out. A persistent forward kernel serves GPUs
-        with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card). Raises
-        NoCudaCompiler, TileDoesNotFit.
+        A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. custom: as a
+        call gets them, on any device, with requires_grad where their gradients will be asked for; without any they are
+        taken as fp32, all gradients as asked for. Gradients through returned rows are left out. A persistent kernel
+        serves GPUs with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card).
+        Raises NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
         """
-        kernels = self._all_kernels(device)
+        given = order_custom(self.custom_io, custom, named) if custom or named else []
+        kernels = self._all_kernels(device, given)
         for kernel in kernels.values():
             _ = kernel.compiled
         return list(kernels)
@@ -342,9 +347,9 @@ class AttentionEngine(torch.nn.Module):
         kernels = self._all_kernels(device or self.device or detect()).values()
         return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels}
 
-    def _all_kernels(self, device: Arch) -> dict[str, Kernel]:
+    def _all_kernels(self, device: Arch, given: Sequence[Tensor] = ()) -> dict[str, Kernel]:
         """The kernels of both directions on a GPU, by name."""
-        kernels = self._asked(device, False).kernels_as_known(self.tuning)
+        kernels = self._asked(device, False, given).kernels_as_known(self.tuning)
         both = kernels.of_forward()
         return both if kernels.maths.backward is None else both | kernels.of_backward()
 

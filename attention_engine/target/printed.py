@@ -150,11 +150,25 @@ static __device__ __forceinline__ int thread_again() {
 _COPYING = re.compile(r"tl::warpgroup_reg_dealloc<\d+>\(\);\n.*?tl::warpgroup_reg_alloc<", re.DOTALL)
 
 
+# A loop of statements that hold no other, and a statement, which ask for it.
+_LOOPS = re.compile(r"^( *)(?:#pragma unroll[^\n]*\n *)?for \([^\n]*\) \{\n(?:\1  [^\n{}]*;\n)+\1\}\n", re.MULTILINE)
+_TWICE = ".*".join(["", re.escape(_THREAD), re.escape(_THREAD), ""])
+_OFTEN = re.compile(rf"^( *)(?:\(\(|\w+(?:\[[^=]*\])? = ){_TWICE};\n", re.MULTILINE)
+
+
+def _read_once(found: re.Match[str]) -> str:
+    """The same with the index read once, before it."""
+    if _THREAD not in found[0]:
+        return found[0]
+    return f"{found[1]}{{ const int again = thread_again();\n{found[0].replace(_THREAD, 'again')}{found[1]}}}\n"
+
+
 def with_held_threads(cuda: str) -> str:
-    """The source with the index of a thread in a register; read anew at each use by the threads that gave theirs up."""
+    """The source with the index of a thread in a register; read anew at each statement or innermost loop by the threads
+    that gave theirs up."""
     copying = _COPYING.search(cuda)
     if copying is not None:
-        again = copying[0].replace(_THREAD, "thread_again()")
+        again = _OFTEN.sub(_read_once, _LOOPS.sub(_read_once, copying[0])).replace(_THREAD, "thread_again()")
         cuda = cuda[: copying.start()] + again + cuda[copying.end() :]
     held = "  const int thread = thread_again();\n"
     return _BODY.sub(lambda body: _AGAIN + body[0] + held, cuda.replace(_THREAD, "thread"))

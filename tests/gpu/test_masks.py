@@ -35,6 +35,37 @@ def test_a_relative_bias_at_head_dim_128(mask, kv_heads, dtype, record_property)
     record_property(*worst_ratio(found, f"relative, {mask}, {kv_heads} key heads, {dtype}"))
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("score", "mask"), [
+    ("scaled", "documents"), ("scaled", "padding"), ("scaled", "of the head"), ("alibi", "causal documents"),
+])  # fmt: skip
+def test_lists_of_tiles_at_head_dim_128(score, mask, kv_heads, record_property):
+    """Whose blocks of keys are dealt, and store dQ; under padding those of a batch have no steps at all."""
+    found = []
+    for batch, length in ((8, 1000), (2, 4096)):
+        shape = Shape(batch, length, length, 4, kv_heads, 128, 128)
+        found += errors(score, mask, shape, torch.float16, "cuda", backend="tilelang")
+    record_property(*worst_ratio(found, f"{score}, {mask}, {kv_heads} key heads"))
+
+
+def few_keys_of_early_heads(b, h, q_idx, kv_idx):
+    return (q_idx % 5 != kv_idx % 3) & (kv_idx < 150 * h)
+
+
+def test_blocks_of_keys_without_a_step_end_at_once_in_any_number():
+    """Faster than the warps that prepare and store beside them: nobody may miss an end, and wait for ever."""
+    engine = build({}, few_keys_of_early_heads, heads=16, dim=128)
+    reference = build({}, few_keys_of_early_heads, heads=16, dim=128, backend="reference")
+    for length in (500, 2048):
+        tensors = [x.requires_grad_() for x in qkv(2, length, 16, 128)]
+        do = torch.randn_like(tensors[0])
+        right = torch.autograd.grad(reference(*tensors), tensors, do)
+        for _ in range(20):
+            found = torch.autograd.grad(engine(*tensors), tensors, do)
+        for mine, exact in zip(found, right, strict=True):
+            assert (mine - exact).float().norm() <= 2e-3 * exact.float().norm()
+
+
 def build(axes, mask, score=None, heads=4, dim=64, **options):
     meta = meta_tensor(None, heads, None, dim, dtype=torch.float16)
     score = score or library.scale(dim**-0.5)

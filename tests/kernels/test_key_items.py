@@ -1,5 +1,6 @@
 """Persistent blocks of the backward pass over keys, in the warp simulator, beside a grid's."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, document_ids
 from attention_engine.arch import H100
 from attention_engine.ir.problem import Problem
+from attention_engine.kernels import spare_warps
 from attention_engine.library import OnlineSoftmax, document, scale
 from attention_engine.passes.by_hand import backward_persists
-from attention_engine.runtime import op
+from attention_engine.runtime import launch, op
 from attention_engine.tuner.defaults import default_tiles
 from tests.cases import CASES, Shape, errors
 from tests.kernels.test_hopper_interpret import MANY, PROGRAMS, SHARED_KEYS, WALKS, by_hand, by_head, kernels, ran
@@ -36,8 +38,10 @@ SEEN = {
 
 @pytest.mark.parametrize("queries", [64, 80])
 @pytest.mark.parametrize("mask", SEEN)
-def test_persistent_blocks_give_what_a_grid_gives_bit_for_bit(mask, queries, kernels):
-    """Additions to dQ too: one block of the simulator's grid has all items, in a grid's order."""
+def test_persistent_blocks_give_what_a_grid_gives_bit_for_bit(mask, queries, kernels, monkeypatch):
+    """Additions to dQ too: one block of the simulator's grid has all items, in a grid's order. Those to delta are in
+    the order of how much a thread takes at once, which its registers decide."""
+    monkeypatch.setattr(spare_warps, "FEW", spare_warps.MANY)
     keep, lengths = SEEN[mask]
     shape = Shape(2, *lengths, 4, 2, 128, 128)
     tensors = shape.tensors(torch.float16, "cpu", 0)
@@ -61,12 +65,73 @@ def test_a_block_waits_for_what_another_prepares_and_for_room_for_its_keys(kerne
     shape = Shape(1, 100, 100, 1, 1, 128, 128)
     assert errors(CASES["softmax"], shape, torch.float16, causal=False, backend="interpret", floor=2e-3)
     lines = [line.strip() for line in script_over_keys().splitlines()]
-    (prepared,) = (n for n, line in enumerate(lines) if line.startswith("while T.atomic_load_elem_op"))
-    assert "counters" in lines[prepared] and "noted" in next(x for x in lines[prepared:] if "arrive_barrier" in x)
+    waits = [n for n, line in enumerate(lines) if line.startswith("while T.atomic_load_elem_op")]
+    prepared, *finished = (n for n in waits if "counters" in lines[n])
+    assert "noted" in next(x for x in lines[prepared:] if "arrive_barrier" in x)
+    assert len(finished) == 3, "a spare warp each, before it stores dQ"
+    for at in finished:
+        assert "workspace" in next(x for x in lines[at:] if x.startswith("T.tma_copy"))
     for name in "kv":
         waits = [n for n, line in enumerate(lines) if line.startswith(f"T.mbarrier_wait_parity({name}_empty")]
         copies = [n for n, line in enumerate(lines) if line.startswith(f"T.tma_copy(T.region({name}[")]
         assert len(waits) == 2 and [n - 2 for n in copies] == waits[1:], "before a copy, and where nothing is copied"
+
+
+def test_a_block_may_end_an_item_before_a_spare_warp_waits_for_the_end_of_the_one_before(kernels):
+    """By barriers of their own, or it would wait for ever: the other parity of one barrier is that of the next item.
+    The simulator's spare warps share a role, so none of them is late."""
+    kernels.update(backward=replace(by_hand(64), persistent=True))
+    shape = Shape(1, 100, 100, 1, 1, 128, 128)
+    assert errors(CASES["softmax"], shape, torch.float16, causal=False, backend="interpret", floor=2e-3)
+    lines = [line.strip() for line in script_over_keys().splitlines()]
+    used = [line for line in lines if "(added" in line]
+    assert len(used) == 2, "where it is waited for, and where dK and dV leave"
+    (number,) = re.findall(r"wait_parity\(added\w*\[(\w+)\]", used[0])
+    assert any(re.match(rf"{number}.* = \w+ % 2$", line) for line in lines) and "% 2]" in used[1]
+
+
+class Noted:
+    """The kernel after that over keys, and what it found of dQ."""
+
+    def __init__(self, kernel):
+        self.kernel, self.found = kernel, None
+
+    def run(self, dq, *others):
+        self.found = dq.clone()
+        self.kernel.run(dq, *others)
+
+
+@pytest.mark.parametrize(("mask", "together", "ahead", "stored"), [
+    *[(mask, 1, *units) for mask in ("full", "causal", "lists of two heads") for units in ((1, 3), (3, 1))],
+    ("causal", 2, 1, 2), ("causal", 3, 1, 0), ("lists of two heads", 1, 9, 0),
+])  # fmt: skip
+def test_blocks_store_dq_of_units_that_are_done(mask, together, ahead, stored, kernels, monkeypatch):
+    """All but the last ones', and none where a unit is not whole: four pairs, of which so many are stored."""
+    monkeypatch.setattr(spare_warps, "FEW", spare_warps.MANY)
+    monkeypatch.setattr(launch, "units_ahead", lambda *_: ahead)
+    monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: together)
+    monkeypatch.setattr(launch.torch, "empty_like", lambda t: torch.full_like(t, float("nan")) if t.is_floating_point()
+                        else torch.zeros_like(t))  # fmt: skip
+    keep, lengths = SEEN[mask]
+    shape = Shape(2, *lengths, 4, 2, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    found = []
+    for persistent in (False, True):
+        op.ATTENTIONS.clear()
+        kernels.update(backward=replace(by_hand(64), persistent=persistent))
+        engine = AttentionEngine(
+            shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
+        )
+        leaves = [tensors[n].requires_grad_() for n in "qkv"]
+        output = engine(*leaves)
+        (attention,) = op.ATTENTIONS.values()
+        for made in attention.launcher._kernels.values():
+            after = vars(made)["postprocess"] = Noted(made.postprocess)
+        found.append(torch.autograd.grad(output, leaves, tensors["do"]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    dq = found[0][0].reshape(2, -1, 2, 2, 128).transpose(1, 2).flatten(0, 1)
+    before = after.found.reshape(2, -1, 2, 2, 128).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(before[:stored], dq[:stored]) and before[stored:].isnan().all()
 
 
 def script_over_keys():

@@ -11,10 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from attention_engine import AttentionEngine, arch, meta_tensor
+from attention_engine import AttentionEngine, CustomIO, arch, document_ids, meta_tensor
+from attention_engine.compiler import analyse
+from attention_engine.errors import CustomInputMissing
+from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Tile
-from attention_engine.library import OnlineSoftmax, causal, dilated, scale
+from attention_engine.library import OnlineSoftmax, alibi, causal, dilated, document, scale
+from attention_engine.runtime.launch import Launcher
 from attention_engine.target import cache, compile
 from attention_engine.target.cache import KernelKey, spell
 from attention_engine.target.compile import CompiledKernel, LoweredKernel, Resources, find_nvcc
@@ -215,6 +220,29 @@ def test_compile_for_fills_the_cache_with_what_a_call_needs(monkeypatch):
     assert engine(device=None, mask=dilated(2)).compile_for(H100) == [
         "forward", "tile map of forward", "preprocess", "backward", "postprocess", "tile map of backward",
     ]  # fmt: skip
+
+
+def test_compile_for_knows_custom_inputs_as_calls_give_them(monkeypatch):
+    """Their dtypes, and whether their gradients are asked for: a call's kernels are among those that it keeps."""
+    wanted: set[str] = set()
+    monkeypatch.setattr(cache, "find_or_compile", lambda key, compile_now: wanted.add(key.digest) or FITS)
+    axes = {"documents": ("batch", "seq_len"), "slopes": ("heads",)}
+    made = AttentionEngine(
+        [meta_tensor(1, 4, 256, 64, dtype=torch.float16)] * 3, CustomIO(axes), alibi(0.1), document(), OnlineSoftmax()
+    )
+    ids, slopes = document_ids([100, 156]), torch.ones(4)
+    made.compile_for(H100, slopes=slopes, documents=ids)
+    program = made._trace({"documents": Type.INT, "slopes": Type.FLOAT}, None)
+    launcher = Launcher(analyse(program), list(made.custom_io.specs.values()), False, H100, False)
+    q = torch.empty(1, 1, 4, 64, dtype=torch.float16)
+    called = launcher.kernels(q, q, q, [ids, slopes])
+    kernels = [*called.of_forward().values(), *called.of_backward().values()]
+    assert wanted == {kernel._key.digest for kernel in kernels} and len(wanted) == len(kernels)
+    wanted.clear()
+    made.compile_for(H100, ids, slopes.requires_grad_())
+    assert called.forward._key.digest in wanted and called.backward._key.digest not in wanted
+    with pytest.raises(CustomInputMissing, match="'slopes' is missing"):
+        made.compile_for(H100, ids)
 
 
 FITS = CompiledKernel(LoweredKernel(cache.Script(""), H100, "", ""), lambda *_: None)

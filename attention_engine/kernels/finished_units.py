@@ -1,0 +1,89 @@
+"""dQ of units that are done leaves beside the items of a persistent block of the backward pass over keys.
+
+A kernel after it would find all SMs taken until the last items end. So a block's spare warps convert the sums of a unit
+that is some behind its own, each block a share of it, as they prepare one that is ahead (spare_warps.py); the kernel
+after it (rows.postprocess) does the last ones.
+"""
+
+from __future__ import annotations
+
+from functools import partial as bind
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.problem import padded
+from attention_engine.kernels.common import FLOAT, Buffers, window
+from attention_engine.kernels.rows import FINISHED, PAUSE, counter, entry_of_workspace, take_sums_for_granted
+from attention_engine.kernels.spare_warps import PARITY, SpareWarps, see_memory, walk_share
+from attention_engine.kernels.splice import name_value
+from attention_engine.kernels.warps import SPARE, WARP
+
+PIECE = 8  # queries whose sums stand together, in the order of `place_in_workspace`
+SUMS = 256  # that a warp holds at once
+
+
+@T.macro
+def store_together(work: SpareWarps, buffers: Buffers, scale: float) -> None:
+    """What the spare warps store beside a block of keys: its share of dQ = scale * sums of a unit that is done."""
+    thread = T.get_thread_binding()
+    for warp in SPARE:
+        if T.And(thread >= WARP * warp, thread < WARP * (warp + 1)):
+            store_share(work, buffers, scale, warp - 1)
+
+
+@T.macro
+def store_share(work: SpareWarps, buffers: Buffers, scale: float, warp: int) -> None:
+    """A spare warp's part of it, when the unit is done."""
+    blocks, group = work.blocks, work.problem.group
+    if T.And(work.number >= blocks.behind, work.number < blocks.whole):
+        unit = work.number - blocks.behind
+        first_pair, pairs = blocks.pairs_of(unit)
+        while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
+            T.call_extern("void", "__nanosleep", PAUSE)
+        see_memory()
+        walk_share(work, work.at[warp], pairs * group, bind(store_tile, work, buffers, scale, warp, first_pair * group))
+        T.tma_store_wait(0)  # has read the last rows
+
+
+@T.macro
+def store_tile(
+    work: SpareWarps, buffers: Buffers, scale: float, warp: int, first_head: Any, head_of_unit: Any, tile_of_head: Any
+) -> None:  # fmt: skip
+    """A spare warp's part of a tile's dQ, a piece at a time: sums come where rows of dO do, dQ leaves by rows of o. The
+    first warp, which makes most of delta, has the least."""
+    problem, tile, rows = work.problem, work.tile, work.rows
+    dim, parts = padded(problem.dim), tile.q // PIECE
+    dq, place = rows.o[warp], rows.place[warp]
+    sums = T.view(rows.do[warp], [PIECE * dim], FLOAT)
+    own = len(SPARE) - 1 - warp
+    for turn in T.unroll(-(-(parts - own) // len(SPARE)), unroll_factor=1):
+        head_of_all = name_value(first_head + head_of_unit)
+        q0 = name_value(tile_of_head * tile.q + (turn * len(SPARE) + own) * PIECE)
+        take_sums_for_granted(buffers, head_of_all, q0 * dim, PIECE * dim)
+        T.tma_copy(buffers["workspace"][head_of_all, q0 * dim : (q0 + PIECE) * dim], sums, barrier=rows.arrived[warp])
+        batch = name_value(T.truncdiv(head_of_all, problem.heads))
+        for number, value in enumerate((batch, head_of_all - batch * problem.heads, q0)):
+            place[number] = value
+        parity = name_value(place[PARITY])
+        T.barrier_arrive(rows.arrived[warp])
+        T.barrier_wait(rows.arrived[warp], parity)
+        T.tma_store_wait(0)  # has read the rows before
+        T.sync_warp()
+        place[PARITY] = parity ^ 1
+        convert(work, sums, dq, scale)
+        T.fence_proxy_async()
+        T.sync_warp()
+        T.tma_copy(dq[:PIECE, :], window(buffers["dq"], place[0], place[1], place[2], PIECE, dim))
+
+
+@T.macro
+def convert(work: SpareWarps, sums: Any, dq: Any, scale: float) -> None:
+    """A warp brings a piece's sums to rows, some at a time, as it has few registers."""
+    dim, dtype = padded(work.problem.dim), work.problem.dtype
+    part = T.alloc_fragment([SUMS], FLOAT)
+    for turn in T.unroll(PIECE * dim // SUMS, unroll_factor=1):
+        T.copy(sums[turn * SUMS : (turn + 1) * SUMS], part)
+        for x in T.Parallel(SUMS):
+            query, d = entry_of_workspace(turn * SUMS + x, work.tile, dim, True)
+            dq[query, d] = T.cast(part[x] * scale, dtype)
