@@ -103,9 +103,8 @@ def backward_hopper(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING, places: int = 0,
 ) -> Any:  # fmt: skip
-    """The PrimFunc of backward.py, with more parameters: dk, dv, [pairs_of_a_unit], [units_ahead,
-    [units_given, o], [dq]], [workspace, counters], sums; places: of a persistent form, how many blocks run at once,
-    which store dQ but for the last units."""
+    """The PrimFunc of backward.py, with dk, dv, [pairs_of_a_unit], [units_ahead, [units_given, o], [dq]], [workspace,
+    counters], sums too; places: how many persistent blocks run at once, which store dQ but for the last units."""
     assert backward_fits(problem, schedule, summed), "default tiles ask first"
     sizes = Sizes()
     plan = plan_tiles(schedule.mask)
@@ -137,8 +136,8 @@ def backward_hopper(
     row_length = -(-tile.q // TMA_FLOATS) * TMA_FLOATS
     wanted = topological(schedule.weights) if schedule.mask is None else topological(schedule.weights, schedule.mask)
     early = [n for n in names if row_variable(n) in wanted]  # with the queries; the others with do, which comes later
-    late = [n for n in names if n not in early]
-    form = Form(problem, tile, sizes, plan, blocks, schedule.scale, early, late, with_dq, of_delta)
+    rows_too = early, [n for n in names if n not in early]
+    form = Form(problem, tile, sizes, plan, blocks, schedule.scale, *rows_too, with_dq, of_delta)
 
     @T.macro
     def compute_item(buffers: Any, memory: Memory, item: KeyItem, walk: QueryWalk) -> None:
@@ -358,8 +357,7 @@ def backward_hopper(
             added = T.alloc_barrier(arrive_count=[1] * (NOTES if persistent else 1)) if with_dq else None
             zeroes = room_for_zeroes(problem) if with_dq else None
             shares_at = [T.alloc_shared([2], "int32") for _ in SPARE]
-            takes_rows = persistent or of_delta is not None
-            rows_of_spare = Rows.allocate(problem, producer_registers) if takes_rows else None
+            rows_of_spare = Rows.allocate(problem, producer_registers) if persistent or of_delta is not None else None
             entries = named("entries", T.alloc_shared([stages], "int32")) if persistent and plan.mapped else None
             memory = Memory(
                 k, v, shared, gradients_out, weights_out, products, weights, gradients, weights_in, gradients_in, dk,

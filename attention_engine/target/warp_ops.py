@@ -13,7 +13,7 @@ from attention_engine.target.tile_buffers import ROLE
 from attention_engine.target.tile_ops import TILE_OPS
 from attention_engine.target.tile_windows import Frame, Run, Window
 from attention_engine.target.tir_nodes import handle_of, kind_of
-from attention_engine.target.warp_simulator import Barrier, Role, Turns
+from attention_engine.target.warp_simulator import WARP, Barrier, Role, Turns
 
 Cases = tuple[Run, Run]
 
@@ -87,9 +87,14 @@ def split(test: Run, then: Run, otherwise: Run | None, both_wait: bool) -> Run:
     return run
 
 
+def _own(frame: Frame) -> Frame:
+    """A role's own variables, and the buffers and barriers of all."""
+    return [list(value) if isinstance(value, list) else value for value in frame]
+
+
 def _fork(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
     def start(case: Run, threads: torch.Tensor) -> Callable[[], None]:
-        own = list(frame)  # variables differ between roles, buffers don't
+        own = _own(frame)
         own[ROLE] = Role(threads)
         roles.append(own[ROLE])
 
@@ -107,18 +112,24 @@ def _fork(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
 
 
 def _fork_off(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
-    """The role goes on with one case; the other's threads are a role of their own meanwhile."""
+    """The role goes on with one case; the other's threads are roles of their own meanwhile, one for each warp."""
+
+    def start(threads: torch.Tensor) -> Callable[[], None]:
+        own = _own(frame)
+        own[ROLE] = Role(threads, turns)
+
+        def run() -> None:
+            otherwise(own)
+            own[ROLE].end()
+
+        return run
+
     then, otherwise = cases
-    everybody, turns, other = role.threads, role.turns, list(frame)
+    everybody, turns = role.threads, role.turns
     assert turns is not None
-    other[ROLE] = Role(everybody[~chosen], turns)
-
-    def run() -> None:
-        otherwise(other)
-        other[ROLE].end()
-
+    others = [start(threads) for threads in everybody[~chosen].split(WARP)]
     role.threads = everybody[chosen]
-    turns.beside(run, lambda: then(frame))
+    turns.beside(others, lambda: then(frame))
     role.threads = everybody
 
 
@@ -225,7 +236,8 @@ def _meet(compiler: Compiler, call: Any) -> Run:
     if len(call.args) > 2 and kind_of(call.args[1]) != "IntImm":  # each group at its own: turns, no meeting
         return lambda frame: None
     threads = int(call.args[2]) if len(call.args) > 2 else None
-    return lambda frame: frame[ROLE].meet(threads)
+    barrier = int(call.args[1]) if len(call.args) > 2 else 0
+    return lambda frame: frame[ROLE].meet(threads, barrier)
 
 
 WARP_OPS: dict[str, Callable[[Any, Any], Run]] = {

@@ -2,9 +2,9 @@
 
 Where a condition splits a block's threads in two, its cases run as roles, in turns: a role runs until it waits on a
 barrier that is not there yet. A copy lands when a barrier that it arrives at is waited for, a product is there when it
-is waited for; until then their targets are NaN. Raises HazardInKernel for a deadlock, an operand that changes while a
-product or a copy reads it, a product or copy nobody waits for, and shared memory handed over without a fence or a
-meeting of threads.
+is waited for; until then their targets are NaN. Raises HazardInKernel for a deadlock, a wait that could miss a phase,
+an operand that changes while a product or a copy reads it, a product or copy nobody waits for, and shared memory handed
+over without a fence or a meeting of threads.
 
 Not modelled: the layout of tiles, and races between the threads of one role other than by shared memory.
 """
@@ -35,7 +35,10 @@ def _meets(one: Extent, others: Sequence[Extent]) -> bool:
 
 
 class Turns:
-    """Roles of one block, as Python threads of which one runs at a time."""
+    """Roles of one block, as Python threads of which one runs at a time: the next one that can, or of all others before
+    the `late` one, which shows who would miss it if its warps were slow."""
+
+    late: int | None = None
 
     def __init__(self, roles: Sequence[Callable[[], None]]) -> None:
         self._roles = list(roles)
@@ -43,6 +46,7 @@ class Turns:
         self._running = 0
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._done: set[int] = set()
+        self._met: dict[int, int] = {}  # threads that came to a named barrier, over all meetings there
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -53,13 +57,20 @@ class Turns:
         if self._error is not None:
             raise self._error
 
-    def beside(self, other: Callable[[], None], own: Callable[[], None]) -> None:
-        """What the running role does next, and another role for the while: until both have ended."""
-        number = len(self._roles)
-        self._roles.append(other)
-        self._start(number)
+    def beside(self, others: Sequence[Callable[[], None]], own: Callable[[], None]) -> None:
+        """What the running role does next, and other roles for the while: until all have ended."""
+        numbers = range(len(self._roles), len(self._roles) + len(others))
+        self._roles += others
+        for number in numbers:
+            self._start(number)
         own()
-        self.wait(lambda: number in self._done, f"for role {number}")
+        self.wait(lambda: self._done.issuperset(numbers), f"for roles {numbers.start} to {numbers.stop - 1}")
+
+    def meet(self, barrier: int, coming: int, expected: int) -> None:
+        """So many threads come to a named barrier, where so many are expected each time."""
+        over = self._met.get(barrier, 0) // expected + 1
+        self._met[barrier] = self._met.get(barrier, 0) + coming
+        self.wait(lambda: self._met[barrier] >= over * expected, f"{coming} threads meet at a barrier of {expected}")
 
     def _start(self, role: int) -> threading.Thread:
         thread = threading.Thread(target=self._run, args=(role,), daemon=True)
@@ -96,7 +107,7 @@ class Turns:
 
     def _pass_on(self) -> None:
         order = [(self._running + 1 + i) % len(self._roles) for i in range(len(self._roles))]
-        for role in order:
+        for role in sorted(order, key=lambda role: role == self.late):
             if role in self._done:
                 continue
             ready, _ = self._waiting.get(role, (lambda: True, ""))
@@ -136,6 +147,8 @@ class Barrier:
         """Is the phase of this parity over? Only now do its copies land."""
         if self.phase & 1 == parity:
             self._turn()
+        elif self.arrived == self.count:
+            raise HazardInKernel(f"phase {parity} of {self.name} is waited for late: the next one is over too")
         return self.phase & 1 != parity
 
     def _turn(self) -> None:
@@ -252,12 +265,16 @@ class Role:
         if _meets(place, self.unmet):
             raise HazardInKernel(f"{what} shared memory that threads stored, before they met")
 
-    def meet(self, threads: int | None) -> None:
-        """The threads of the role meet (bar.sync)."""
+    def meet(self, threads: int | None, barrier: int = 0) -> None:
+        """The threads of the role meet, with those of others where more are expected at a barrier (bar.sync)."""
         if threads is None and self.turns is None:
             return
-        if threads != len(self.threads):
+        if threads is None or threads % len(self.threads):
             raise HazardInKernel(f"{len(self.threads)} threads meet at a barrier of {threads or 'the whole block'}")
+        if threads != len(self.threads):
+            if self.turns is None:
+                raise HazardInKernel(f"{len(self.threads)} threads meet at a barrier of {threads}")
+            self.turns.meet(barrier, len(self.threads), threads)
         self.unmet.clear()
         self.read = [extent_of(tile) for p in self.products for tile in p.operands]
 

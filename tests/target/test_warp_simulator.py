@@ -6,6 +6,7 @@ import torch
 
 from attention_engine.errors import HazardInKernel
 from attention_engine.target.interpreter import Interpreter
+from attention_engine.target.warp_simulator import Barrier
 
 STEPS, STAGES = 5, 2
 
@@ -83,8 +84,8 @@ HAZARDS = {
     "a count too large": r"a deadlock: threads 0\.\.\. wait for phase 0 of empty\[0\]; threads 128\.\.\. wait for",
     "a tile is never given back": r"a deadlock: threads 0\.\.\. wait for phase 0 of empty\[0\]",
     "a tile is given back too early": "an operand changed while a product was reading it",
-    "copies do not wait": r"a deadlock: threads 128\.\.\. wait for phase 1 of full\[0\]",  # which is two phases on
-    "products do not wait": r"a deadlock: threads 0\.\.\. wait for phase 1 of empty\[0\]",
+    "copies do not wait": r"phase 0 of full\[1\] is waited for late: the next one is over too",
+    "products do not wait": r"phase 0 of empty\[1\] is waited for late: the next one is over too",
     "nobody waits for products": "products that nobody waits for|an operand changed",
     "no fence": "a copy reads shared memory that threads stored, without a fence",
     "threads do not meet": "a copy reads shared memory that threads stored, before they met",
@@ -278,3 +279,14 @@ def test_an_error_in_a_role_ends_the_others():
 
     with pytest.raises(HazardInKernel, match="to byte 4 of a buffer"):
         Interpreter(copies_to_odd_bytes)(torch.zeros(64))
+
+
+def test_a_phase_that_a_late_wait_would_miss_is_named():
+    barrier = Barrier("end", 1)
+    barrier.arrive(1)
+    assert barrier.passed(0) and barrier.passed(0), "it may be asked for again"
+    barrier.arrive(1)
+    assert barrier.passed(1)
+    barrier.arrive(1)
+    with pytest.raises(HazardInKernel, match="phase 1 of end is waited for late"):
+        barrier.passed(1)
