@@ -14,8 +14,8 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Buffers, window
-from attention_engine.kernels.rows import FINISHED, PAUSE, counter, entry_of_workspace, take_sums_for_granted
-from attention_engine.kernels.spare_warps import PARITY, SpareWarps, see_memory, walk_share
+from attention_engine.kernels.rows import bring_to_rows, take_sums_for_granted, wait_until_finished
+from attention_engine.kernels.spare_warps import SpareWarps, see_memory, wait_for_rows, walk_share
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import SPARE, WARP
 
@@ -39,8 +39,7 @@ def store_share(work: SpareWarps, buffers: Buffers, scale: float, warp: int) -> 
     if T.And(work.number >= blocks.behind, work.number < blocks.whole):
         unit = work.number - blocks.behind
         first_pair, pairs = blocks.pairs_of(unit)
-        while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
-            T.call_extern("void", "__nanosleep", PAUSE)
+        wait_until_finished(buffers, unit)
         see_memory()
         walk_share(work, work.at[warp], pairs * group, bind(store_tile, work, buffers, scale, warp, first_pair * group))
         T.tma_store_wait(0)  # has read the last rows
@@ -63,27 +62,11 @@ def store_tile(
         take_sums_for_granted(buffers, head_of_all, q0 * dim, PIECE * dim)
         T.tma_copy(buffers["workspace"][head_of_all, q0 * dim : (q0 + PIECE) * dim], sums, barrier=rows.arrived[warp])
         batch = name_value(T.truncdiv(head_of_all, problem.heads))
-        for number, value in enumerate((batch, head_of_all - batch * problem.heads, q0)):
-            place[number] = value
-        parity = name_value(place[PARITY])
-        T.barrier_arrive(rows.arrived[warp])
-        T.barrier_wait(rows.arrived[warp], parity)
-        T.tma_store_wait(0)  # has read the rows before
-        T.sync_warp()
-        place[PARITY] = parity ^ 1
-        convert(work, sums, dq, scale)
+        wait_for_rows(rows, warp, batch, name_value(head_of_all - batch * problem.heads), q0)
+        part = T.alloc_fragment([SUMS], FLOAT)  # some at a time: a thread has few registers
+        for first in T.unroll(0, PIECE * dim, SUMS, unroll_factor=1):
+            T.copy(sums[first : first + SUMS], part)
+            bring_to_rows(part, first, dq, problem, tile, scale, True)
         T.fence_proxy_async()
         T.sync_warp()
         T.tma_copy(dq[:PIECE, :], window(buffers["dq"], place[0], place[1], place[2], PIECE, dim))
-
-
-@T.macro
-def convert(work: SpareWarps, sums: Any, dq: Any, scale: float) -> None:
-    """A warp brings a piece's sums to rows, some at a time, as it has few registers."""
-    dim, dtype = padded(work.problem.dim), work.problem.dtype
-    part = T.alloc_fragment([SUMS], FLOAT)
-    for turn in T.unroll(PIECE * dim // SUMS, unroll_factor=1):
-        T.copy(sums[turn * SUMS : (turn + 1) * SUMS], part)
-        for x in T.Parallel(SUMS):
-            query, d = entry_of_workspace(turn * SUMS + x, work.tile, dim, True)
-            dq[query, d] = T.cast(part[x] * scale, dtype)

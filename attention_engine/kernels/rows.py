@@ -64,6 +64,23 @@ def dealt(buffers: Buffers) -> Any:
     return buffers["counters"][0, 0]
 
 
+@T.macro
+def wait_until_finished(buffers: Buffers, unit: Any) -> None:
+    """Until a unit's blocks have added all to its sums."""
+    while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
+        T.call_extern("void", "__nanosleep", PAUSE)
+
+
+@T.macro
+def bring_to_rows(
+    sums: Any, first: Any, rows: Any, problem: Problem, tile: Tile, scale: float, vectors: bool
+) -> None:  # fmt: skip
+    """Rows of dQ = scale * sums, which stand in a tile from `first` on: those that threads hold."""
+    for x in T.Parallel(int(sums.shape[0])):
+        query, d = entry_of_workspace(first + x, tile, padded(problem.dim), vectors)
+        rows[query, d] = T.cast(sums[x] * scale, problem.dtype)
+
+
 def transposes_dq(tile: Tile, dim: int) -> bool:
     """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, 80 queries don't fit."""
     return tile.specialised and dim % 128 == 0
@@ -246,21 +263,18 @@ def postprocess(
         parameters[AHEAD] = blocks.ahead
 
     @T.macro
-    def convert(buffers: Any, block: Any, head: Any, batch: Any, last: Any) -> None:
+    def store_tile(buffers: Any, block: Any, head: Any, batch: Any, last: Any) -> None:
         if tile.specialised:
             unit = T.truncdiv(batch * problem.kv_heads + head // problem.group, blocks.together)
             if T.get_thread_binding() == 0:
-                while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
-                    T.call_extern("void", "__nanosleep", PAUSE)
+                wait_until_finished(buffers, unit)
             T.sync_threads()
         sums = T.alloc_fragment([tile.q * dim], FLOAT)
         gradient = T.alloc_shared([tile.q, dim], problem.dtype)
         row, first = batch * problem.heads + head, block * (tile.q * dim)
         take_sums_for_granted(buffers, row, first, tile.q * dim)
         T.copy(buffers["workspace"][row, first : first + tile.q * dim], sums)
-        for x in T.Parallel(tile.q * dim):
-            query, d = entry_of_workspace(x, tile, dim, vectors)
-            gradient[query, d] = T.cast(sums[x] * scale, problem.dtype)
+        bring_to_rows(sums, 0, gradient, problem, tile, scale, vectors)
         T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
         if tile.specialised:  # noqa: SIM102 - Python's condition, then the kernel's
             if last:
@@ -275,10 +289,10 @@ def postprocess(
                 row = name_value(sizes.batch * problem.heads - left + place)
                 batch = name_value(T.truncdiv(row, problem.heads))
                 head = name_value(row - batch * problem.heads)
-                convert(buffers, block, head, batch, T.And(block == 0, place == left - 1))
+                store_tile(buffers, block, head, batch, T.And(block == 0, place == left - 1))
         else:
             with T.Kernel(tiles, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
                 last = T.And(T.And(block == 0, head == problem.heads - 1), batch == sizes.batch - 1)
-                convert(buffers, block, head, batch, last)
+                store_tile(buffers, block, head, batch, last)
 
     return build("backward_postprocess", parameters, body)

@@ -151,6 +151,20 @@ def write_zeroes(work: SpareWarps, buffers: Buffers, warp: int, row: Any, tile: 
 
 
 @T.macro
+def wait_for_rows(rows: Rows, warp: int, batch: Any, head: Any, q0: Any) -> None:
+    """Until what a warp began to bring is there, and what it began to store has been read; notes where this goes."""
+    place = rows.place[warp]
+    for number, value in enumerate((batch, head, q0)):
+        place[number] = value
+    parity = name_value(place[PARITY])
+    T.barrier_arrive(rows.arrived[warp])
+    T.barrier_wait(rows.arrived[warp], parity)
+    T.tma_store_wait(0)
+    T.sync_warp()
+    place[PARITY] = parity ^ 1
+
+
+@T.macro
 def make_delta(work: SpareWarps, buffers: Buffers, warp: int, head_of_all: Any, tile_of_head: Any) -> None:
     """A spare warp's part of a tile's delta, ROWS at a time. Threads begin at columns of their own, or they would meet
     in a bank of shared memory."""
@@ -166,14 +180,7 @@ def make_delta(work: SpareWarps, buffers: Buffers, warp: int, head_of_all: Any, 
         q0 = name_value(tile_of_head * tile.q + (turn * len(SPARE) + warp) * ROWS)
         T.tma_copy(window(buffers["o"], batch, head, q0, ROWS, dim_v), o, barrier=rows.arrived[warp])
         T.tma_copy(window(buffers["do"], batch, head, q0, ROWS, dim_v), do, barrier=rows.arrived[warp])
-        for number, value in enumerate((batch, head, q0)):
-            place[number] = value
-        parity = name_value(place[PARITY])
-        T.barrier_arrive(rows.arrived[warp])
-        T.barrier_wait(rows.arrived[warp], parity)
-        T.tma_store_wait(0)  # has read the rows before
-        T.sync_warp()
-        place[PARITY] = parity ^ 1
+        wait_for_rows(rows, warp, batch, head, q0)
         T.fill(sums, 0)
         for number in T.unroll(words, unroll_factor=1):
             for i, half in T.Parallel(ROWS, HALVES):

@@ -36,24 +36,27 @@ SEEN = {
 }  # fmt: skip
 
 
+def attend(mask, kernels, queries, persistent):
+    """The output under a mask that kernels of this form make, what it was made of, and the gradient that arrives."""
+    op.ATTENTIONS.clear()
+    kernels.update(backward=replace(by_hand(queries), persistent=persistent))
+    keep, lengths = SEEN[mask]
+    shape = Shape(2, *lengths, 4, 2, 128, 128)
+    engine = AttentionEngine(shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret")
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    leaves = [tensors[n].requires_grad_() for n in "qkv"]
+    return engine(*leaves), leaves, tensors["do"]
+
+
 @pytest.mark.parametrize("queries", [64, 80])
 @pytest.mark.parametrize("mask", SEEN)
 def test_persistent_blocks_give_what_a_grid_gives_bit_for_bit(mask, queries, kernels, monkeypatch):
     """Additions to dQ too: one block of the simulator's grid has all items, in a grid's order. Those to delta are in
     the order of how much a thread takes at once, which its registers decide."""
     monkeypatch.setattr(spare_warps, "FEW", spare_warps.MANY)
-    keep, lengths = SEEN[mask]
-    shape = Shape(2, *lengths, 4, 2, 128, 128)
-    tensors = shape.tensors(torch.float16, "cpu", 0)
     found = []
     for persistent in (False, True):
-        op.ATTENTIONS.clear()
-        kernels.update(backward=replace(by_hand(queries), persistent=persistent))
-        engine = AttentionEngine(
-            shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
-        )
-        leaves = [tensors[n].requires_grad_() for n in "qkv"]
-        found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"]))
+        found.append(torch.autograd.grad(*attend(mask, kernels, queries, persistent)))
         assert ran("backward") and walks() is persistent
     assert not any(gradient.isnan().any() for gradient in found[0])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -70,7 +73,9 @@ def test_a_block_waits_for_what_another_prepares_and_for_room_for_its_keys(kerne
     assert "noted" in next(x for x in lines[prepared:] if "arrive_barrier" in x)
     assert len(finished) == 3, "a spare warp each, before it stores dQ"
     for at in finished:
-        assert "workspace" in next(x for x in lines[at:] if x.startswith("T.tma_copy"))
+        copied = next(n for n in range(at, len(lines)) if lines[n].startswith("T.tma_copy"))
+        assert "workspace" in lines[copied], "sums, which others' threads wrote and the TMA unit reads"
+        assert any("fence_proxy_of_memory" in line for line in lines[at:copied])
     for name in "kv":
         waits = [n for n, line in enumerate(lines) if line.startswith(f"T.mbarrier_wait_parity({name}_empty")]
         copies = [n for n, line in enumerate(lines) if line.startswith(f"T.tma_copy(T.region({name}[")]
@@ -81,20 +86,12 @@ def test_a_block_waits_for_what_another_prepares_and_for_room_for_its_keys(kerne
 def test_a_warp_that_is_late_misses_nothing(mask, kernels, monkeypatch):
     """Of one that copies, those that compute and three others, each goes on when no other can. Items without steps end
     faster than others prepare beside them: one barrier for the end of all of them could be missed."""
-    keep, lengths = SEEN[mask]
-    shape = Shape(2, *lengths, 4, 2, 128, 128)
-    tensors = shape.tensors(torch.float16, "cpu", 0)
-    kernels.update(backward=replace(by_hand(64), persistent=True))
-    engine = AttentionEngine(
-        shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
-    )
-    leaves = [tensors[n].requires_grad_() for n in "qkv"]
-    output = engine(*leaves)
-    expected = torch.autograd.grad(output, leaves, tensors["do"], retain_graph=True)
+    asked = attend(mask, kernels, 64, True)
+    expected = torch.autograd.grad(*asked, retain_graph=True)
     assert walks()
     for late in range(5):
         monkeypatch.setattr(Turns, "late", late)
-        found = torch.autograd.grad(output, leaves, tensors["do"], retain_graph=True)
+        found = torch.autograd.grad(*asked, retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), late
 
 
@@ -120,22 +117,13 @@ def test_blocks_store_dq_of_units_that_are_done(mask, together, ahead, stored, k
     monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: together)
     monkeypatch.setattr(launch.torch, "empty_like", lambda t: torch.full_like(t, float("nan")) if t.is_floating_point()
                         else torch.zeros_like(t))  # fmt: skip
-    keep, lengths = SEEN[mask]
-    shape = Shape(2, *lengths, 4, 2, 128, 128)
-    tensors = shape.tensors(torch.float16, "cpu", 0)
     found = []
     for persistent in (False, True):
-        op.ATTENTIONS.clear()
-        kernels.update(backward=replace(by_hand(64), persistent=persistent))
-        engine = AttentionEngine(
-            shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
-        )
-        leaves = [tensors[n].requires_grad_() for n in "qkv"]
-        output = engine(*leaves)
+        asked = attend(mask, kernels, 64, persistent)
         (attention,) = op.ATTENTIONS.values()
         for made in attention.launcher._kernels.values():
             after = vars(made)["postprocess"] = Noted(made.postprocess)
-        found.append(torch.autograd.grad(output, leaves, tensors["do"]))
+        found.append(torch.autograd.grad(*asked))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     dq = found[0][0].reshape(2, -1, 2, 2, 128).transpose(1, 2).flatten(0, 1)
     before = after.found.reshape(2, -1, 2, 2, 128).transpose(1, 2).flatten(0, 1)
