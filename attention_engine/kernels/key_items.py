@@ -138,7 +138,8 @@ def tell_lengths(notes: Notes, shares: Shares, blocks: KeyBlocks, queries: Any) 
 
 @T.macro
 def write_numbers(record: Any, slot: Any, numbers: list[tuple[int, Any]]) -> None:
-    """A lane writes."""
+    """A lane writes, when all have read what stood there."""
+    T.sync_warp()
     if T.get_thread_binding() % WARP == 0:
         for which, number in numbers:
             record[slot, which] = number
