@@ -30,7 +30,7 @@ demo: $(READY)
 	$(RUN) attn_script/mha.py --show
 
 test: lint
-	$(RUN) -m pytest -n $(WORKERS) -q
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q
 
 lint: $(READY)
 	$(RUN) -m ruff check .
