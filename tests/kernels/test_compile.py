@@ -174,6 +174,15 @@ def test_backward_blocks_of_causal_masks_have_numbers_of_their_own():
     assert "blockIdx.y" in hopper()["deep_backward"].cuda  # no register for numbers of its own
 
 
+def test_a_lane_writes_an_items_numbers_when_its_warp_has_read_those_before():
+    """What is read and written by lanes of one warp, a simulated warp does at once."""
+    lines = [line.strip() for line in hopper()["wide_lists_backward"].cuda.splitlines()]
+    writes = [n for n, line in enumerate(lines) if line.startswith("((int*)record)[")]
+    branches = [n for n, line in enumerate(lines) if line == "if ((thread_again() % 32) == 0) {"]
+    of_writes = {max(branch for branch in branches if branch < n) for n in writes}
+    assert len(of_writes) == 7 and all(lines[n - 1] == "__syncwarp();" for n in of_writes)
+
+
 def test_warpgroups_take_turns_at_each_step_or_start_apart():
     for name, groups, turns in (("forward", 3, True), ("wide_forward", 2, True), ("capped_forward", 2, False)):
         cuda = hopper()[name].cuda
