@@ -60,9 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    device = getattr(arch, os.environ[ARCH])()
+def silence(monkeypatch: pytest.MonkeyPatch, device: arch.Arch) -> None:
+    """Engines compile for this GPU on tensors of a CPU, and their kernels do nothing."""
     compile_now = compiler.Kernel.__dict__["compiled"].func
 
     def compiled(kernel: Any) -> Any:
@@ -75,6 +74,11 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(user, "backend_for", lambda given, _: "tilelang" if given == "auto" else given)
     for user in (launch, linear_launch):
         monkeypatch.setattr(user, "detect", lambda *_: device)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    silence(monkeypatch, getattr(arch, os.environ[ARCH])())
     monkeypatch.setattr(plain, "_dense", _no_pairs)
     monkeypatch.setattr(plain, "compare", lambda *_, **__: [])
     monkeypatch.setattr(linear_cases, "plain_results", lambda *_, **__: {})

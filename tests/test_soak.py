@@ -1,0 +1,60 @@
+"""The GPU's soak, on a CPU: what is wrong, hangs or dies is told, and a right draw is right."""
+
+import pytest
+import torch
+
+from tests.gpu.soak.__main__ import main
+from tests.gpu.soak.check import Measured, run
+from tests.gpu.soak.draws import HARD, PACKINGS, Draw, draw
+from tests.gpu.soak.parts import lengths_of
+from tests.gpu.soak.programs import PACKED, PROGRAMS
+
+ON_CPU = ["--tiny", "--backend", "reference", "--device", "cpu", "--workers", "1"]
+
+
+def test_right_and_wrong_draws_are_told_apart(capsys):
+    assert main([*ON_CPU, "--draws", "2", "--limit", "300", "--plant", "1=wrong"]) == 1
+    said = capsys.readouterr().out
+    assert "| right |" in said and "right      1" in said and "wrong      1" in said
+    script = said.split("----")[1]
+    found = {}
+    exec(script.replace("print(", "found = ("), found)  # as a user pastes it, who has no planted fault
+    assert found["found"].outcome == "right"
+
+
+def test_a_draw_that_hangs_and_one_that_dies_are_told(capsys):
+    assert main([*ON_CPU, "--draws", "2", "--limit", "2", "--plant", "0=hang", "1=crash"]) == 1
+    said = capsys.readouterr().out
+    assert "HUNG       1" in said and "crashed    1" in said and "still running after a limit of 2 s" in said
+
+
+@pytest.mark.parametrize("program", [0, 13])
+def test_the_kernels_are_held_to_the_same_rule(program):
+    drawn = Draw(program, 1, 20, packing="uneven", documents=2, seed=1, small=True)
+    assert run(drawn, "interpret", "cpu").outcome == "right"
+
+
+def test_one_wrong_row_is_seen_in_a_mean_that_hides_it():
+    exact = torch.randn(1, 1000, 64, dtype=torch.float64)
+    eager, ours = exact.bfloat16(), exact.bfloat16()
+    assert Measured.of("o", ours, exact, eager, torch.bfloat16).worst <= 1
+    ours[0, 500] = 0
+    found = Measured.of("o", ours, exact, eager, torch.bfloat16)
+    assert found.ratio < 2 and found.row_ratio > 5 and "(0, 500)" in found.said
+
+
+def test_draws_are_the_same_in_every_process_and_come_in_the_shapes_that_hung():
+    draws = [draw(3, number) for number in range(400)]
+    assert draws == [draw(3, number) for number in range(400)]
+    packed = [found for found in draws if found.of == PACKED]
+    assert 0.15 < len(packed) / len(draws) < 0.35
+    assert {(d.batch, d.queries, d.packing, d.documents) for d in packed} > {*HARD}
+    assert {d.program for d in draws} == {*range(len(PROGRAMS))}
+    assert all(1 <= d.batch <= 8 and 1024 <= d.queries <= 65536 and 1 <= d.documents <= 200 for d in draws)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("count", "total"), [(1, 1), (5, 3), (7, 1000), (200, 4097)])
+def test_documents_fill_a_row(packing, count, total):
+    lengths = lengths_of(packing, count, total, torch.Generator().manual_seed(0))
+    assert sum(lengths) == total and min(lengths) >= 1
