@@ -17,7 +17,7 @@ def q_mod(x, custom):
 
 
 def decay_mod(x, custom):  # the log of a sigmoid gate, from the gate's own number
-    return -(1 + (-x).exp()).log() / NORMALIZER
+    return x.logsigmoid() / NORMALIZER
 
 
 def make_engine(qkv_meta, **options):

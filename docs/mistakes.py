@@ -100,7 +100,7 @@ MISTAKES = [
     Mistake(E.BranchOnSymbol, "Python's `max` and `min`", *score("return max(score, 0)", "return score.max(0)")),
     Mistake(E.BranchOnSymbol, "a chained comparison", *mask(
         "return 0 <= q_idx - kv_idx < 4", "return (0 <= q_idx - kv_idx) & (q_idx - kv_idx < 4)")),
-    Mistake(E.UnsupportedOperation, "`&` without brackets", *mask(
+    Mistake(E.BranchOnSymbol, "`&` without brackets", *mask(
         "return q_idx >= kv_idx & kv_idx > 2", "return (q_idx >= kv_idx) & (kv_idx > 2)")),
     Mistake(E.UnsupportedOperation, "a function of the math module", *score(
         "return math.tanh(score)", "return score.tanh()")),

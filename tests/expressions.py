@@ -27,6 +27,7 @@ FLOATS = [
 INTS = [var("i", [Axis.QUERY], Type.INT), var("j", [Axis.KEY], Type.INT), var("n", [Axis.HEAD], Type.INT)]
 NUMBERS = [0.0, 1.0, -1.0, 2.0, 0.5, -0.25, 3.0]
 
+BITS = [Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT]
 POWERS = [2.0, 3.0, -1.0, -2.0, 0.5, 1.5, 0.0, 1.0]
 
 
@@ -41,9 +42,10 @@ def positive(e: Expr) -> Expr:
 
 
 GUARDS: dict[Op, Callable[[Expr], Expr]] = {
-    **dict.fromkeys([Op.EXP, Op.EXP2], bounded),
+    **dict.fromkeys([Op.EXP, Op.EXP2, Op.EXPM1], bounded),
     **dict.fromkeys([Op.RECIP, Op.LOG, Op.LOG2, Op.LOG1P, Op.SQRT, Op.RSQRT], positive),
     **dict.fromkeys([Op.TANH, Op.SIGMOID, Op.ERF, Op.SIN, Op.COS, Op.ABS, Op.DETACH], lambda e: e),
+    **dict.fromkeys([Op.ATAN, Op.SOFTPLUS], lambda e: e),
 }
 
 
@@ -92,15 +94,15 @@ class Builder:
         return make(Op.CAST, self.int(size), arg=Type.FLOAT)
 
     def detached(self, size: int) -> Expr:
-        return make(self.pick([Op.DETACH, Op.FLOOR]), self.float(size))
+        return make(self.pick([Op.DETACH, Op.FLOOR, Op.ROUND]), self.float(size))
 
     def int(self, size: int) -> Expr:
         if size <= 1:
             return self.pick([*INTS, *INTS, *(const(n) for n in range(-2, 4))])
-        op = self.pick([Op.ADD, Op.ADD, Op.MUL, Op.MAXIMUM, Op.MINIMUM, Op.FLOORDIV, Op.MOD, Op.ABS])
+        op = self.pick([Op.ADD, Op.ADD, Op.MUL, Op.MAXIMUM, Op.MINIMUM, Op.FLOORDIV, Op.MOD, Op.ABS, *BITS])
         if op is Op.ABS:
             return make(op, self.int(size - 1))
-        if op in (Op.FLOORDIV, Op.MOD):
+        if op in (Op.FLOORDIV, Op.MOD, Op.SHIFT_LEFT, Op.SHIFT_RIGHT):
             return make(op, self.int(size - 1), const(self.draw(st.integers(1, 4))))
         left = self.draw(st.integers(1, size - 1))
         return make(op, self.int(left), self.int(size - left))

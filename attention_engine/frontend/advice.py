@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 ADVICE = {
     "softmax": "A row's normaliser is the engine's online_func: OnlineSoftmax(), or one of your own.",
-    "masked_fill": "Masks are the engine's mask_mod; in a mod, where(condition, value, x) chooses.",
     "mean": "A mean over a row is scores.get_reduce('sum') over a row state that counts keys.",
     "shape": "A mod sees one pair at a time. Put lengths into it as Python numbers, or as a custom input.",
     "dtype": "Values in a mod are fp32 numbers, ints (the indices) or conditions; x.to(torch.float32) converts.",
@@ -18,7 +17,7 @@ ADVICE = {
 def known_functions(names: Iterable[str]) -> str:
     """The sentence that lists what symbols can do."""
     listed = ", ".join([*sorted(names), "get_reduce"])
-    return "\n  ".join(textwrap.wrap(f"Known: + - * / ** // %, comparisons, & | ~, {listed}.", 110))
+    return "\n  ".join(textwrap.wrap(f"Known: + - * / ** // %, comparisons, & | ^ ~ << >>, {listed}.", 110))
 
 
 def way_out(name: str, names: Iterable[str]) -> str:

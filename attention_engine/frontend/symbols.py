@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any, ClassVar, NoReturn
 
 from attention_engine.errors import BranchOnSymbol, SymbolAsIndex, TensorInMod, UnknownReduction, UnsupportedOperation
 from attention_engine.frontend.advice import way_out
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
+from attention_engine.ir.evaluate import WIDEST
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topological
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 RANKS = {Type.BOOL: 0, Type.INT: 1, Type.FLOAT: 2}
@@ -98,16 +98,16 @@ class Symbol:
         return wrap(a / b)
 
     def __floordiv__(self, other: object) -> Symbol:
-        return _floor_divide(self, other)
+        return floor_divide(self, other)
 
     def __rfloordiv__(self, other: object) -> Symbol:
-        return _floor_divide(other, self)
+        return floor_divide(other, self)
 
     def __mod__(self, other: object) -> Symbol:
-        return _remainder(self, other)
+        return remainder(self, other)
 
     def __rmod__(self, other: object) -> Symbol:
-        return _remainder(other, self)
+        return remainder(other, self)
 
     def __pow__(self, other: object) -> Symbol:
         if self.expr.dtype is Type.INT and type(other) is int and 1 <= other <= 8:
@@ -150,24 +150,44 @@ class Symbol:
         return wrap(make(Op.NOT, make(Op.EQUAL, *unify(self, other))))
 
     def __and__(self, other: object) -> Symbol:
-        return _logical(Op.AND, self, other)
+        return join("&", self, other)
 
     __rand__ = __and__
 
     def __or__(self, other: object) -> Symbol:
-        return _logical(Op.OR, self, other)
+        return join("|", self, other)
 
     __ror__ = __or__
 
+    def __xor__(self, other: object) -> Symbol:
+        return join("^", self, other)
+
+    __rxor__ = __xor__
+
     def __invert__(self) -> Symbol:
-        return wrap(make(Op.NOT, _truth(self)))
+        return -1 - self if self.expr.dtype is Type.INT else wrap(make(Op.NOT, truth(self)))
+
+    def __lshift__(self, other: object) -> Symbol:
+        return shift(Op.SHIFT_LEFT, self, other)
+
+    def __rlshift__(self, other: object) -> Symbol:
+        return shift(Op.SHIFT_LEFT, other, self)
+
+    def __rshift__(self, other: object) -> Symbol:
+        return shift(Op.SHIFT_RIGHT, self, other)
+
+    def __rrshift__(self, other: object) -> Symbol:
+        return shift(Op.SHIFT_RIGHT, other, self)
 
     # what can't be
     def __bool__(self) -> NoReturn:
+        bits = {op for _, op in BITS.values()}
+        hint = any(node.op in bits for node in topological(self.expr))
         raise BranchOnSymbol(
             f"{where_from()}Python asked for the truth of a symbolic value, {self.expr}.\n"
             "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around "
             "comparisons);\n  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
+            + "\n  Python reads a < b & c < d as a < (b & c) < d: put brackets around comparisons." * hint
         )
 
     def _no_number(self) -> NoReturn:
@@ -191,8 +211,8 @@ class Symbol:
             f"{where_from()}this operator has no meaning on a symbolic value, {self.expr}.\n  {_otherwise()}"
         )
 
-    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __divmod__ = __rdivmod__ = _no_operator
-    __matmul__ = __rmatmul__ = __getitem__ = __setitem__ = __contains__ = _no_operator  # type: ignore[assignment]
+    __divmod__ = __rdivmod__ = __matmul__ = __rmatmul__ = _no_operator
+    __getitem__ = __setitem__ = __contains__ = _no_operator  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -207,7 +227,7 @@ class Symbol:
     @classmethod
     def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Symbol:
         """torch.exp(x), torch.where(c, a, b) and so on, by the function's name."""
-        name = getattr(function, "__name__", str(function))
+        name = getattr(function, "__name__", str(function)).removeprefix("special_")
         if name == "__getitem__":
             raise SymbolAsIndex(
                 f"{where_from()}a tensor is read at a symbolic index, {args[1]}.\n"
@@ -221,7 +241,7 @@ class Symbol:
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Symbol:
         """numpy.exp(x) and so on, by the function's name; also what a numpy number on the left asks for."""
         name = str(function.__name__)
-        known = Symbol.FUNCTIONS.get(COMPARISONS.get(name, "pow" if name == "power" else name))
+        known = Symbol.FUNCTIONS.get(NUMPY.get(name, name))
         if known is None or method != "__call__":
             raise UnsupportedOperation(f"{where_from()}numpy.{name} has no meaning in a mod.\n  {_otherwise(name)}")
         return _call(name, known, args, kwargs)
@@ -264,62 +284,56 @@ def wrap(expr: Expr) -> Symbol:
     return SymbolicTensor(expr) if Axis.KEY in expr.axes else SymbolicArray(expr)
 
 
-def _truth(value: object) -> Expr:
+def truth(value: object) -> Expr:
+    """The expression of a condition."""
     expr = lift(value)
     if expr.dtype is not Type.BOOL:
         raise UnsupportedOperation(
-            f"{where_from()}&, | and ~ join conditions, and {expr} is a number.\n"
+            f"{where_from()}&, |, ^ and ~ join conditions with conditions, or integers with integers, and {expr} is "
+            f"{'a float' if expr.dtype is Type.FLOAT else 'an integer'}.\n"
             "  Put brackets around comparisons: (a < b) & (c < d)."
         )
     return expr
 
 
-def _logical(op: Op, a: object, b: object) -> Symbol:
-    return wrap(make(op, _truth(a), _truth(b)))
+BITS = {"&": (Op.AND, Op.BIT_AND), "|": (Op.OR, Op.BIT_OR), "^": (None, Op.BIT_XOR)}
 
 
-def _floor_divide(a: object, b: object) -> Symbol:
+def join(sign: str, a: object, b: object) -> Symbol:
+    """a & b, a | b, a ^ b: of two conditions, or bit by bit of two integers."""
+    (logical, bitwise), left, right = BITS[sign], lift(a), lift(b)
+    if left.dtype is right.dtype is Type.INT:
+        return wrap(make(bitwise, left, right))
+    both = truth(a), truth(b)
+    return wrap(make(Op.NOT, make(Op.EQUAL, *both)) if logical is None else make(logical, *both))
+
+
+def shift(op: Op, a: object, b: object) -> Symbol:
+    """a << b or a >> b, of integers."""
+    left, right = lift(a), lift(b)
+    for expr in (left, right):
+        if expr.dtype is not Type.INT:
+            raise UnsupportedOperation(f"{where_from()}<< and >> shift an integer by an integer, and {expr} is none.")
+    if right.op is Op.CONST and not 0 <= right.value < WIDEST:
+        raise UnsupportedOperation(f"{where_from()}a shift by {right.value} bits, of 0 to {WIDEST - 1}.")
+    return wrap(make(op, left, right))
+
+
+def floor_divide(a: object, b: object) -> Symbol:
+    """a // b."""
     left, right = unify(a, b, least=Type.INT)
     return wrap(make(Op.FLOORDIV, left, right) if left.dtype is Type.INT else make(Op.FLOOR, left / right))
 
 
-def _remainder(a: object, b: object) -> Symbol:
+def remainder(a: object, b: object) -> Symbol:
+    """a % b, of the sign of b."""
     left, right = unify(a, b, least=Type.INT)
     return wrap(make(Op.MOD, left, right) if left.dtype is Type.INT else left - make(Op.FLOOR, left / right) * right)
 
 
-def _elementwise(op: Op) -> Callable[[object], Symbol]:
-    return lambda a: wrap(make(op, *unify(a, least=Type.FLOAT)))
-
-
-def _extremum(op: Op, name: str) -> Callable[..., Symbol]:
-    def build(a: object, *others: object) -> Symbol:
-        if len(others) != 1:
-            raise UnsupportedOperation(
-                f"{where_from()}{name} takes two values: a.{name}(b). For the {name} over a row, "
-                f"scores.get_reduce('{name}')."
-            )
-        return wrap(make(op, *unify(a, others[0], least=Type.INT)))
-
-    return build
-
-
 def where(condition: object, a: object, b: object) -> Symbol:
     """a where the condition holds, else b: what `if` would say."""
-    return wrap(make(Op.WHERE, _truth(condition), *unify(a, b)))
-
-
-def _clamp(a: object, min: object = None, max: object = None) -> Symbol:
-    result = wrap(lift(a))
-    if min is not None:
-        result = MAXIMUM(result, min)
-    return result if max is None else MINIMUM(result, max)
-
-
-def _to(a: object, dtype: object) -> Symbol:
-    name = str(dtype)
-    kind = Type.BOOL if "bool" in name else Type.INT if "int" in name or dtype is int else Type.FLOAT
-    return wrap(convert(lift(a), kind))
+    return wrap(make(Op.WHERE, truth(condition), *unify(a, b)))
 
 
 def _call(name: str, function: Callable[..., Symbol], args: tuple[object, ...], named: dict[str, object]) -> Symbol:
@@ -330,69 +344,10 @@ def _call(name: str, function: Callable[..., Symbol], args: tuple[object, ...], 
     return function(*args, **named)
 
 
-def _infix(function: Callable[[Symbol, object], Symbol]) -> Callable[[object, object], Symbol]:
-    """An operator as a function, also of a number or a tensor of one number on its left."""
-    return lambda a, b: function(wrap(lift(a)), b)
-
-
-def _no_sum(a: object, *args: object, **named: object) -> NoReturn:
-    raise UnsupportedOperation(
-        f"{where_from()}`sum` over a row is scores.get_reduce('sum'); a sum of two values is a + b."
-    )
-
-
-MAXIMUM, MINIMUM = _extremum(Op.MAXIMUM, "max"), _extremum(Op.MINIMUM, "min")
-_UNARY = [Op.EXP, Op.EXP2, Op.LOG, Op.LOG2, Op.LOG1P, Op.SQRT, Op.RSQRT, Op.TANH, Op.SIGMOID, Op.ERF, Op.SIN, Op.COS,
-          Op.FLOOR]  # fmt: skip
-Symbol.FUNCTIONS.update(
-    {
-        **{op.value: _elementwise(op) for op in _UNARY},
-        "abs": abs,
-        "absolute": abs,
-        "relu": lambda a, inplace=False: MAXIMUM(a, 0.0),
-        "square": lambda a: a * a,  # type: ignore[operator]
-        "reciprocal": lambda a: 1.0 / a,  # type: ignore[operator]
-        "neg": operator.neg,
-        "negative": operator.neg,
-        "max": MAXIMUM,
-        "maximum": MAXIMUM,
-        "min": MINIMUM,
-        "minimum": MINIMUM,
-        "clamp": _clamp,
-        "clip": _clamp,
-        "where": where,
-        "pow": _infix(operator.pow),
-        "add": _infix(operator.add),
-        "sub": _infix(operator.sub),
-        "subtract": _infix(operator.sub),
-        "mul": _infix(operator.mul),
-        "multiply": _infix(operator.mul),
-        "div": _infix(operator.truediv),
-        "divide": _infix(operator.truediv),
-        "true_divide": _infix(operator.truediv),
-        "remainder": _remainder,
-        "floor_divide": _floor_divide,
-        "logical_and": lambda a, b: _logical(Op.AND, a, b),
-        "logical_or": lambda a, b: _logical(Op.OR, a, b),
-        "logical_not": lambda a: wrap(make(Op.NOT, _truth(a))),
-        "eq": _infix(operator.eq),
-        "ne": _infix(operator.ne),
-        "lt": _infix(operator.lt),
-        "gt": _infix(operator.gt),
-        "le": _infix(operator.le),
-        "ge": _infix(operator.ge),
-        "to": _to,
-        "float": lambda a: wrap(convert(lift(a), Type.FLOAT)),
-        "int": lambda a: wrap(convert(lift(a), Type.INT)),
-        "long": lambda a: wrap(convert(lift(a), Type.INT)),
-        "bool": lambda a: wrap(convert(lift(a), Type.BOOL)),
-        "detach": lambda a: wrap(make(Op.DETACH, lift(a))),
-        "sum": _no_sum,
-    }
-)
-
-
-COMPARISONS = dict(less="lt", greater="gt", less_equal="le", greater_equal="ge", equal="eq", not_equal="ne")
+# What numpy calls a function of these names.
+NUMPY = dict(less="lt", greater="gt", less_equal="le", greater_equal="ge", equal="eq", not_equal="ne", power="pow",
+             rint="round", invert="bitwise_not", left_shift="bitwise_left_shift",
+             right_shift="bitwise_right_shift")  # fmt: skip
 
 
 def _otherwise(name: str = "") -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from attention_engine.ir.expr import Expr, Number, Op, Type, topological
 
 LOWEST = -1e30  # stands for -inf where a row starts: below every score, yet finite, so that x - LOWEST is never NaN
+WIDEST = 64  # bits of an integer
 Row = list[Any]
 Value = Any  # a number, or a row of numbers
 
@@ -51,6 +52,14 @@ def _sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
 
 
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def _round(x: float) -> float:
+    return float(round(x)) if math.isfinite(x) else x
+
+
 PYTHON: dict[Op, Callable[..., Number]] = {
     Op.ADD: lambda a, b: a + b,
     Op.MUL: lambda a, b: a * b,
@@ -62,9 +71,11 @@ PYTHON: dict[Op, Callable[..., Number]] = {
     Op.MINIMUM: _minimum,
     Op.EXP: _guard(math.exp),
     Op.EXP2: _guard(lambda x: math.pow(2.0, x)),
+    Op.EXPM1: _guard(math.expm1),
     Op.LOG: _guard(_log),
     Op.LOG2: _guard(lambda x: -math.inf if x == 0 else math.log2(x)),
     Op.LOG1P: _guard(lambda x: -math.inf if x == -1 else math.log1p(x)),
+    Op.SOFTPLUS: _softplus,
     Op.SQRT: _guard(math.sqrt),
     Op.RSQRT: _guard(lambda x: math.inf if x == 0 else 1.0 / math.sqrt(x)),
     Op.TANH: math.tanh,
@@ -72,14 +83,21 @@ PYTHON: dict[Op, Callable[..., Number]] = {
     Op.ERF: math.erf,
     Op.SIN: _guard(math.sin),
     Op.COS: _guard(math.cos),
+    Op.ATAN: math.atan,
     Op.ABS: abs,
     Op.FLOOR: _floor,
+    Op.ROUND: _round,
     Op.LESS: lambda a, b: a < b,
     Op.LESS_EQUAL: lambda a, b: a <= b,
     Op.EQUAL: lambda a, b: a == b,
     Op.AND: lambda a, b: a and b,
     Op.OR: lambda a, b: a or b,
     Op.NOT: lambda a: not a,
+    Op.BIT_AND: lambda a, b: a & b,
+    Op.BIT_OR: lambda a, b: a | b,
+    Op.BIT_XOR: lambda a, b: a ^ b,
+    Op.SHIFT_LEFT: lambda a, b: a << b if 0 <= b < WIDEST else 0,
+    Op.SHIFT_RIGHT: lambda a, b: a >> b if b >= 0 else 0,
     Op.WHERE: lambda c, a, b: a if c else b,
     Op.DETACH: lambda a: a,
 }

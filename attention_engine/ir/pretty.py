@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, is_const, topological
 
-# As Python binds them: comparisons least, then |, &, sums, products, signs.
-INFIX = {Op.LESS: ("<", 1), Op.LESS_EQUAL: ("<=", 1), Op.EQUAL: ("==", 1), Op.OR: ("|", 2), Op.AND: ("&", 3),
-         Op.ADD: ("+", 4), Op.MUL: ("*", 5), Op.FLOORDIV: ("//", 5), Op.MOD: ("%", 5)}  # fmt: skip
-COMPARISON, SUM, PRODUCT, SIGN, ATOM = 1, 4, 5, 6, 9
+# As Python binds them: comparisons least, then |, ^, &, shifts, sums, products, signs.
+INFIX = {Op.LESS: ("<", 1), Op.LESS_EQUAL: ("<=", 1), Op.EQUAL: ("==", 1), Op.OR: ("|", 2), Op.BIT_OR: ("|", 2),
+         Op.BIT_XOR: ("^", 3), Op.AND: ("&", 4), Op.BIT_AND: ("&", 4), Op.SHIFT_LEFT: ("<<", 5),
+         Op.SHIFT_RIGHT: (">>", 5), Op.ADD: ("+", 6), Op.MUL: ("*", 7), Op.FLOORDIV: ("//", 7),
+         Op.MOD: ("%", 7)}  # fmt: skip
+COMPARISON, SUM, PRODUCT, SIGN, ATOM = 1, 6, 7, 8, 9
+BOUNDS = {Op.MAXIMUM: "min", Op.MINIMUM: "max"}  # what clamp calls the second operand
 LONGEST = 60  # nodes of one formula; what is larger is named in parts, or shortened
 
 
@@ -49,8 +52,18 @@ def _spell(expr: Expr, names: Mapping[Expr, str]) -> tuple[str, int]:
         sign, bind = INFIX[op]
         left = bind + 1 if bind == COMPARISON else bind  # a < b < c would mean something else
         return f"{inner(args[0], left)} {sign} {inner(args[1], bind + 1)}", bind
+    if op in BOUNDS and expr.arg is not None:
+        return _spell_bound(expr, inner), ATOM
     called = expr.arg.value if isinstance(expr.arg, Type) else f"row_{expr.arg}" if op is Op.REDUCE else op.value
     return f"{called}({', '.join(inner(a, 0) for a in args)})", ATOM
+
+
+def _spell_bound(expr: Expr, inner: Callable[[Expr, int], str]) -> str:
+    """A maximum or minimum that gives all of a tie's gradient to one operand: a relu, or a clamp."""
+    a, b = expr.args if expr.arg == 1.0 else expr.args[::-1]
+    if expr.op is Op.MAXIMUM and is_const(a, 0):
+        return f"relu({inner(b, 0)})"
+    return f"clamp({inner(a, 0)}, {BOUNDS[expr.op]}={inner(b, 0)})"
 
 
 def _spell_signed(expr: Expr, names: Mapping[Expr, str], inner: Callable[[Expr, int], str]) -> tuple[str, int] | None:

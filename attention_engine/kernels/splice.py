@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tilelang.language as T
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.evaluate import LOWEST
@@ -18,6 +18,29 @@ CHEAP = frozenset({Op.CONST, Op.VAR, Op.CAST, Op.DETACH})
 
 def _sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + T.exp2(x * -1.4426950408889634))
+
+
+def _expm1(x: Any) -> Any:
+    """exp(x) - 1, near 0 by its series, where the difference would have few digits left."""
+    x, series = name_value(x), T.float32(1)
+    for n in range(7, 1, -1):
+        series = 1.0 + x * (1.0 / n) * series
+    return T.if_then_else(T.abs(x) < 0.3, x * series, T.exp2(x * 1.4426950408889634) - 1.0)
+
+
+def _softplus(x: Any) -> Any:
+    x = name_value(x)
+    return T.max(x, T.float32(0)) + T.log1p(T.exp2(T.abs(x) * -1.4426950408889634))
+
+
+def _shift_left(a: Any, b: Any) -> Any:
+    bits = DataType(a.dtype).bits
+    return a * 0 if isinstance(b, tirx.IntImm) and b.value >= bits else T.shift_left(a, b)
+
+
+def _shift_right(a: Any, b: Any) -> Any:
+    bits = DataType(a.dtype).bits
+    return T.shift_right(a, bits - 1 if isinstance(b, tirx.IntImm) and b.value >= bits else b)
 
 
 def _floor_mod(a: Any, b: Any) -> Any:
@@ -40,9 +63,11 @@ TILELANG: dict[Op, Callable[..., Any]] = {
     Op.MINIMUM: lambda a, b: T.min(a, b),
     Op.EXP: lambda a: T.exp2(a * 1.4426950408889634),
     Op.EXP2: lambda a: T.exp2(a),
+    Op.EXPM1: _expm1,
     Op.LOG: lambda a: T.log(a),
     Op.LOG2: lambda a: T.log2(a),
     Op.LOG1P: lambda a: T.log1p(a),
+    Op.SOFTPLUS: _softplus,
     Op.SQRT: lambda a: T.sqrt(a),
     Op.RSQRT: lambda a: T.rsqrt(a),
     Op.TANH: lambda a: T.tanh(a),
@@ -50,14 +75,21 @@ TILELANG: dict[Op, Callable[..., Any]] = {
     Op.ERF: lambda a: T.erf(a),
     Op.SIN: lambda a: T.sin(a),
     Op.COS: lambda a: T.cos(a),
+    Op.ATAN: lambda a: T.atan(a),
     Op.ABS: lambda a: T.abs(a) if "float" in str(a.dtype) else T.max(a, -a),
     Op.FLOOR: lambda a: T.floor(a),
+    Op.ROUND: lambda a: T.nearbyint(a),
     Op.LESS: lambda a, b: a < b,
     Op.LESS_EQUAL: lambda a, b: a <= b,
     Op.EQUAL: lambda a, b: tirx.EQ(a, b),
     Op.AND: both,
     Op.OR: lambda a, b: tirx.bitwise_or(a, b),
     Op.NOT: lambda a: T.Not(a),
+    Op.BIT_AND: lambda a, b: tirx.bitwise_and(a, b),
+    Op.BIT_OR: lambda a, b: tirx.bitwise_or(a, b),
+    Op.BIT_XOR: lambda a, b: tirx.bitwise_xor(a, b),
+    Op.SHIFT_LEFT: _shift_left,
+    Op.SHIFT_RIGHT: _shift_right,
     Op.WHERE: lambda c, a, b: T.if_then_else(c, a, b),
     Op.DETACH: lambda a: a,
 }

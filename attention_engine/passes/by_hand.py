@@ -31,8 +31,8 @@ PLACES = frozenset({Q_IDX, KV_IDX})
 LIGHT = frozenset({Op.CONST, Op.VAR, Op.DETACH, Op.ADD, Op.MUL, Op.EXP2, Op.MAXIMUM, Op.MINIMUM})
 OF_PLACES = LIGHT | {Op.CAST, Op.ABS}
 SPECIAL = frozenset(
-    {Op.RECIP, Op.POW, Op.EXP, Op.EXP2, Op.LOG, Op.LOG2, Op.LOG1P, Op.SQRT, Op.RSQRT, Op.TANH, Op.SIGMOID, Op.ERF,
-     Op.SIN, Op.COS}
+    {Op.RECIP, Op.POW, Op.EXP, Op.EXP2, Op.EXPM1, Op.LOG, Op.LOG2, Op.LOG1P, Op.SOFTPLUS, Op.SQRT, Op.RSQRT,
+     Op.TANH, Op.SIGMOID, Op.ERF, Op.SIN, Op.COS, Op.ATAN}
 )  # fmt: skip
 OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
 

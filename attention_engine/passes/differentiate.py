@@ -25,16 +25,15 @@ def _below(a: Expr, b: Expr) -> Expr:
 
 
 def _share(e: Expr, g: Expr) -> tuple[Expr | None, Expr | None]:
-    """max and min: to the one that won; where both did, half to each, as torch does.
-
-    Against a number the number wins, as in relu.
-    """
+    """max and min: to the one that won; where both did, half to each, as torch does, or all to one of them."""
     a, b = e.args
     a_won, b_won = (_below(b, a), _below(a, b)) if e.op is Op.MAXIMUM else (_below(a, b), _below(b, a))
-    if b.op is Op.CONST:
-        return where(a_won, g, ZERO), None
-    tie = where(_call(Op.EQUAL, a, b), mul(const(0.5), g), ZERO)
-    return where(a_won, g, tie), where(b_won, g, tie)
+    if e.arg is None:
+        tie = where(_call(Op.EQUAL, a, b), mul(const(0.5), g), ZERO)
+        return where(a_won, g, tie), None if b.op is Op.CONST else where(b_won, g, tie)
+    if e.arg == 1.0:
+        return where(b_won, ZERO, g), where(b_won, g, ZERO)
+    return where(a_won, g, ZERO), where(a_won, ZERO, g)
 
 
 def _sign(a: Expr) -> Expr:
@@ -42,9 +41,14 @@ def _sign(a: Expr) -> Expr:
 
 
 def _power(e: Expr, g: Expr) -> tuple[Expr | None, Expr | None]:
+    """0 for an exponent of 0 ** b, and for the base of 0 ** 0, as torch has it: the logarithm of 0, and 1 / 0, are
+    never taken, so that no other order of derivatives meets them."""
     a, b = e.args
-    by_base = mul(g, b, _call(Op.POW, a, add(b, const(-1.0))))
-    return by_base, None if b.op is Op.CONST else mul(g, e, _call(Op.LOG, a))
+    if b.op is Op.CONST:
+        return mul(g, b, _call(Op.POW, a, add(b, const(-1.0)))), None
+    zero = _call(Op.EQUAL, a, ZERO)
+    lower = where(_call(Op.AND, zero, _call(Op.EQUAL, b, ZERO)), ZERO, add(b, const(-1.0)))
+    return mul(g, b, _call(Op.POW, a, lower)), mul(g, e, _call(Op.LOG, where(zero, ONE, a)))
 
 
 # Each row: (node e, gradient g of e) -> gradients of e's operands, None where there is none.
@@ -59,9 +63,11 @@ GRADIENTS: dict[Op, Gradient] = {
     Op.MINIMUM: _share,
     Op.EXP: lambda e, g: (mul(g, e),),
     Op.EXP2: lambda e, g: (mul(const(math.log(2.0)), g, e),),
+    Op.EXPM1: lambda e, g: (mul(g, _call(Op.EXP, e.args[0])),),
     Op.LOG: lambda e, g: (mul(g, recip(e.args[0])),),
     Op.LOG2: lambda e, g: (mul(const(1.0 / math.log(2.0)), g, recip(e.args[0])),),
     Op.LOG1P: lambda e, g: (mul(g, recip(add(e.args[0], ONE))),),
+    Op.SOFTPLUS: lambda e, g: (mul(g, _call(Op.SIGMOID, e.args[0])),),
     Op.SQRT: lambda e, g: (mul(const(0.5), g, recip(e)),),
     Op.RSQRT: lambda e, g: (mul(const(-0.5), g, e, e, e),),
     Op.TANH: lambda e, g: (mul(g, add(ONE, _minus(mul(e, e)))),),
@@ -69,14 +75,21 @@ GRADIENTS: dict[Op, Gradient] = {
     Op.ERF: lambda e, g: (mul(const(2.0 / math.sqrt(math.pi)), g, _call(Op.EXP, _minus(mul(e.args[0], e.args[0])))),),
     Op.SIN: lambda e, g: (mul(g, _call(Op.COS, e.args[0])),),
     Op.COS: lambda e, g: (_minus(mul(g, _call(Op.SIN, e.args[0]))),),
+    Op.ATAN: lambda e, g: (mul(g, recip(add(mul(e.args[0], e.args[0]), ONE))),),
     Op.ABS: lambda e, g: (mul(g, _sign(e.args[0])),),
     Op.FLOOR: lambda e, g: (None,),
+    Op.ROUND: lambda e, g: (None,),
     Op.LESS: lambda e, g: (None, None),
     Op.LESS_EQUAL: lambda e, g: (None, None),
     Op.EQUAL: lambda e, g: (None, None),
     Op.AND: lambda e, g: (None, None),
     Op.OR: lambda e, g: (None, None),
     Op.NOT: lambda e, g: (None,),
+    Op.BIT_AND: lambda e, g: (None, None),
+    Op.BIT_OR: lambda e, g: (None, None),
+    Op.BIT_XOR: lambda e, g: (None, None),
+    Op.SHIFT_LEFT: lambda e, g: (None, None),
+    Op.SHIFT_RIGHT: lambda e, g: (None, None),
     Op.WHERE: lambda e, g: (None, where(e.args[0], g, ZERO), where(e.args[0], ZERO, g)),
     Op.CAST: lambda e, g: (g if e.args[0].dtype is Type.FLOAT and e.dtype is Type.FLOAT else None,),
     Op.DETACH: lambda e, g: (None,),

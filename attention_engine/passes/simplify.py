@@ -210,16 +210,19 @@ def power(a: Expr, b: Expr) -> Expr:
     return _plain(Op.POW)(a, b)
 
 
-def _extremum(op: Op, neutral: float, absorbing: float) -> Callable[[Expr, Expr], Expr]:
-    def build(a: Expr, b: Expr) -> Expr:
+def _extremum(op: Op, neutral: float, absorbing: float) -> Callable[..., Expr]:
+    def build(a: Expr, b: Expr, share: float | None = None) -> Expr:
+        """share: of a tie's gradient, to a."""
         if a is b or is_const(b, neutral):
             return a
         if is_const(a, neutral):
             return b
         if is_const(a, absorbing) or is_const(b, absorbing):
             return const(absorbing)
-        a, b = sorted((a, b), key=lambda e: (e.op is Op.CONST, *_rank(e)))
-        return _plain(op)(a, b)
+        first, second = sorted((a, b), key=lambda e: (e.op is Op.CONST, *_rank(e)))
+        if share is None or a.dtype is Type.INT or first.op is Op.CONST:
+            return _plain(op)(first, second)
+        return make(op, first, second, arg=share if first is a else 1.0 - share)
 
     return build
 
@@ -347,6 +350,8 @@ def construct(node: Expr) -> Expr:
         case Op.CAST:
             assert isinstance(node.arg, Type)
             return cast(node.args[0], node.arg)
+        case Op.MAXIMUM | Op.MINIMUM:
+            return CONSTRUCTORS[node.op](*node.args, node.arg)
         case Op.REDUCE:
             return reduce(str(node.arg), node.args[0])
         case _:

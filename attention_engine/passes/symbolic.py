@@ -9,10 +9,13 @@ from typing import Any
 import mpmath
 import sympy
 
+from attention_engine.ir.evaluate import PYTHON
 from attention_engine.ir.expr import Expr, Op, Type, topological
 
 DRAWS, DIGITS = 12, 30
 STEP, ROUNDING = 1e-6, 1e-18
+
+OPAQUE = (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT)  # known by their numbers alone
 
 SYMPY: dict[Op, Callable[..., Any]] = {
     Op.ADD: lambda a, b: a + b,
@@ -25,9 +28,11 @@ SYMPY: dict[Op, Callable[..., Any]] = {
     Op.MINIMUM: sympy.Min,
     Op.EXP: sympy.exp,
     Op.EXP2: lambda a: 2**a,
+    Op.EXPM1: lambda a: sympy.exp(a) - 1,
     Op.LOG: sympy.log,
     Op.LOG2: lambda a: sympy.log(a) / sympy.log(2),
     Op.LOG1P: lambda a: sympy.log(1 + a),
+    Op.SOFTPLUS: lambda a: sympy.log(1 + sympy.exp(a)),
     Op.SQRT: sympy.sqrt,
     Op.RSQRT: lambda a: 1 / sympy.sqrt(a),
     Op.TANH: sympy.tanh,
@@ -35,14 +40,17 @@ SYMPY: dict[Op, Callable[..., Any]] = {
     Op.ERF: sympy.erf,
     Op.SIN: sympy.sin,
     Op.COS: sympy.cos,
+    Op.ATAN: sympy.atan,
     Op.ABS: sympy.Abs,
     Op.FLOOR: sympy.floor,
+    Op.ROUND: lambda a: sympy.floor(a + sympy.Rational(1, 2)),
     Op.LESS: sympy.Lt,
     Op.LESS_EQUAL: sympy.Le,
     Op.EQUAL: sympy.Eq,
     Op.AND: sympy.And,
     Op.OR: sympy.Or,
     Op.NOT: sympy.Not,
+    **{op: sympy.Function(op.value) for op in OPAQUE},
     Op.WHERE: lambda c, a, b: sympy.Piecewise((a, c), (b, True)),
     Op.CAST: lambda a: a,
     Op.DETACH: lambda a: a,
@@ -77,10 +85,15 @@ def is_independent(expr: Expr, over: Expr) -> bool:
     return bool(sympy.simplify(sympy.diff(formula, place)) == 0)
 
 
+def _of_integers(function: Callable[..., Any]) -> Callable[..., int]:
+    return lambda *numbers: function(*map(int, numbers))
+
+
 def _changes(formula: Any, place: Any, others: list[Any]) -> bool:
     """Do numbers show it: two that lie close together, of which 30 digits are known?"""
     draw = random.Random(0)
-    run = sympy.lambdify([place, *others], formula, "mpmath")
+    bits = {op.value: _of_integers(PYTHON[op]) for op in OPAQUE}
+    run = sympy.lambdify([place, *others], formula, [bits, "mpmath"])
     with mpmath.workdps(DIGITS):
         for _ in range(DRAWS):
             at, *rest = (draw.choice((-1, 1)) * draw.uniform(0.2, 3) for _ in range(1 + len(others)))

@@ -13,20 +13,33 @@ from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
 DTYPES = {Type.BOOL: torch.bool, Type.INT: torch.int64}
 
+
+def _power(a: Tensor, b: Tensor) -> Tensor:
+    """a ** b, whose exponent has the gradient 0 where the base is 0, in all orders (torch: in the first alone)."""
+    if not b.requires_grad:
+        return torch.pow(a, b)
+    zero = a == 0
+    one = torch.ones((), dtype=a.dtype, device=a.device)
+    of_zero = torch.pow(torch.where(zero, a, one), b.detach())
+    return torch.where(zero, of_zero, torch.pow(torch.where(zero, one, a), b))
+
+
 TORCH: dict[Op, Callable[..., Tensor]] = {
     Op.ADD: torch.add,
     Op.MUL: torch.mul,
     Op.RECIP: torch.reciprocal,
     Op.FLOORDIV: lambda a, b: torch.div(a, b, rounding_mode="floor"),
     Op.MOD: torch.remainder,
-    Op.POW: torch.pow,
+    Op.POW: _power,
     Op.MAXIMUM: torch.maximum,
     Op.MINIMUM: torch.minimum,
     Op.EXP: torch.exp,
     Op.EXP2: torch.exp2,
+    Op.EXPM1: torch.expm1,
     Op.LOG: torch.log,
     Op.LOG2: torch.log2,
     Op.LOG1P: torch.log1p,
+    Op.SOFTPLUS: lambda a: -torch.nn.functional.logsigmoid(-a),
     Op.SQRT: torch.sqrt,
     Op.RSQRT: torch.rsqrt,
     Op.TANH: torch.tanh,
@@ -34,14 +47,21 @@ TORCH: dict[Op, Callable[..., Tensor]] = {
     Op.ERF: torch.erf,
     Op.SIN: torch.sin,
     Op.COS: torch.cos,
+    Op.ATAN: torch.atan,
     Op.ABS: torch.abs,
     Op.FLOOR: torch.floor,
+    Op.ROUND: torch.round,
     Op.LESS: torch.lt,
     Op.LESS_EQUAL: torch.le,
     Op.EQUAL: torch.eq,
     Op.AND: torch.logical_and,
     Op.OR: torch.logical_or,
     Op.NOT: torch.logical_not,
+    Op.BIT_AND: torch.bitwise_and,
+    Op.BIT_OR: torch.bitwise_or,
+    Op.BIT_XOR: torch.bitwise_xor,
+    Op.SHIFT_LEFT: torch.bitwise_left_shift,
+    Op.SHIFT_RIGHT: torch.bitwise_right_shift,
     Op.WHERE: torch.where,
     Op.DETACH: torch.detach,
 }
@@ -94,10 +114,10 @@ class Evaluator:
                 return self._load(node, operands)
             case Op.REDUCE:
                 return self._reduce(str(node.arg), operands[0])
-            case Op.MAXIMUM | Op.MINIMUM if node.args[1].op is Op.CONST:
-                # against a number the gradient of a tie goes to the number, as with relu
+            case Op.MAXIMUM | Op.MINIMUM if node.arg is not None:  # a tie's gradient goes to one of the two
                 a, b = operands
-                return torch.where(torch.isnan(a) | (a > b if node.op is Op.MAXIMUM else a < b), a, b)
+                wins = {Op.MAXIMUM: (torch.gt, torch.ge), Op.MINIMUM: (torch.lt, torch.le)}[node.op][node.arg == 1.0]
+                return torch.where(torch.isnan(a) | wins(a, b), a, b)
             case _:
                 return TORCH[node.op](*operands)
 

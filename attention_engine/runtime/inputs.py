@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from attention_engine.runtime.launch import CUSTOM_NAMES
 
 BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
 ORDERS = {"bshd": "(batch, length, heads, dim)", "bhsd": "(batch, heads, length, dim)"}
+MOST_GUESSES = 256
 BLOCKS = "_block_mask"  # the custom input that an outside block mask becomes
 
 
@@ -90,22 +91,27 @@ def backend_for(backend: str, device: torch.device) -> str:
 
 
 def guess_types(names: Sequence[str], trace: Callable[[dict[str, Type]], object]) -> dict[str, Type]:
-    """Which custom inputs are bool: as few as let the maths be traced. A call's tensors say what they are.
+    """Which custom inputs are bools or integers: as few as let the maths be traced. A call's tensors say what they are.
 
-    Raises what tracing finds wrong where none is bool, if no guess will do.
+    Raises what tracing finds wrong where all are floats, if no guess will do.
     """
     first: AttentionEngineError | None = None
-    choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-    for bools in itertools.islice(choices, 64):
-        types = dict.fromkeys(bools, Type.BOOL)
+    for types in itertools.islice(_guesses(names), MOST_GUESSES):
         try:
             trace(types)
-        except (UnsupportedOperation, WrongResult) as error:  # a number where a condition belongs, or the reverse
+        except (UnsupportedOperation, WrongResult) as error:  # a float where a condition or an integer belongs
             first = first or error
         else:
             return types
     assert first is not None
     raise first
+
+
+def _guesses(names: Sequence[str]) -> Iterator[dict[str, Type]]:
+    for count in range(len(names) + 1):
+        for chosen in itertools.combinations(names, count):
+            for kinds in itertools.product((Type.BOOL, Type.INT), repeat=count):
+                yield dict(zip(chosen, kinds, strict=True))
 
 
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
@@ -122,10 +128,10 @@ def type_of(tensor: Tensor) -> Type:
 
 
 def stand_ins(specs: Iterable[CustomSpec], types: Mapping[str, Type], device: torch.device) -> list[Tensor]:
-    """Custom inputs as far as dtypes go, of a call that is not there: bools where they are used so, else fp32 ones
-    whose gradients are asked for."""
-    bools = [types.get(spec.name) is Type.BOOL for spec in specs]
-    dtypes = [torch.bool if held_as_bool else torch.float32 for held_as_bool in bools]
+    """Custom inputs as far as dtypes go, of a call that is not there: bools or int32 where they are used so, else fp32
+    ones whose gradients are asked for."""
+    kinds = {Type.BOOL: torch.bool, Type.INT: torch.int32}
+    dtypes = [kinds.get(types.get(spec.name, Type.FLOAT), torch.float32) for spec in specs]
     return [torch.empty(1, dtype=t, device=device, requires_grad=t.is_floating_point) for t in dtypes]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention_engine.errors import BadInitialValue, BranchOnSymbol, UnsupportedOperation
@@ -85,6 +86,15 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "i <= j + 0.5": lambda s, m, i, j, h: i <= j + 0.5,
     "& |": lambda s, m, i, j, h: (i > j) & (s < m) | (j == 7),
     "~": lambda s, m, i, j, h: ~(i >= j),
+    "^ of conditions": lambda s, m, i, j, h: (i > j) ^ (s < m),
+    "& of ints": lambda s, m, i, j, h: i & j,
+    "| of ints": lambda s, m, i, j, h: (j - 4) | 2,
+    "^ of ints": lambda s, m, i, j, h: 3 ^ (j - i),
+    "~ of ints": lambda s, m, i, j, h: ~(j - 4),
+    "<<": lambda s, m, i, j, h: (j - 3) << 2,
+    ">>": lambda s, m, i, j, h: (j - 5) >> 1,
+    "1 <<": lambda s, m, i, j, h: 1 << j,
+    "a bit": lambda s, m, i, j, h: (0b1011 >> (j % 4)) & 1 == 1,
     "True &": lambda s, m, i, j, h: True & (i >= j),
     "condition * s": lambda s, m, i, j, h: (i >= j) * s,
     "a += b": lambda s, m, i, j, h: sum((s, m), 0.0),
@@ -122,12 +132,34 @@ METHODS: dict[str, Callable[[Any, Any], Any]] = {
     "absolute": lambda s, m: s.absolute(),
     "floor": lambda s, m: s.floor(),
     "square": lambda s, m: s.square(),
+    "expm1": lambda s, m: s.expm1(),
+    "atan": lambda s, m: s.atan(),
+    "arctan": lambda s, m: s.arctan(),
+    "ceil": lambda s, m: s.ceil(),
+    "ceil int": lambda s, m: (s * 3).int().ceil(),
+    "trunc": lambda s, m: s.trunc(),
+    "fix": lambda s, m: s.fix(),
+    "round": lambda s, m: (s * 2).round(),
+    "round decimals": lambda s, m: (s * 1.234).round(decimals=1),
+    "round tens": lambda s, m: (s * 100).round(decimals=-2),
+    "sign": lambda s, m: s.sign(),
+    "sign int": lambda s, m: s.int().sign(),
+    "masked_fill": lambda s, m: s.masked_fill(s < m, 7.0),
+    "logical_xor": lambda s, m: (s > 0).logical_xor(s < m),
+    "bitwise_and": lambda s, m: s.int().bitwise_and(3),
+    "bitwise_or": lambda s, m: s.int().bitwise_or(3),
+    "bitwise_xor": lambda s, m: s.int().bitwise_xor(3),
+    "bitwise_not": lambda s, m: s.int().bitwise_not(),
+    "bitwise_left_shift": lambda s, m: s.int().bitwise_left_shift(3),
+    "bitwise_right_shift": lambda s, m: s.int().bitwise_right_shift(1),
     "reciprocal": lambda s, m: positive(s).reciprocal(),
     "neg": lambda s, m: s.neg(),
     "negative": lambda s, m: s.negative(),
     "clamp": lambda s, m: s.clamp(-1, 1),
     "clamp min": lambda s, m: s.clamp(min=0.5),
     "clamp max": lambda s, m: s.clamp(max=0.5),
+    "clamp_min": lambda s, m: s.clamp_min(0.5),
+    "clamp_max": lambda s, m: s.clamp_max(0.5),
     "clip": lambda s, m: s.clip(-1.0, 1.0),
     "maximum": lambda s, m: s.maximum(m),
     "minimum": lambda s, m: s.minimum(m),
@@ -171,8 +203,39 @@ def test_a_method(name):
     assert torch.allclose(value(found.expr), expected.double(), rtol=1e-12)
 
 
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "softplus": F.softplus,
+    "softplus beta": lambda s: F.softplus(s, beta=2.0, threshold=1.5),
+    "softsign": F.softsign,
+    "logsigmoid": F.logsigmoid,
+    "log_sigmoid": lambda s: F.logsigmoid(3 * s),
+    "silu": F.silu,
+    "nn.SiLU": torch.nn.SiLU(),
+    "gelu": F.gelu,
+    "gelu tanh": lambda s: F.gelu(s, approximate="tanh"),
+    "elu": F.elu,
+    "elu alpha": lambda s: F.elu(s, 0.5),
+    "leaky_relu": F.leaky_relu,
+    "leaky_relu slope": lambda s: F.leaky_relu(s, negative_slope=0.2),
+    "relu6": lambda s: F.relu6(2 * s),
+    "hardtanh": F.hardtanh,
+    "hardtanh bounds": lambda s: F.hardtanh(s, -2.0, 0.5),
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "expit": torch.special.expit,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation(name):
+    found, expected = ACTIVATIONS[name](S), ACTIVATIONS[name](NUMBERS[SCORE])
+    assert isinstance(found, Symbol)
+    assert torch.allclose(value(found.expr), expected, rtol=3e-8)  # torch ends a softplus at 20
+
+
 def test_every_known_function_is_tried():
-    tried = {name.split()[0] for name in METHODS}
+    tried = {name.split()[0] for name in METHODS} | ACTIVATIONS.keys()
     assert set(Symbol.FUNCTIONS) - tried == {"sum"}  # which says how a row is summed
 
 
@@ -207,6 +270,14 @@ TORCH = {
     "numpy * s": lambda s, m: np.float32(2) * s,
     "s - numpy": lambda s, m: s - np.float64(0.5),
     "numpy.exp": lambda s, m: np.exp(s) if isinstance(s, Symbol) else torch.exp(s),
+    "sign": lambda s, m: torch.sign(s),
+    "round": lambda s, m: torch.round(s),
+    "bitwise_and": lambda s, m: torch.bitwise_and(s.int(), 3),
+    "bitwise_not": lambda s, m: torch.bitwise_not(s.int()),
+    "bitwise_left_shift": lambda s, m: torch.bitwise_left_shift(s.int(), 2),
+    "masked_fill": lambda s, m: torch.masked_fill(s, s < m, 1.5),
+    "special.expm1": lambda s, m: torch.special.expm1(s),
+    "numpy.rint": lambda s, m: np.rint(s) if isinstance(s, Symbol) else torch.round(s),
     "numpy ** s": lambda s, m: np.float64(2) ** s,
 }
 
@@ -253,10 +324,14 @@ BRANCH = (
     "  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
 )
 KNOWN = (
-    "  Known: + - * / ** // %, comparisons, & | ~, abs, absolute, add, bool, clamp, clip, cos, detach, div, divide,\n"
-    "  eq, erf, exp, exp2, float, floor, floor_divide, ge, gt, int, le, log, log1p, log2, logical_and, logical_not,\n"
-    "  logical_or, long, lt, max, maximum, min, minimum, mul, multiply, ne, neg, negative, pow, reciprocal, relu,\n"
-    "  remainder, rsqrt, sigmoid, sin, sqrt, square, sub, subtract, sum, tanh, to, true_divide, where, get_reduce."
+    "  Known: + - * / ** // %, comparisons, & | ^ ~ << >>, abs, absolute, add, arctan, atan, bitwise_and,\n"
+    "  bitwise_left_shift, bitwise_not, bitwise_or, bitwise_right_shift, bitwise_xor, bool, ceil, clamp, clamp_max,\n"
+    "  clamp_min, clip, cos, detach, div, divide, elu, eq, erf, exp, exp2, expit, expm1, fix, float, floor,\n"
+    "  floor_divide, ge, gelu, gt, hardsigmoid, hardswish, hardtanh, int, le, leaky_relu, log, log1p, log2,\n"
+    "  log_sigmoid, logical_and, logical_not, logical_or, logical_xor, logsigmoid, long, lt, masked_fill, max,\n"
+    "  maximum, min, minimum, mish, mul, multiply, ne, neg, negative, pow, reciprocal, relu, relu6, remainder, round,\n"
+    "  rsqrt, sigmoid, sign, silu, sin, softplus, softsign, sqrt, square, sub, subtract, sum, tanh, to, true_divide,\n"
+    "  trunc, where, get_reduce."
 )
 
 
@@ -301,6 +376,10 @@ NO_INDEX = (
     "  Numbers for each head or place belong in a custom input: CustomIO({'name': axes}) and custom['name'][i]."
 )
 NO_OPERATOR = f"this operator has no meaning on a symbolic value, score.\n{KNOWN}"
+JOINED = (
+    "&, |, ^ and ~ join conditions with conditions, or integers with integers, and {}.\n"
+    "  Put brackets around comparisons: (a < b) & (c < d)."
+)
 REFUSED = {
     "math.exp": (lambda: math.exp(S), NO_NUMBER),
     "math.floor": (lambda: math.floor(S), NO_NUMBER),
@@ -322,11 +401,16 @@ REFUSED = {
               "pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."),
     "in place": (lambda: S.mul_(2), "symbolic values have no `mul_`.\n"
                  "  Nothing is changed in place: use x = x.mul(...)."),
-    "masked_fill": (lambda: S.masked_fill(I < J, 0.0), "symbolic values have no `masked_fill`.\n"
-                    "  Masks are the engine's mask_mod; in a mod, where(condition, value, x) chooses."),
+    "mean": (lambda: S.mean(), "symbolic values have no `mean`.\n"
+             "  A mean over a row is scores.get_reduce('sum') over a row state that counts keys."),
     "assignment": (lambda: setitem(S, 0, 1.0), NO_OPERATOR),
-    "^": (lambda: S ^ S, NO_OPERATOR),
-    "<<": (lambda: S << 1, NO_OPERATOR),
+    "^ of floats": (lambda: S ^ S, JOINED.format("score is a float")),
+    "<< of a float": (lambda: S << 1, "<< and >> shift an integer by an integer, and score is none."),
+    "<< by a float": (lambda: I >> S, "<< and >> shift an integer by an integer, and score is none."),
+    "<< back": (lambda: I << -1, "a shift by -1 bits, of 0 to 63."),
+    "<< far": (lambda: I >> 64, "a shift by 64 bits, of 0 to 63."),
+    "gelu's kind": (lambda: F.gelu(S, approximate="fast"),
+                    "gelu's approximate is 'fast'. Choose 'none' or 'tanh'."),
     "@": (lambda: S @ S, NO_OPERATOR),
     "divmod": (lambda: divmod(S, 2), NO_OPERATOR),
     "s[0]": (lambda: S[0], NO_OPERATOR),
@@ -337,18 +421,18 @@ REFUSED = {
                   "  A mod sees one pair at a time. Put lengths into it as Python numbers, or as a custom input."),
     "torch function": (lambda: torch.cumsum(S, -1), f"torch.cumsum has no meaning in a mod.\n{KNOWN}"),
     "torch's own Python": (
-        lambda: torch.nn.functional.silu(S),
-        f"torch.silu has no meaning in a mod.\n{KNOWN}",
+        lambda: torch.nn.functional.tanhshrink(S),
+        f"torch.tanhshrink has no meaning in a mod.\n{KNOWN}",
     ),
     "arguments": (lambda: S.exp(2), "exp on a symbolic value: too many positional arguments."),
     "keyword": (lambda: S.clamp(low=1), "clamp on a symbolic value: got an unexpected keyword argument 'low'."),
     "s.max()": (lambda: S.max(), "max takes two values: a.max(b). For the max over a row, scores.get_reduce('max')."),
     "s.min()": (lambda: S.min(), "min takes two values: a.min(b). For the min over a row, scores.get_reduce('min')."),
     "s.sum()": (lambda: S.sum(), "`sum` over a row is scores.get_reduce('sum'); a sum of two values is a + b."),
-    "& of numbers": (lambda: S & (I > J), "&, | and ~ join conditions, and score is a number.\n"
-                     "  Put brackets around comparisons: (a < b) & (c < d)."),
-    "~ of a number": (lambda: ~S, "&, | and ~ join conditions, and score is a number.\n"
-                      "  Put brackets around comparisons: (a < b) & (c < d)."),
+    "& of a float": (lambda: S & (I > J), JOINED.format("score is a float")),
+    "& of both": (lambda: (I > J) & I, JOINED.format("q_idx is an integer")),
+    "logical_and of ints": (lambda: I.logical_and(J), JOINED.format("q_idx is an integer")),
+    "~ of a float": (lambda: ~S, JOINED.format("score is a float")),
     "tensor": (lambda: S * torch.ones(3), "a Tensor can't be mixed with symbolic values.\n  Use Python numbers, or "
                "pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."),
     "text": (lambda: S + "a", "a str can't be mixed with symbolic values.\n  Use Python numbers, or pass the tensor "

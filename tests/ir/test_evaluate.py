@@ -30,6 +30,11 @@ CASES = {
     Op.LESS: [((1, 2), True), ((2, 2), False)], Op.LESS_EQUAL: [((2, 2), True), ((3, 2), False)],
     Op.EQUAL: [((2, 2), True), ((2, 3), False)], Op.AND: [((True, False), False), ((True, True), True)],
     Op.OR: [((False, False), False), ((True, False), True)], Op.NOT: [((True,), False)],
+    Op.EXPM1: [((1e-10,), math.expm1(1e-10)), ((1000.0,), INF)], Op.ATAN: [((1.0,), math.pi / 4)],
+    Op.SOFTPLUS: [((0.0,), math.log(2.0)), ((-1e4,), 0.0), ((1e4,), 1e4), ((-40.0,), math.exp(-40.0))],
+    Op.ROUND: [((0.5,), 0.0), ((1.5,), 2.0), ((-2.6,), -3.0), ((INF,), INF)],
+    Op.BIT_AND: [((6, 3), 2), ((-1, 6), 6)], Op.BIT_OR: [((6, 3), 7)], Op.BIT_XOR: [((6, 3), 5), ((6, -1), -7)],
+    Op.SHIFT_LEFT: [((3, 2), 12), ((3, 64), 0)], Op.SHIFT_RIGHT: [((13, 2), 3), ((-1, 3), -1)],
     Op.WHERE: [((True, 1.0, 2.0), 1.0), ((False, 1.0, 2.0), 2.0)], Op.DETACH: [((1.5,), 1.5)],
 }  # fmt: skip
 

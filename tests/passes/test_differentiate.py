@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -91,6 +93,10 @@ EACH = {
     Op.LOG2: make(Op.LOG2, positive(X)), Op.LOG1P: make(Op.LOG1P, positive(X)), Op.SQRT: make(Op.SQRT, positive(X)),
     Op.RSQRT: make(Op.RSQRT, positive(X)), Op.TANH: make(Op.TANH, X), Op.SIGMOID: make(Op.SIGMOID, X),
     Op.ERF: make(Op.ERF, X), Op.SIN: make(Op.SIN, X), Op.COS: make(Op.COS, X), Op.ABS: make(Op.ABS, X),
+    Op.EXPM1: make(Op.EXPM1, X), Op.SOFTPLUS: make(Op.SOFTPLUS, X), Op.ATAN: make(Op.ATAN, X),
+    Op.ROUND: make(Op.ROUND, X * 3.0) * Y,
+    **{op: make(Op.CAST, make(op, var("i", [Axis.QUERY], Type.INT), const(1)), arg=Type.FLOAT) * X
+       for op in (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT)},
     Op.FLOOR: make(Op.FLOOR, X) * Y, Op.WHERE: make(Op.WHERE, C, X * X, Y),
     Op.LESS: make(Op.WHERE, C, X, Y), Op.LESS_EQUAL: make(Op.WHERE, make(Op.LESS_EQUAL, X, Y), X, Y),
     Op.EQUAL: make(Op.WHERE, make(Op.EQUAL, X, Y), X, Y),
@@ -118,12 +124,36 @@ def test_a_tie_is_shared_as_torch_shares_it(op):
     check_gradients(make(op, X, Y), values)
 
 
+@pytest.mark.parametrize("share", [None, 0.0, 1.0])
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("op", [Op.MAXIMUM, Op.MINIMUM])
-def test_a_tie_with_a_number_gets_no_gradient_as_in_relu(op):
-    values = {X: torch.tensor([[[[-1.0, 0.0, 1.0]]]], dtype=torch.float64, requires_grad=True)}
-    (slope,) = differentiate(make(op, X, const(0.0)), [X])
-    assert evaluated(slope, values).flatten().tolist() == ([0, 0, 1] if op is Op.MAXIMUM else [1, 0, 0])
-    check_gradients(make(op, X, const(0.0)), values)
+def test_a_tie_is_shared_with_a_number_as_with_a_value(op, swapped, share):
+    """Half to each, or all to one operand: in either order, the form of the number and in the reference."""
+    at = [-1.0, 0.0, 1.0]
+    values = {X: torch.tensor([[[at]]], dtype=torch.float64, requires_grad=True), Y: torch.zeros(1, 1, 1, 3).double()}
+    values[Y].requires_grad_()
+    for other in (const(0.0), Y):
+        expr = make(op, other, X, arg=share) if swapped else make(op, X, other, arg=share)
+        tie = 0.5 if share is None else share if not swapped else 1.0 - share
+        (slope,) = differentiate(expr, [X])
+        assert evaluated(slope, values).flatten().tolist() == ([0, tie, 1] if op is Op.MAXIMUM else [1, tie, 0])
+        check_gradients(expr, values)
+
+
+def test_the_exponent_of_0_and_the_base_of_0_to_the_0_have_the_gradient_0():
+    """As torch's own; beyond it, a second derivative for the exponent is 0 there too."""
+    base, exponent = torch.tensor([0.0, 0.0, 0.0, 2.0]).double(), torch.tensor([0.5, 0.0, 3.0, 0.0]).double()
+    values = {X: base.requires_grad_(), Y: exponent.requires_grad_()}
+    power = make(Op.POW, X, Y)
+    slopes = [evaluated(e, values) for e in differentiate(power, [X, Y])]
+    expected = torch.autograd.grad((base**exponent).sum(), (base, exponent))
+    assert [s.tolist() for s in slopes] == [e.tolist() for e in expected]
+    (ours,) = torch.autograd.grad(evaluated(power, values).sum(), exponent, create_graph=True)
+    assert torch.equal(ours, expected[1])
+    (again,) = torch.autograd.grad(ours.sum(), exponent)
+    assert again.tolist() == [0, 0, 0, pytest.approx(math.log(2) ** 2)]
+    (slope,) = torch.autograd.grad(slopes[1].sum(), exponent)
+    assert slope.tolist() == again.tolist()
 
 
 def test_the_gradient_of_abs_at_0_is_0():
