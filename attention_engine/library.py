@@ -13,6 +13,10 @@ from attention_engine.frontend.tracing import call
 Mask = Callable[..., Any]
 
 
+class OnlineIdentity(OnlineFunc):
+    """w_j = x_j: the scores themselves, 0 where a pair is masked."""
+
+
 class OnlineSoftmax(OnlineFunc):
     """w_j = exp(x_j) / sum exp(x); returns lse = log sum exp(x). Milakov and Gimelshein, 2018 (arXiv 1805.02867)."""
 

@@ -225,15 +225,17 @@ def trace(
     online_func: OnlineFunc | None,
     custom_io: CustomIO,
     custom_types: Mapping[str, Type] | None = None,
+    scale: float = 1.0,
 ) -> Program:
     """The program that the user's functions write; every expression in normal form.
 
     custom_types says of each custom input whether it holds floats, ints or bools (floats where it says nothing).
+    scale multiplies q . k before score_mod. Without an online_func the scores are the weights.
     """
     custom = CustomInputs(custom_io, custom_types or {})
-    score = PRODUCT
+    score = PRODUCT if scale == 1.0 else PRODUCT * scale
     if score_mod is not None:
-        result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(PRODUCT), custom, *_indices()], None)
+        result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(score), custom, *_indices()], None)
         score = _number(score_mod, "the score", result)
     mask = None if mask_mod is None else _mask(mask_mod, custom)
     online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -58,6 +60,16 @@ def check_options(backend: str, layout: str, mask_value: object, device: object,
     sizes = block_size if isinstance(block_size, (tuple, list)) else ()
     if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise UnknownOption(f"block_size is {block_size!r}. Give (queries, keys) of a block: (128, 128).")
+
+
+def check_scale(scale: object) -> None:
+    """UnknownOption unless the scale is a finite number, or None."""
+    if scale is None or (isinstance(scale, numbers.Real) and not isinstance(scale, bool) and math.isfinite(scale)):
+        return
+    raise UnknownOption(
+        f"scale is {scale!r}. Give a finite number, as 64 ** -0.5, or None: dim ** -0.5 where there is no score_mod.\n"
+        "  A learned scale belongs in score_mod: score * temperature."
+    )
 
 
 def check_tuning(backend: str, **options: object) -> None:

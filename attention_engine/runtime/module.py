@@ -11,25 +11,21 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernel, Kernels, Maths, Target, Tiles, analyse
+from attention_engine.arch import Arch
+from attention_engine.compiler import Maths, Target, Tiles, analyse
 from attention_engine.errors import (
-    NoDevice,
     OptionsClash,
-    UnknownOption,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
-from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of, lengths_of
+from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
+from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op, parts, transforms  # noqa: F401 - registers what transforms need
-from attention_engine.runtime.check import CheckReport, compare
-from attention_engine.runtime.cost import Cost, cost_of
-from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import (
     BLOCKS,
     backend_for,
@@ -38,6 +34,7 @@ from attention_engine.runtime.inputs import (
     check_options,
     check_qkv,
     check_ranks,
+    check_scale,
     check_tuning,
     check_type,
     follow_autocast,
@@ -45,34 +42,31 @@ from attention_engine.runtime.inputs import (
     is_cast,
     order_custom,
     signature,
-    stand_ins,
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
-from attention_engine.runtime.plans import as_parameter
 from attention_engine.runtime.seen import Again, Seen
+from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 from attention_engine.runtime.watching import unwatched, watched
-from attention_engine.target.compile import Resources
 from attention_engine.tuner.defaults import hints_matter
 
 MOST_SEEN = 4096
-USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
-KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
 OF_THIS_PROCESS = ("_program", "_keys", "_seen", "_again")
 
 
-class AttentionEngine(torch.nn.Module):
+class AttentionEngine(Shown):
     """An attention, from its maths.
 
     qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v. custom_fwd_inputs: a CustomIO. score_mod(score, custom, b, h,
-    q_idx, kv_idx): elementwise on q . k (fp32, unscaled). mask_mod(b, h, q_idx, kv_idx[, custom]): True keeps; applied
-    after score_mod, and a masked pair takes no part in anything. online_func: an OnlineFunc, or None: the masked scores
-    are the weights. block_mask: a callable is a mask_mod; a tensor, int8 or bool (B or 1, H or 1, ceil(Sq/bq),
-    ceil(Skv/bkv)) with block_size=(bq, bkv), says which blocks exist. layout: of the tensors in a call, "bshd" or
-    "bhsd". device: an Arch to compile for, or None: the tensors' own. backend: "auto" (kernels on CUDA tensors, the
-    reference on CPU tensors), "tilelang", "reference", or "interpret" (the kernels on CPU tensors).
-    deterministic: gradients that are bitwise the same in every run.
+    q_idx, kv_idx): elementwise on q . k (fp32) times scale. scale: a number; None is dim ** -0.5 where there is no
+    score_mod, and 1 where there is one, which scales itself. mask_mod(b, h, q_idx, kv_idx[, custom]): True keeps;
+    applied after score_mod, and a masked pair takes no part in anything. mask_value: None, "-inf" or "0", which mean
+    the same. online_func: an OnlineFunc; None is library.OnlineSoftmax(). block_mask: a callable is a mask_mod; a
+    tensor, int8 or bool (B or 1, H or 1, ceil(Sq/bq), ceil(Skv/bkv)) with block_size=(bq, bkv), says which blocks
+    exist. layout: of the tensors in a call, "bshd" or "bhsd". device: an Arch to compile for, or None: the tensors'
+    own. backend: "auto" (kernels on CUDA tensors, the reference on CPU tensors), "tilelang", "reference", or
+    "interpret" (the kernels on CPU tensors). deterministic: gradients that are bitwise the same in every run.
     tune: at the first call of each new problem (a dtype, a power of two of the lengths, ...) tiles of the forward
     kernel are compiled and measured, in processes of their own and on random q, k, v; tune_bwd: those of the backward
     kernels. tune_file: where what was found is kept, and looked up; a file that holds the problem spares measuring,
@@ -84,7 +78,7 @@ class AttentionEngine(torch.nn.Module):
     def __init__(
         self, qkv_meta: Sequence[Meta], custom_fwd_inputs: CustomIO | None = None,
         score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
-        online_func: OnlineFunc | None = None, mask_value: str | None = None, *,
+        online_func: OnlineFunc | None = None, mask_value: str | None = None, *, scale: float | None = None,
         block_mask: Callable[..., Any] | Tensor | None = None, block_size: tuple[int, int] = (128, 128),
         layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
         tune_file: str | None = None, tune_bwd: bool = False, tune_file_bwd: str | None = None,
@@ -94,6 +88,7 @@ class AttentionEngine(torch.nn.Module):
         self.qkv_meta = check_metas(qkv_meta)
         self.custom_io = custom_fwd_inputs if custom_fwd_inputs is not None else CustomIO()
         check_options(backend, layout, mask_value, device, block_size)
+        check_scale(scale)
         check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
         check_type("custom_fwd_inputs", self.custom_io, CustomIO)
         check_type("online_func", online_func, OnlineFunc, optional=True)
@@ -105,7 +100,10 @@ class AttentionEngine(torch.nn.Module):
                 )
             mask_mod, block_mask = block_mask, None
         check_type("block_mask", block_mask, Tensor, optional=True)
-        self.score_mod, self.mask_mod, self.online_func = score_mod, mask_mod, online_func
+        self.score_mod, self.mask_mod = score_mod, mask_mod
+        self.online_func = online_func if online_func is not None else OnlineSoftmax()
+        usual = self.qkv_meta[0].dim ** -0.5 if score_mod is None else 1.0
+        self.scale = usual if scale is None else float(scale)
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
         self.block_size = (block_size[0], block_size[1])
@@ -128,7 +126,7 @@ class AttentionEngine(torch.nn.Module):
         self._program = self._trace(self._types, None)
 
     def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
-        return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(blocks), types)
+        return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(blocks), types, self.scale)
 
     def _io(self, blocks: tuple[bool, bool] | None) -> CustomIO:
         if blocks is None:
@@ -255,145 +253,3 @@ class AttentionEngine(torch.nn.Module):
         """The block mask of a call: its own, or the engine's."""
         blocks = given if given is not None else self.block_mask
         return None if blocks is None else check_blocks(blocks, self.block_size, q, k)
-
-    def _maths(self) -> Maths:
-        return analyse(self._program)
-
-    def program(self) -> str:
-        """The traced maths and the derived backward pass, as numbered lines."""
-        maths = self._maths()
-        backward = maths.backward if maths.backward is not None else f"# no backward pass: {maths.refusal}"
-        return f"{maths.program}\n\n{backward}"
-
-    def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
-        """A kernel as text: "forward", "backward", "backward_queries", "exact_delta", "backward_preprocess",
-        "backward_postprocess".
-
-        form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
-        of other dtypes than fp32 the kernels of a call differ in those loads.
-        """
-        if kernel not in KERNELS:
-            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, KERNELS))}.")
-        if form not in ("tilelang", "cuda"):
-            raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
-        return self._source_kernel(kernel, form).source(form)
-
-    def _source_kernel(self, kernel: str, form: str) -> Kernel:
-        kernels = self._kernels(form)
-        match kernel:
-            case "backward_preprocess":
-                return kernels.preprocess(())
-            case "backward_postprocess":
-                return kernels.postprocess
-            case _:
-                found = getattr(kernels, kernel)
-                assert isinstance(found, Kernel)
-                return found
-
-    def _kernels(self, form: str) -> Kernels:
-        interpret = form == "tilelang" and self.device is None and not torch.cuda.is_available()
-        if form == "cuda" and self.device is None and not torch.cuda.is_available():
-            raise NoDevice(
-                "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
-            )
-        return self._asked(self.device, interpret).kernels_as_known(self.tuning)
-
-    def _asked(self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = ()) -> Asked:
-        """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
-        place = torch.device("cuda" if device is None and not interpret else "cpu")
-        dtype = getattr(torch, self.qkv_meta[0].dtype_name)
-        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
-        v = v[..., : parts.width(v.shape[3])]
-        specs = list(self.custom_io.specs.values())
-        maths, tensors = self._maths(), given or stand_ins(specs, self._types, place)
-        if given:
-            maths = analyse(self._trace({s.name: type_of(t) for s, t in zip(specs, given, strict=True)}, None))
-        custom = [as_parameter(t) for t in tensors]
-        launcher = Launcher(maths, specs, interpret, device, self.deterministic)
-        lengths = lengths_of(self.qkv_meta, USUAL)
-        problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
-        wanted = tuple(spec.name for spec, t in zip(specs, tensors, strict=True) if t.requires_grad)
-        return Asked(
-            maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,
-            hints_of(self.qkv_meta),
-        )  # fmt: skip
-
-    def explain(self) -> str:
-        """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""
-        interpret = self.device is None and not torch.cuda.is_available()
-        return explain(self._asked(self.device, interpret), self.tuning)
-
-    def compile_for(self, device: Arch, *custom: Tensor, **named: Tensor) -> list[str]:
-        """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
-
-        A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. custom: as a
-        call gets them, on any device, with requires_grad where their gradients will be asked for; without any they are
-        taken as fp32, all gradients as asked for. Gradients through returned rows are left out. A persistent kernel
-        serves GPUs with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card).
-        Raises NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
-        """
-        given = order_custom(self.custom_io, custom, named) if custom or named else []
-        kernels = self._all_kernels(device, given)
-        for kernel in kernels.values():
-            _ = kernel.compiled
-        return list(kernels)
-
-    def resources(self, device: Arch | None = None) -> dict[str, Resources]:
-        """Registers, spills and shared memory of each kernel, as ptxas reports them, by the name of its function.
-
-        device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
-        NoCudaCompiler, TileDoesNotFit.
-        """
-        kernels = self._all_kernels(device or self.device or detect()).values()
-        return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels}
-
-    def _all_kernels(self, device: Arch, given: Sequence[Tensor] = ()) -> dict[str, Kernel]:
-        """The kernels of both directions on a GPU, by name."""
-        kernels = self._asked(device, False, given).kernels_as_known(self.tuning)
-        both = kernels.of_forward()
-        return both if kernels.maths.backward is None else both | kernels.of_backward()
-
-    def _dense_program(
-        self, tensors: Sequence[Tensor], block_mask: Tensor | None
-    ) -> tuple[Program, list[str], list[Tensor]]:
-        """The program of a call with these tensors, its custom inputs' names, and the blocks that stand among them."""
-        q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
-        blocks = self._blocks(block_mask, q, k)
-        extra = [] if blocks is None else [blocks]
-        variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
-        names = list(self._io(variant).specs)
-        types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
-        return self._trace(types, variant), names, extra
-
-    def check(
-        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor
-    ) -> CheckReport:
-        """Compares every output and gradient of the active backend with float64; prints a table and returns it."""
-        tensors = order_custom(self.custom_io, custom, named)
-        report = compare(self, q, k, v, tensors, block_mask)
-        print(report)  # noqa: T201 - a table to read is what this method is for
-        return report
-
-    def cost(
-        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor
-    ) -> Cost:
-        """FLOPs of the pairs that a call with these tensors keeps, and bytes that must move, forward and backward."""
-        check_ranks(self.layout, q, k, v)
-        tensors = [q, k, v, *order_custom(self.custom_io, custom, named)]
-        program, names, extra = self._dense_program(tensors, block_mask)
-        if self.layout == "bhsd":
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return cost_of(program, q, k, v, dict(zip(names, [*tensors[3:], *extra], strict=True)))
-
-    def __repr__(self) -> str:
-        parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]
-        if self.custom_io.specs:
-            parts.append(repr(self.custom_io))
-        for name in ("score_mod", "mask_mod"):
-            if (function := getattr(self, name)) is not None:
-                parts.append(f"{name}={getattr(function, '__qualname__', repr(function))}")
-        if self.online_func is not None:
-            parts.append(f"online_func={type(self.online_func).__name__}()")
-        plain = {"layout": "bshd", "backend": "auto", "deterministic": False, "device": None}
-        parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
-        return f"AttentionEngine({', '.join(parts)})"

@@ -253,10 +253,11 @@ def test_an_engine_prints_as_its_call():
         "AttentionEngine((meta_tensor(None, 4, None, 16, dtype=torch.float32), "
         "meta_tensor(None, 2, None, 16, dtype=torch.float32), meta_tensor(None, 2, None, 24, dtype=torch.float32)), "
         "CustomIO({'slopes': ('heads',)}), score_mod=scaled, mask_mod=causal, online_func=OnlineSoftmax(), "
-        f"layout='bhsd', backend='interpret', deterministic=True, device={arch.H100()!r})"
+        f"scale=1.0, layout='bhsd', backend='interpret', deterministic=True, device={arch.H100()!r})"
     )
     assert repr(AttentionEngine((meta_tensor(1, 2, 3, 16),) * 3)) == (
-        "AttentionEngine((" + ", ".join(["meta_tensor(1, 2, 3, 16, dtype=float16)"] * 3) + "))"
+        "AttentionEngine((" + ", ".join(["meta_tensor(1, 2, 3, 16, dtype=float16)"] * 3)
+        + "), online_func=OnlineSoftmax(), scale=0.25)"
     )
 
 

@@ -5,7 +5,14 @@ import torch
 
 from attention_engine import OnlineFunc, SymbolScalar, Var
 from attention_engine.errors import BackwardNotDerived, RowNotDifferentiable
-from attention_engine.library import OnlineRelu, OnlineRetention, OnlineSigmoid, OnlineSoftmax, OnlineSoftmaxOne
+from attention_engine.library import (
+    OnlineIdentity,
+    OnlineRelu,
+    OnlineRetention,
+    OnlineSigmoid,
+    OnlineSoftmax,
+    OnlineSoftmaxOne,
+)
 from tests.cases import OnlineRelu2RowSum
 from tests.runtime.engines import (
     BACKENDS,
@@ -268,5 +275,5 @@ def test_scores_may_be_read_twice_and_negated():
 
 
 def test_a_score_mod_is_not_needed():
-    agrees({}, *qkv(20), score_mod=None, mask_mod=None, online_func=None)
+    agrees({}, *qkv(20), score_mod=None, mask_mod=None, online_func=OnlineIdentity())
     assert scaled(2.0, None, 0, 0, 0, 0) == 0.5

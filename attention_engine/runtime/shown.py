@@ -1,0 +1,204 @@
+"""What an engine shows of itself: its program, kernels, tiles and costs, and a check against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_engine.arch import Arch, detect
+from attention_engine.compiler import Kernel, Kernels, Maths, analyse
+from attention_engine.errors import NoDevice, UnknownOption
+from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.meta import Meta, hints_of, lengths_of
+from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.ir.expr import Type
+from attention_engine.ir.program import Program
+from attention_engine.runtime import parts
+from attention_engine.runtime.check import CheckReport, compare
+from attention_engine.runtime.cost import Cost, cost_of
+from attention_engine.runtime.explain import explain
+from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
+from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.plans import as_parameter
+from attention_engine.runtime.tuning import Asked, Tuning
+from attention_engine.target.compile import Resources
+
+USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
+KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
+
+
+class Shown(torch.nn.Module):
+    """The half of an AttentionEngine that looks at it; the other half runs calls."""
+
+    qkv_meta: Sequence[Meta]
+    custom_io: CustomIO
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    online_func: OnlineFunc
+    scale: float
+    layout: str
+    device: Arch | None
+    deterministic: bool
+    tuning: Tuning
+    _types: dict[str, Type]
+    _program: Program
+
+    def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
+        raise NotImplementedError
+
+    def _io(self, blocks: tuple[bool, bool] | None) -> CustomIO:
+        raise NotImplementedError
+
+    def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        raise NotImplementedError
+
+    def _maths(self) -> Maths:
+        return analyse(self._program)
+
+    def program(self) -> str:
+        """The traced maths and the derived backward pass, as numbered lines."""
+        maths = self._maths()
+        backward = maths.backward if maths.backward is not None else f"# no backward pass: {maths.refusal}"
+        return f"# {self._spell_scale()}\n{maths.program}\n\n{backward}"
+
+    def _spell_scale(self) -> str:
+        """What multiplies q . k before score_mod, in words."""
+        if self.scale == 1.0:
+            return "q . k comes unscaled" + (": score_mod scales itself" if self.score_mod is not None else "")
+        usual = " = dim ** -0.5" if self.scale == self.qkv_meta[0].dim ** -0.5 else ""
+        return f"q . k is scaled by {self.scale!r}{usual}"
+
+    def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
+        """A kernel as text: "forward", "backward", "backward_queries", "exact_delta", "backward_preprocess",
+        "backward_postprocess".
+
+        form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
+        of other dtypes than fp32 the kernels of a call differ in those loads.
+        """
+        if kernel not in KERNELS:
+            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, KERNELS))}.")
+        if form not in ("tilelang", "cuda"):
+            raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
+        return self._source_kernel(kernel, form).source(form)
+
+    def _source_kernel(self, kernel: str, form: str) -> Kernel:
+        kernels = self._kernels(form)
+        match kernel:
+            case "backward_preprocess":
+                return kernels.preprocess(())
+            case "backward_postprocess":
+                return kernels.postprocess
+            case _:
+                found = getattr(kernels, kernel)
+                assert isinstance(found, Kernel)
+                return found
+
+    def _kernels(self, form: str) -> Kernels:
+        interpret = form == "tilelang" and self.device is None and not torch.cuda.is_available()
+        if form == "cuda" and self.device is None and not torch.cuda.is_available():
+            raise NoDevice(
+                "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
+            )
+        return self._asked(self.device, interpret).kernels_as_known(self.tuning)
+
+    def _asked(self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = ()) -> Asked:
+        """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
+        place = torch.device("cuda" if device is None and not interpret else "cpu")
+        dtype = getattr(torch, self.qkv_meta[0].dtype_name)
+        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
+        v = v[..., : parts.width(v.shape[3])]
+        specs = list(self.custom_io.specs.values())
+        maths, tensors = self._maths(), given or stand_ins(specs, self._types, place)
+        if given:
+            maths = analyse(self._trace({s.name: type_of(t) for s, t in zip(specs, given, strict=True)}, None))
+        custom = [as_parameter(t) for t in tensors]
+        launcher = Launcher(maths, specs, interpret, device, self.deterministic)
+        lengths = lengths_of(self.qkv_meta, USUAL)
+        problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
+        wanted = tuple(spec.name for spec, t in zip(specs, tensors, strict=True) if t.requires_grad)
+        return Asked(
+            maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,
+            hints_of(self.qkv_meta),
+        )  # fmt: skip
+
+    def explain(self) -> str:
+        """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""
+        interpret = self.device is None and not torch.cuda.is_available()
+        return explain(self._asked(self.device, interpret), self.tuning)
+
+    def compile_for(self, device: Arch, *custom: Tensor, **named: Tensor) -> list[str]:
+        """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
+
+        A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. custom: as a
+        call gets them, on any device, with requires_grad where their gradients will be asked for; without any they are
+        taken as fp32, all gradients as asked for. Gradients through returned rows are left out. A persistent kernel
+        serves GPUs with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card).
+        Raises NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
+        """
+        given = order_custom(self.custom_io, custom, named) if custom or named else []
+        kernels = self._all_kernels(device, given)
+        for kernel in kernels.values():
+            _ = kernel.compiled
+        return list(kernels)
+
+    def resources(self, device: Arch | None = None) -> dict[str, Resources]:
+        """Registers, spills and shared memory of each kernel, as ptxas reports them, by the name of its function.
+
+        device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
+        NoCudaCompiler, TileDoesNotFit.
+        """
+        kernels = self._all_kernels(device or self.device or detect()).values()
+        return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels}
+
+    def _all_kernels(self, device: Arch, given: Sequence[Tensor] = ()) -> dict[str, Kernel]:
+        """The kernels of both directions on a GPU, by name."""
+        kernels = self._asked(device, False, given).kernels_as_known(self.tuning)
+        both = kernels.of_forward()
+        return both if kernels.maths.backward is None else both | kernels.of_backward()
+
+    def _dense_program(
+        self, tensors: Sequence[Tensor], block_mask: Tensor | None
+    ) -> tuple[Program, list[str], list[Tensor]]:
+        """The program of a call with these tensors, its custom inputs' names, and the blocks that stand among them."""
+        q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
+        blocks = self._blocks(block_mask, q, k)
+        extra = [] if blocks is None else [blocks]
+        variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
+        names = list(self._io(variant).specs)
+        types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
+        return self._trace(types, variant), names, extra
+
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor
+    ) -> CheckReport:
+        """Compares every output and gradient of the active backend with float64; prints a table and returns it."""
+        tensors = order_custom(self.custom_io, custom, named)
+        report = compare(self, q, k, v, tensors, block_mask)
+        print(report)  # noqa: T201 - a table to read is what this method is for
+        return report
+
+    def cost(
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor
+    ) -> Cost:
+        """FLOPs of the pairs that a call with these tensors keeps, and bytes that must move, forward and backward."""
+        check_ranks(self.layout, q, k, v)
+        tensors = [q, k, v, *order_custom(self.custom_io, custom, named)]
+        program, names, extra = self._dense_program(tensors, block_mask)
+        if self.layout == "bhsd":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return cost_of(program, q, k, v, dict(zip(names, [*tensors[3:], *extra], strict=True)))
+
+    def __repr__(self) -> str:
+        parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]
+        if self.custom_io.specs:
+            parts.append(repr(self.custom_io))
+        for name in ("score_mod", "mask_mod"):
+            if (function := getattr(self, name)) is not None:
+                parts.append(f"{name}={getattr(function, '__qualname__', repr(function))}")
+        parts += [f"online_func={type(self.online_func).__name__}()", f"scale={self.scale!r}"]
+        plain = {"layout": "bshd", "backend": "auto", "deterministic": False, "device": None}
+        parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
+        return f"AttentionEngine({', '.join(parts)})"
