@@ -227,6 +227,10 @@ class TuneFileUnreadable(AttentionEngineError, ValueError):
     """A tune file that is damaged, of something else, or of another version."""
 
 
+class TuneFileUnwritable(AttentionEngineError, RuntimeError):
+    """A tune file that can't be written: no right to, no room, no such folder."""
+
+
 class NothingRan(AttentionEngineError, RuntimeError):
     """Tuning tried tiles, and none of them ran and gave right numbers."""
 

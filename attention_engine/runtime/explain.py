@@ -53,7 +53,7 @@ def _of_kernel(asked: Any, tuning: Tuning, name: Any, tiles: Any, entry: Entry |
         where, tile = tuning.file(name), entry.tile
         source = f"from {where.path}" if where is not None else "measured by this process"
         source += f": {entry.time_us} us, the best of {entry.tried}, {entry.when}"
-    lines = [f"{key['kernel']}: {spell(tile)}", f"  {source}", f"  key {name_of(key)}"]
+    lines = [f"{key['kernel']}: {spell(tile)}", f"  {source}", f"  key {entry.name if entry else name_of(key)}"]
     return lines + _others(asked, tuning, name, tiles)
 
 

@@ -18,7 +18,15 @@ from attention_engine.reference.linear import recur
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_plan import LinearKernels
 from attention_engine.runtime.trials import CHECKED, Tensors
-from attention_engine.tuner.linear_space import linear_key, linear_space, tile_of, with_tile
+from attention_engine.tuner.linear_space import (
+    is_walk,
+    linear_key,
+    linear_space,
+    refusal,
+    role_of,
+    tile_of,
+    with_tile,
+)
 from attention_engine.tuner.space import Space
 
 STEADY = ("sums", "decay", "states")  # kernels that are not tuned: they take little, or their tile is another's
@@ -45,7 +53,13 @@ class LinearAsked:
 
     def key(self, kernel: str, tiles: LinearTiles) -> dict[str, Any]:
         """What the tune file calls it."""
-        return linear_key(kernel, self.program, self.problem, self.target, self.lengths, self.wanted)
+        steady = is_walk(kernel) or role_of(kernel) == "states"
+        chunk = None if steady else tiles.states.chunk  # else files that are joined would mix chunk lengths
+        return linear_key(kernel, self.program, self.problem, self.target, self.lengths, self.wanted, chunk)
+
+    def refusal(self, kernel: str, tiles: LinearTiles, tile: LinearTile) -> str | None:
+        """Why a kernel can't run with a tile that a file holds; None: it can."""
+        return refusal(kernel, self.problem, self.target, tile_of(tiles, kernel), tile)
 
     def space(self, kernel: str, tiles: LinearTiles) -> Space:
         """The tiles to try, likely ones first behind the default."""

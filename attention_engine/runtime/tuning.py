@@ -24,10 +24,11 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
 from attention_engine.tuner.cost import Work, cycles
 from attention_engine.tuner.defaults import default_tiles
+from attention_engine.tuner.entries import Entry, name_of
 from attention_engine.tuner.problems import KernelName, mask_class, problem_key
 from attention_engine.tuner.search import Budget, Result, search
-from attention_engine.tuner.space import Space, as_arch, space
-from attention_engine.tuner.store import Entry, TuneFile, name_of, now
+from attention_engine.tuner.space import Space, as_arch, refusal, space
+from attention_engine.tuner.store import TuneFile, now
 
 FOUND: dict[str, Entry] = {}  # what this process measured, by the key's name, for engines without a file
 
@@ -107,7 +108,7 @@ class Asked:
 
     def space(self, kernel: KernelName, tiles: Tiles) -> Space:
         """The tiles to try, likely ones first behind the default."""
-        found = space(kernel, self.problem, self.target, getattr(tiles, kernel))
+        found = space(kernel, self.problem, self.target, self.tile(tiles, kernel))
         batch, queries, keys = self.lengths
         kept = 0.5 if mask_class(analyse_mask(self.maths.program.mask)) == "causal" else 1.0
         arch, work = as_arch(self.target), Work(batch, queries, keys, kept)
@@ -115,6 +116,9 @@ class Asked:
         ranked = sorted(others, key=lambda tile: cycles(kernel, self.problem, arch, tile, work))
         return dataclasses.replace(found, tiles=(default, *ranked))
 
+    def refusal(self, kernel: KernelName, tiles: Tiles, tile: Tile) -> str | None:
+        """Why a kernel can't run with a tile that a file holds; None: it can."""
+        return refusal(kernel, self.problem, self.target, self.tile(tiles, kernel), tile)
 
     def tile(self, tiles: Tiles, kernel: KernelName) -> Tile:
         """A kernel's tile."""
@@ -137,7 +141,7 @@ def choose(tuning: Tuning, asked: Any, tiles: Any, backward: bool, custom: Seque
     """The tiles with those of one direction looked up or, where the engine tunes, measured."""
     for kernel in asked.kernels(backward, tiles):
         key = asked.key(kernel, tiles)
-        entry = tuning.find(kernel, key)
+        entry = _known(tuning, asked, kernel, key, tiles)
         if entry is None and tuning.measure[backward]:
             entry = _tune_once(tuning, asked, kernel, key, tiles, custom)
         if entry is not None:
@@ -147,9 +151,23 @@ def choose(tuning: Tuning, asked: Any, tiles: Any, backward: bool, custom: Seque
 
 def look_up(tuning: Tuning, asked: Any, tiles: Any) -> dict[Any, Entry]:
     """What is known of a problem's kernels, both directions, without measuring."""
-    names = [name for backward in (False, True) for name in asked.kernels(backward, tiles)]
-    found = {name: tuning.find(name, asked.key(name, tiles)) for name in names}
-    return {name: entry for name, entry in found.items() if entry is not None}
+    found = {}
+    for backward in (False, True):
+        held = tiles
+        for kernel in asked.kernels(backward, held):
+            entry = _known(tuning, asked, kernel, asked.key(kernel, held), held)
+            if entry is not None:
+                found[kernel], held = entry, asked.with_tile(held, kernel, entry.tile)
+    return found
+
+
+def _known(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any) -> Entry | None:
+    """What is known of a kernel of a problem. Raises TuneFileUnreadable where a file holds what it can't run with."""
+    entry, file = tuning.find(kernel, key), tuning.file(kernel)
+    why = asked.refusal(kernel, tiles, entry.tile) if entry is not None and file is not None else None
+    if entry is not None and file is not None and why is not None:
+        raise file.refuse(entry, why)
+    return entry
 
 
 def _tune_once(
@@ -167,7 +185,7 @@ def _tune_once(
     locks.mkdir(parents=True, exist_ok=True)
     wanted = f"{file.path.resolve()} {name_of(key)}"
     with FileLock(locks / f"tuning-{hashlib.blake2b(wanted.encode(), digest_size=10).hexdigest()}.lock"):
-        return tuning.find(kernel, key) or _tune(tuning, asked, kernel, key, tiles, custom)
+        return _known(tuning, asked, kernel, key, tiles) or _tune(tuning, asked, kernel, key, tiles, custom)
 
 
 def _tune(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, custom: Sequence[Tensor]) -> Entry:

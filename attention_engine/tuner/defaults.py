@@ -29,9 +29,9 @@ from attention_engine.passes.by_hand import (
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.tuner.entries import Entry, parse
 from attention_engine.tuner.problems import KERNEL_NAMES, KernelName
 from attention_engine.tuner.space import demand
-from attention_engine.tuner.store import Entry, parse
 
 FOLDER = Path(__file__).parent / "data"
 ROOMY = 160 * 1024  # bytes of shared memory a block: A100, H100 and B200 have more, the others 99 KB

@@ -68,11 +68,12 @@ def with_tile(tiles: LinearTiles, kernel: str, tile: LinearTile) -> LinearTiles:
 
 def linear_key(
     kernel: str, program: LinearProgram, problem: LinearProblem, target: Target, lengths: tuple[int, int],
-    wanted: tuple[str, ...],
+    wanted: tuple[str, ...], chunk: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What a tune file calls the problem. lengths: batch and tokens; wanted: the gradients asked for beyond q, k, v.
 
-    Batch and heads count here, since a walk has one block for each.
+    Batch and heads count here, since a walk has one block for each; for kernels that read states, `chunk` does, the
+    chunk length of those.
     """
     key: dict[str, Any] = {
         "kernel": f"linear {kernel}",
@@ -84,6 +85,7 @@ def linear_key(
         "batch": bucket(lengths[0]),
         "length": bucket(lengths[1]),
     }
+    key |= {} if chunk is None else {"chunk": chunk}
     return key | common_key(target, problem.custom, wanted if kernel.startswith("backward") else ())
 
 
@@ -121,19 +123,34 @@ def _shares(problem: LinearProblem, role: Role, tile: LinearTile) -> bool:
 
 
 def reason_against(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile) -> str | None:
-    """Why a tile can't run, as far as arithmetic tells; None: it may."""
+    """Why a tile isn't worth trying, as far as arithmetic tells; None: it may be."""
+    if (reason := _reason_it_cannot_run(kernel, problem, arch, tile)) is not None:
+        return reason
+    registers = demand(kernel, problem, tile).registers + OTHER_REGISTERS
+    limit = min(arch.registers_per_sm // (tile.threads * tile.blocks), arch.max_registers_per_thread)
+    return f"needs some {registers} registers a thread, and there are {limit}" if registers > limit else None
+
+
+def refusal(kernel: str, problem: LinearProblem, target: Target, default: LinearTile, tile: LinearTile) -> str | None:
+    """Why a problem's kernel can't run with a tile that someone wrote down; None: it can, if slowly."""
+    return None if tile == default else _reason_it_cannot_run(kernel, problem, as_arch(target), tile)
+
+
+def _reason_it_cannot_run(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile) -> str | None:
     wgmma = arch.has_wgmma and problem.dtype != "float32"
     warps = tile.threads // 32
     step = 64 * (warps // 4) if wgmma else 16 * warps
+    if tile.threads > arch.max_threads_per_block or (wgmma and tile.threads % 128):
+        unit = "warpgroups of 128" if wgmma else "warps"
+        return f"{tile.threads} threads aren't whole {unit}, at most {arch.max_threads_per_block}"
+    if not is_walk(kernel) and tile.inner % 32 and tile.inner < padded(problem.dim):
+        return f"a step of {tile.inner} of the summed dim is no multiple of 32"
     if role_of(kernel) != "states" and tile.in_registers and tile.chunk % step:
         return f"{tile.chunk} rows don't cut into {step}, what {tile.threads} threads take at a time"
     needs = demand(kernel, problem, tile)
     most = arch.shared_memory_per_sm // tile.blocks - 1024 if tile.blocks > 1 else arch.shared_memory_per_block
     if needs.shared_bytes > most:
         return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {most}"
-    limit = min(arch.registers_per_sm // (tile.threads * tile.blocks), arch.max_registers_per_thread)
-    if needs.registers + OTHER_REGISTERS > limit:
-        return f"needs some {needs.registers + OTHER_REGISTERS} registers a thread, and there are {limit}"
     return None
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from attention_engine.arch import H100, Arch
 from attention_engine.compiler import Target
-from attention_engine.ir.linear import LinearTile
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import ROW_PAD, TILE_FORMS, Problem, Tile, padded
 from attention_engine.passes.by_hand import backward_persists, pairs_in_turn
 from attention_engine.target.compile import Resources
+from attention_engine.tuner.entries import AnyTile
 from attention_engine.tuner.problems import KernelName
 
 ROWS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
@@ -30,7 +30,6 @@ OTHER_REGISTERS = 40  # per thread, beside the accumulators: addresses, row valu
 # queries) spill nothing, and those that leave 16 (96) spill 580 bytes.
 OTHER_BY_HAND: dict[KernelName, int] = {"forward": 25, "backward": 24, "queries": OTHER_REGISTERS}
 MOST_SPILLED = 64  # bytes a thread may spill: a few values outside the loop cost nothing that can be measured
-AnyTile = Tile | LinearTile
 INTERPRETED = H100()  # what the interpreter stands for
 
 
@@ -87,7 +86,30 @@ def register_limit(arch: Arch, tile: Tile) -> int:
 
 
 def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) -> str | None:
-    """Why a tile can't run, as far as arithmetic tells; None: it may."""
+    """Why a tile isn't worth trying, as far as arithmetic tells; None: it may be."""
+    if (reason := _reason_it_cannot_run(kernel, problem, arch, tile)) is not None:
+        return reason
+    limit = register_limit(arch, tile)
+    needed = demand(kernel, problem, tile).registers
+    registers = needed + (OTHER_BY_HAND[kernel] if tile.specialised else OTHER_REGISTERS)
+    if registers > limit:
+        return f"needs some {registers} registers a thread, and there are {limit}"
+    return None
+
+
+def refusal(kernel: KernelName, problem: Problem, target: Target, default: Tile, tile: Tile) -> str | None:
+    """Why a problem's kernel can't run with a tile that someone wrote down; None: it can, if slowly."""
+    by_hand = tile.specialised or any(getattr(tile, form) for form in TILE_FORMS)
+    if tile == default:
+        return None
+    if by_hand and not (default.specialised and tile in _placed_by_hand(kernel, default)):
+        return "no kernel placed by hand has this form for this problem"
+    if tile.shared_weights and (kernel != "backward" or problem.dtype == "float32"):
+        return "only a 16-bit backward pass over keys hands weights on through shared memory"
+    return _reason_it_cannot_run(kernel, problem, as_arch(target), tile)
+
+
+def _reason_it_cannot_run(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) -> str | None:
     if (reason := _shape_reason(kernel, problem, arch, tile)) is not None:
         return reason
     needs = demand(kernel, problem, tile)
@@ -96,10 +118,8 @@ def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile)
         return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {most}"
     if tile.queries_ahead and needs.shared_bytes + 2 * tile.q * padded(problem.dim) > most:
         return "has no room for a second tile of queries"
-    limit = register_limit(arch, tile)
-    registers = needs.registers + (OTHER_BY_HAND[kernel] if tile.specialised else OTHER_REGISTERS)
-    if registers > limit:
-        return f"needs some {registers} registers a thread, and there are {limit}"
+    if kernel != "forward" and tile.q > ROW_PAD:
+        return f"{tile.q} queries pass the end of rows, which are padded for tiles of {ROW_PAD}"
     return None
 
 
@@ -107,6 +127,8 @@ def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) 
     rows = tile.kv if kernel == "backward" else tile.q
     warps = tile.threads // 32
     wgmma = arch.has_wgmma and problem.dtype != "float32"
+    if tile.threads > arch.max_threads_per_block:
+        return f"{tile.threads} threads are more than a block may have, {arch.max_threads_per_block}"
     if wgmma and tile.threads % 128:
         return "wgmma wants whole warpgroups of 128 threads"
     if tile.queries_ahead and problem.dim != problem.dim_v:

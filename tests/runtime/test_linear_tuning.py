@@ -1,6 +1,7 @@
 """Linear attention that tunes: right numbers on the way, one entry a kernel, and files that spare measuring."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from attention_engine.errors import TuneFileUnreadable, UnknownOption
 from attention_engine.ir.linear import LinearTile
 from attention_engine.runtime import linear_tuning, tuning
 from attention_engine.tuner import measure, search
+from attention_engine.tuner.entries import Entry
+from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.search import Budget
-from attention_engine.tuner.store import TuneFile
+from attention_engine.tuner.store import TuneFile, merge
 from tests.runtime.benches import SecondIsBest
 
 CUSTOM = {"dt": ("batch", "heads", "seq_len")}
@@ -146,3 +149,39 @@ def test_options_and_files_are_checked(tmp_path):
     bad.write_text("{}")
     with pytest.raises(TuneFileUnreadable):
         engine(bad)
+
+
+def entry_of(kernel, tile, chunk=None):
+    metas = tuple(meta_tensor(8, h, 2048, d, dtype=torch.bfloat16) for h, d in ((1, 128), (1, 128), (80, 64)))
+    asked_for = LinearAttentionEngine(metas, device=arch.H100())._asked()
+    tiles = linear_tuning.with_tile(default_linear_tiles(asked_for.program, asked_for.problem, asked_for.target),
+                                    "backward states", LinearTile(chunk or 64, 64, 64, 128, 1))  # fmt: skip
+    return asked_for, tiles, Entry(asked_for.key(kernel, tiles), tile, 1.0, 1, "2026-01-01T00:00:00Z")
+
+
+def test_files_that_are_joined_never_mix_chunk_lengths(tmp_path):
+    """One was tuned with states 64 tokens apart, the other 128: each kernel finds the tile for the states it reads."""
+    rows = {chunk: LinearTile(chunk, 32, 32, 128, 1, specialize=False) for chunk in (64, 128)}
+    for chunk, name in ((64, "a.json"), (128, "b.json")):
+        asked_for, tiles, of_rows = entry_of("backward dv", rows[chunk], chunk)
+        states = Entry(asked_for.key("backward states", tiles), replace(tiles.states), 1.0, 1, f"2026-0{chunk // 64}")
+        TuneFile(tmp_path / name).add([states, of_rows])
+    merge(tmp_path / "a.json", tmp_path / "b.json")
+    made = tuning.Tuning(files=(None, tmp_path / "a.json"))
+    found = tuning.choose(made, asked_for, default_linear_tiles(asked_for.program, asked_for.problem, asked_for.target),
+                          True, [])  # fmt: skip
+    assert found.states.chunk == 128 and {t.chunk for t in found.rows.values()} == {128}
+    assert found.rows["dv"] == rows[128]
+
+
+@pytest.mark.parametrize(("tile", "reason"), [
+    (LinearTile(64, 32, 64, 96, 1), "96 threads aren't whole warpgroups of 128"),
+    (LinearTile(64, 40, 64, 128, 1), "a step of 40 of the summed dim is no multiple of 32"),
+    (LinearTile(64, 128, 256, 128, 8), "bytes of shared memory"),
+])  # fmt: skip
+def test_a_linear_tile_that_cannot_run_is_refused(tmp_path, tile, reason):
+    asked_for, tiles, held = entry_of("backward dv", tile)
+    TuneFile(tmp_path / "tiles.json").add([held])
+    made = tuning.Tuning(files=(None, tmp_path / "tiles.json"))
+    with pytest.raises(TuneFileUnreadable, match=reason):
+        tuning.choose(made, asked_for, tiles, True, [])

@@ -11,7 +11,7 @@ from attention_engine import arch, compiler
 from attention_engine.errors import TuneFileUnreadable, UnknownOption
 from attention_engine.runtime import launch, tuning
 from attention_engine.target import interpreter
-from attention_engine.tuner import measure, search
+from attention_engine.tuner import entries, measure, search
 from attention_engine.tuner.search import Budget
 from tests.runtime.benches import SecondIsBest
 from tests.runtime.engines import build, causal, qkv, same, scaled
@@ -232,3 +232,45 @@ def test_launch_asks_for_tiles_of_each_direction_once_a_bucket():
         made(*inputs(length))
     assert seen == [((2, 17, 17), False)]  # 12 to 16 share the bucket of 11
     assert isinstance(launcher, launch.Launcher)
+
+
+@pytest.mark.parametrize(("changed", "reason"), [
+    ({"threads": 96}, "wgmma wants whole warpgroups of 128 threads"),
+    ({"q": 48}, "48 rows don't cut into"),
+    ({"specialised": True, "kv": 24 * 16}, None),  # no such tile anywhere: refused at the door
+    ({"specialised": True, "q": 64}, "no kernel placed by hand has this form for this problem"),
+    ({"lazy_rescale": True}, "no kernel placed by hand has this form for this problem"),
+    ({"shared_weights": True}, "only a 16-bit backward pass over keys hands weights on"),
+])  # fmt: skip
+def test_a_tile_that_its_own_problem_cannot_run_with_is_refused_by_file_and_entry(tmp_path, changed, reason):
+    file = tmp_path / "tiles.json"
+    on_h100 = build(dtype=HALF, tune_file=file)._asked(arch.H100(), False)
+    tiles = tuning.default_tiles(on_h100.problem, on_h100.maths, on_h100.target)
+    key = on_h100.key("forward", tiles)
+    plain = {"q": 64, "kv": 64, "threads": 128, "stages": 2}
+    held = {"key": key, "tile": {**plain, **changed}, "time_us": 1, "tried": 1, "when": ""}
+    text = json.dumps({"schema": 1, "entries": [held]})
+    file.write_text(text)
+    if reason is None:
+        with pytest.raises(TuneFileUnreadable, match="its tile's kv is 384"):
+            build(dtype=HALF, tune_file=file)
+        return
+    made = build(dtype=HALF, tune_file=file)
+    with pytest.raises(TuneFileUnreadable) as caught:
+        tuning.look_up(made.tuning, made._asked(arch.H100(), False), tiles)
+    said = str(caught.value)
+    assert said.startswith(f"the entry {tuning.name_of(key)} of {file}: ") and reason in said
+    assert file.read_text() == text
+
+
+def test_every_default_tile_and_every_tile_that_is_tried_may_come_from_a_file():
+    for gpu in (arch.H100(), arch.A100()):
+        for dtype in (HALF, torch.float32):
+            asked_for = build(dtype=dtype)._asked(gpu, False)
+            tiles = tuning.default_tiles(asked_for.problem, asked_for.maths, gpu)
+            for kernel in ("forward", "backward"):
+                for tile in asked_for.space(kernel, tiles).tiles:
+                    assert asked_for.refusal(kernel, tiles, tile) is None
+                    held = tuning.Entry({"kernel": kernel}, tile, 1.0, 1, "")
+                    text = json.dumps({"schema": 1, "entries": [held.as_json()]})
+                    assert entries.parse(text, "here") == [held]
