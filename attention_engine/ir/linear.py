@@ -95,6 +95,15 @@ class LinearProblem:
         """Is each fp32 product made of three tf32 ones?"""
         return self.dtype == "float32" and not self.tf32
 
+    @property
+    def state_dtype(self) -> str:
+        """What states between chunks are kept in.
+
+        fp16 has neither the range of a sum over tokens nor more digits than its products need: there they are fp32.
+        bf16 has fp32's range, and a product would round a state to it anyway.
+        """
+        return "bfloat16" if self.dtype == "bfloat16" else "float32"
+
     def heads_of(self, name: str) -> int:
         """The heads of "q", "k", "v" or "do"."""
         return {"q": self.q_heads, "k": self.k_heads}.get(name, self.heads)

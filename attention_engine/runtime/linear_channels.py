@@ -121,7 +121,7 @@ class _ChannelPass(Pass):
         """(states of chunks, the state at the walk's end, overlaps with the other states)."""
         from attention_engine.kernels.linear.channels.states import value_tiles
 
-        kept = self._new(self.batch, self.heads, self.chunks, *self.state_shape, dtype=self.given["v"].dtype)
+        kept = self._new_states(self.chunks)
         last = self._new(self.batch, self.heads, *self.state_shape)
         given, others, overlap = self._first(first), [], []
         if other is not None:

@@ -185,6 +185,11 @@ class _Pass:
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.given["v"].device)
 
+    def _new_states(self, chunks: int) -> Tensor:
+        """A tensor for a state of each chunk."""
+        dtype = getattr(torch, self.problem.state_dtype)
+        return self._new(self.batch, self.heads, chunks, *self.state_shape, dtype=dtype)
+
     def _decays(self, chunk: int) -> list[Tensor]:
         """The sums of decays in chunks of this length, where there are decays."""
         if self.program.decays and chunk not in self.sums:
@@ -205,7 +210,7 @@ class _Pass:
         """(states of chunks, the state at the walk's end, overlaps with the other states)."""
         tile = self.tiles.states
         chunks = -(-self.length // tile.chunk)
-        kept = self._new(self.batch, self.heads, chunks, *self.state_shape, dtype=self.given["v"].dtype)
+        kept = self._new_states(chunks)
         last = self._new(self.batch, self.heads, *self.state_shape)
         given, others, overlap = self._first(first), [], []
         if other is not None:

@@ -64,6 +64,18 @@ def channels(gpu):
     }
 
 
+def halves(gpu):
+    problem = replace(NARROW, dtype="float16")
+    kernels = LinearKernels(PROGRAM, problem, default_linear_tiles(PROGRAM, problem, gpu), gpu)
+    problem = replace(problem, per_channel=True)
+    channels = ChannelKernels(PROGRAM, problem, default_channel_tiles(problem, gpu), gpu)
+    return {
+        "forward": lambda: kernels.walk("output", starts=True, ends=True),
+        "chunk_dq": lambda: kernels.rows("dq", True, ()),
+        "channel_gradients": lambda: channels.gradients(True, 1, ((), (), ())),
+    }
+
+
 def lower(kernel):
     configs = {**pass_configs(kernel.problem), **kernel.configs}
     return target_compile.lower_kernel(kernel.prim_func, kernel.target, pass_configs=configs)
@@ -155,3 +167,8 @@ def test_pairs_of_entries_as_fragments_lie_meet_in_no_bank(size, columns):
 def test_columns_that_are_summed_meet_in_few_banks():
     for apart, most in ((0, 32), (APART_BY_COLUMNS, 2)):
         assert most_in_a_bank([row * (64 + apart) * 4 for row in range(32)]) == most
+
+
+def test_fp16_kernels_which_scale_states_fit():
+    for name, made in compiled(halves, arch.H100()).items():
+        assert_fits(name, made, arch.H100())

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 
+from attention_engine import LinearAttentionEngine, meta_tensor
 from attention_engine.ir.linear import LinearTile
 from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
 from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors, plain_results
@@ -180,3 +181,44 @@ def test_heads_that_share_their_rows_agree_however_many_a_block_takes(heads):
         )  # fmt: skip
         for key, value in apart.items():
             torch.testing.assert_close(value, together[key], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["token", "channels"])
+@pytest.mark.parametrize("plan", ["walk", "chunks"])
+def test_fp16_states_beyond_its_range_are_right(plan, channels):
+    """Sums of k v reach 1e6, their products with q 1e3: only states leave fp16's range, and their gradients too."""
+    if channels and plan == "walk":
+        pytest.skip("there is no walk of channels")
+    length, dim = 200, 32
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.rand(1, length, 1, dim, generator=generator) for _ in range(4))
+    inputs = {"q": q / 500, "k": 8 + 8 * k, "v": 30 + 10 * v, "do": do / 2000}
+    inputs = {n: x.half() for n, x in inputs.items()}
+    decay = -0.001 * torch.rand(1, length, 1, *([dim] if channels else []), generator=generator)
+    engine = LinearAttentionEngine([meta_tensor(1, 1, length, dim, dtype=FP16)] * 3, backend="interpret")
+    first = torch.full((1, 1, dim, dim), 3e5)
+
+    def results(dtype, run):
+        leaves = {n: inputs[n].detach().to(dtype or FP16, copy=True).requires_grad_() for n in "qkv"}
+        a = decay.detach().to(dtype or torch.float32, copy=True).requires_grad_()
+        o, _ = run(*leaves.values(), a, first.to(dtype or torch.float32))
+        (o * inputs["do"].to(o.dtype)).sum().backward()
+        return {"o": o, **{n: x.grad for n, x in leaves.items()}, "decay": a.grad}
+
+    launcher = launcher_of(engine, inputs["q"], inputs["k"], inputs["v"], decay, first)
+    tiles = launcher.kernels(*(inputs[n] for n in "qkv"), decay, ()).tiles
+    launcher.tiles = dataclasses.replace(tiles, plan=plan)
+    launcher._kernels.clear()
+    try:
+        ours = results(None, lambda *x: engine(*x[:4], initial_state=x[4], output_final_state=True))
+    finally:
+        launcher.tiles = None
+        launcher._kernels.clear()
+    expected = results(torch.float64, recurrence)
+    for name, value in expected.items():
+        error = (ours[name].double() - value).abs().mean()
+        assert error <= 2e-3 * value.abs().mean(), name
+
+
+def launcher_of(engine, q, k, v, decay, first):
+    return LINEAR_ATTENTIONS[engine._check(q, k, v, decay, first, [])].launcher

@@ -37,8 +37,11 @@ from attention_engine.kernels.linear.common import (
     Block,
     Source,
     SourceTile,
+    StateOperand,
     add_product,
+    add_state_product,
     load_source,
+    load_state,
     reduce_sum,
     share_sm,
 )
@@ -92,15 +95,15 @@ class _Chunk(RoleKernel):
 
         @T.macro
         def gather(
-            block: Block, index: Any, inner0: Any, column0: Any, x: SourceTile, y: SourceTile, state: Operand,
+            block: Block, index: Any, inner0: Any, column0: Any, x: SourceTile, y: SourceTile, state: StateOperand,
             scores: Accumulator, result: Accumulator,
         ) -> None:  # fmt: skip
             if not self.rows_stay:
                 load_source(x, block, inner0)
                 load_source(y, block, inner0)
-            load(state, self.state_window(block, index, inner0, column0))
+            load_state(state, self.state_window(block, index, inner0, column0))
             add_product(x.operand, y.operand, scores, transpose_B=True, rows=rows_whole)
-            add_product(x.operand, state, result, transpose_B=role.transposed, rows=rows_whole)
+            add_state_product(x.operand, state, result, transpose_B=role.transposed, rows=rows_whole)
 
         @T.macro
         def body(buffers: Any) -> None:
@@ -116,7 +119,7 @@ class _Chunk(RoleKernel):
                 y = SourceTile(self.y, chunk, inner)
                 z = SourceTile(self.z, chunk, width)
                 own = SourceTile(self.own, chunk, width) if self.needs_own else None
-                state = Operand("state", problem, (width, inner) if role.transposed else (inner, width))
+                state = StateOperand("state", problem, (width, inner) if role.transposed else (inner, width))
                 weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
                 scores = Accumulator("scores", problem, (chunk, chunk))
                 pairs = Accumulator("pairs", problem, (chunk, chunk)) if self.decay_rows else None

@@ -101,9 +101,9 @@ class LinearSizes(Sizes):
         return T.Tensor([self.batch, self.problem.heads, self.chunks * self.chunk], FLOAT)
 
     def states(self) -> Any:
-        """A parameter with a state before (or after) each chunk, in the tensors' dtype."""
+        """A parameter with a state before (or after) each chunk, in `problem.state_dtype`."""
         problem = self.problem
-        return T.Tensor([self.batch, problem.heads, self.chunks, problem.dim, problem.dim_v], problem.dtype)
+        return T.Tensor([self.batch, problem.heads, self.chunks, problem.dim, problem.dim_v], problem.state_dtype)
 
     def state(self) -> Any:
         """A parameter with one fp32 state a head."""
@@ -285,3 +285,63 @@ def add_product(
         multiply(a, b, c.step, transpose_A=transpose_A, transpose_B=transpose_B, rows=rows)
         for i, j in T.Parallel(c.shape[0], c.shape[1]):
             c.sum[i, j] += c.step[i, j]
+
+
+class StateOperand:
+    """A tile of a state as a product reads it.
+
+    fp16 ends at 65504, which a sum over tokens need not. There the tile is divided by a power of two, by which its
+    largest number comes near that end, and `add_state_product` multiplies what the product makes. bf16 and fp32 hold
+    what a state may be.
+    """
+
+    def __init__(self, name: str, problem: LinearProblem, shape: tuple[int, int]) -> None:
+        self.operand, self.shape = Operand(name, problem, shape), shape
+        self.scale: Any = None
+        if problem.dtype == "float16":
+            self.held = named(f"{name}_held", T.alloc_fragment(shape, FLOAT))
+            self.scale = named(f"{name}_scale", T.alloc_fragment([1], FLOAT))
+            self.of_rows, self.each = (T.alloc_fragment([shape[0]], FLOAT) for _ in range(2))
+            self.across = T.alloc_shared([shape[0]], FLOAT)  # from the layout of rows to one that reduces over them
+
+
+FP16_ROOM = 2.0**14  # what a tile's largest number, between 1 and 2 of its power of two, may be multiplied with
+
+
+@T.macro
+def load_state(state: StateOperand, source: Any) -> None:
+    """Fills the operand from fp32 numbers (a window of states, or a fragment, which stays as it is)."""
+    if state.scale is None:
+        load(state.operand, source)
+    else:
+        T.copy(source, state.held)
+        T.reduce_absmax(state.held, state.of_rows, dim=1)
+        T.copy(state.of_rows, state.across)
+        T.copy(state.across, state.each)
+        T.reduce_max(state.each, state.scale, dim=0)
+        for i in T.Parallel(1):
+            state.scale[i] = power_of_two(state.scale[i]) / FP16_ROOM
+        for i, j in T.Parallel(state.shape[0], state.shape[1]):
+            state.held[i, j] *= 1.0 / state.scale[0]
+        load(state.operand, state.held)
+
+
+def power_of_two(value: Any) -> Any:
+    """The largest power of two up to a positive number; 2**-80 for less, whose inverse is a number still."""
+    bits = T.reinterpret(T.max(value, T.float32(2.0**-80)), "int32")
+    return T.reinterpret(T.bitwise_and(bits, T.int32(0x7F800000)), "float32")
+
+
+@T.macro
+def add_state_product(
+    a: Operand, state: StateOperand, c: Accumulator, transpose_B: bool = False, rows: bool = True
+) -> None:
+    """c += a @ the state."""
+    if state.scale is None:
+        add_product(a, state.operand, c, transpose_B=transpose_B, rows=rows)
+    else:
+        made = T.alloc_fragment(c.shape, FLOAT)
+        T.clear(made)
+        multiply(a, state.operand, made, transpose_B=transpose_B, rows=rows)
+        for i, j in T.Parallel(c.shape[0], c.shape[1]):
+            c.sum[i, j] += made[i, j] * state.scale[0]

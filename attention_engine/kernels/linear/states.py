@@ -78,7 +78,7 @@ def states(
     def note_overlap(
         buffers: Any, held: Any, sums: Any, batch: Any, head: Any, chunk: Any, part: Any, d0: Any, v0: Any
     ) -> None:
-        other = T.alloc_shared([dim, dim_v], problem.dtype)
+        other = T.alloc_shared([dim, dim_v], problem.state_dtype)
         products = T.alloc_fragment([dim, dim_v], FLOAT)
         of_rows = T.alloc_fragment([dim], FLOAT)
         across = T.alloc_shared([dim], FLOAT)  # from the state's layout to one that sums over rows
@@ -107,7 +107,7 @@ def states(
             sums = T.alloc_shared([tile.chunk], FLOAT)
             weights = T.alloc_shared([tile.chunk], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
-            staged = T.alloc_shared([dim, dim_v], problem.dtype)  # from there rows leave whole
+            staged = T.alloc_shared([dim, dim_v], problem.state_dtype)  # from there rows leave whole
             held = state.sum
             d0, v0 = (part // dim_v_tiles) * dim, (part % dim_v_tiles) * dim_v
             if starts:

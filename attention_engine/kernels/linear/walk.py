@@ -18,9 +18,12 @@ from attention_engine.kernels.linear.common import (
     Block,
     HeldTile,
     SourceTile,
+    StateOperand,
     add_product,
+    add_state_product,
     copy,
     load_source,
+    load_state,
     share_sm,
 )
 from attention_engine.kernels.linear.roles import RoleKernel, Rows
@@ -74,7 +77,7 @@ class _Walk(RoleKernel):
                 weighted = T.alloc_fragment([chunk, width], FLOAT) if self.weighs else None
                 values = Operand("values", problem, (chunk, width)) if self.weighs else None
                 weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
-                before = Operand("before", problem, (self.dim, width))
+                before = StateOperand("before", problem, (self.dim, width))
                 scores = Accumulator("scores", problem, (chunk, chunk))
                 result = Accumulator("result", problem, (chunk, width))
                 state = Accumulator("state", problem, (self.dim, width))
@@ -99,11 +102,11 @@ class _Walk(RoleKernel):
                         T.copy(buffers["sums"][batch, head, index * chunk : (index + 1) * chunk], rows.sums)
                     self.find_factors(block, rows)
                     self.find_column_weights(block, rows, column_weights)
-                    load(before, held)
+                    load_state(before, held)
                     T.clear(scores.sum)
                     add_product(x.operand, y.operand, scores, transpose_B=True, rows=tile.in_registers)
                     T.clear(made)
-                    add_product(x.operand, before, result, rows=tile.in_registers)
+                    add_state_product(x.operand, before, result, rows=tile.in_registers)
                     self.weigh_pairs(scores.sum, rows)
                     self.weigh_rows(made, rows)
                     load(weights, scores.sum)

@@ -29,7 +29,6 @@ from attention_engine.kernels.common import (
     Accumulator,
     Operand,
     build,
-    load,
     loop,
     named,
     over_pairs,
@@ -53,7 +52,15 @@ from attention_engine.kernels.linear.channels.common import (
     sums_tile,
 )
 from attention_engine.kernels.linear.channels.decays import decay_entry
-from attention_engine.kernels.linear.common import Block, Source, add_product, copy
+from attention_engine.kernels.linear.common import (
+    Block,
+    Source,
+    StateOperand,
+    add_product,
+    add_state_product,
+    copy,
+    load_state,
+)
 from attention_engine.kernels.linear.decays import decay_parameter
 from attention_engine.passes.mods import differentiate_mod
 
@@ -124,7 +131,7 @@ class _Gradients:
                 d0 = part * width
                 block = Block(buffers, sizes, batch, head, index * chunk)
                 do, v = (ModifiedTile(self.sources[n], chunk, inner) for n in ("do", "v"))
-                before, after = (Operand(n, problem, (width, inner)) for n in ("before", "after"))
+                before, after = (StateOperand(n, problem, (width, inner)) for n in ("before", "after"))
                 q, k = (RawTile(self.sources[n], chunk, width) for n in ("q", "k"))
                 weights = Accumulator("weights", problem, (chunk, chunk))
                 dq, dk = (Accumulator(n, problem, (chunk, width)) for n in ("dq", "dk"))
@@ -142,11 +149,11 @@ class _Gradients:
                     v0 = step * inner
                     do.load(block, v0)
                     v.load(block, v0)
-                    load(before, buffers["states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
-                    load(after, buffers["d_states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
+                    load_state(before, buffers["states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
+                    load_state(after, buffers["d_states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
                     add_product(do.operand, v.operand, weights, transpose_B=True)
-                    add_product(do.operand, before, dq, transpose_B=True)
-                    add_product(v.operand, after, dk, transpose_B=True)
+                    add_state_product(do.operand, before, dq, transpose_B=True)
+                    add_state_product(v.operand, after, dk, transpose_B=True)
                 q.load(block, d0)
                 k.load(block, d0)
                 load_sums(sums, block, d0, width)

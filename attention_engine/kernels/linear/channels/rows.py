@@ -17,7 +17,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
-from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop
+from attention_engine.kernels.common import FLOAT, Accumulator, build, loop
 from attention_engine.kernels.linear.channels.common import (
     ChannelSizes,
     ExactOperand,
@@ -30,7 +30,14 @@ from attention_engine.kernels.linear.channels.common import (
     load_sums,
     sums_tile,
 )
-from attention_engine.kernels.linear.common import Block, Source, add_product
+from attention_engine.kernels.linear.common import (
+    Block,
+    Source,
+    StateOperand,
+    add_product,
+    add_state_product,
+    load_state,
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def channel_rows(
             weighed = WeighedTile("left", problem, chunk, inner)
             other = ModifiedTile(other_source, chunk, width)
             sums = sums_tile(chunk, inner)
-            state = Operand("state", problem, (inner, width))
+            state = StateOperand("state", problem, (inner, width))
             pairs = T.alloc_fragment([chunk, chunk], FLOAT)
             weights = ExactOperand("weights", problem, (chunk, chunk))
             result = Accumulator("result", problem, (chunk, width))
@@ -102,8 +109,8 @@ def channel_rows(
                 left.load(block, d0)
                 load_sums(sums, block, d0, inner)
                 weigh(left, weighed, sums)
-                load(state, buffers["states"][batch, head, index, d0 : d0 + inner, v0 : v0 + width])
-                add_product(weighed.operand, state, result)
+                load_state(state, buffers["states"][batch, head, index, d0 : d0 + inner, v0 : v0 + width])
+                add_state_product(weighed.operand, state, result)
             T.copy(buffers["scores"][batch, head, index * chunk : (index + 1) * chunk, 0:chunk], pairs)
             load_exact(weights, pairs)
             other.load(block, part * width)

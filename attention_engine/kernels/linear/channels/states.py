@@ -57,7 +57,7 @@ def states(
 
     @T.macro
     def note_overlap(buffers: Any, held: Any, kept: Any, batch: Any, head: Any, index: Any, place: Any) -> None:
-        other = T.alloc_shared([dim, dim_v], problem.dtype)
+        other = T.alloc_shared([dim, dim_v], problem.state_dtype)
         products = T.alloc_fragment([dim, dim_v], FLOAT)
         of_rows = T.alloc_fragment([dim], FLOAT)
         d0, v0 = (place // parts) * dim, (place % parts) * dim_v
