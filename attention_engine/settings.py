@@ -6,16 +6,38 @@ import os
 from pathlib import Path
 
 
+def home() -> Path | None:
+    """The user's folder; None where there is none, as in a container without HOME."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
 def cache_dir() -> Path | None:
     """Where the user wants every cache: ATTENTION_ENGINE_CACHE_DIR; None leaves TileLang's own in its place."""
     value = os.environ.get("ATTENTION_ENGINE_CACHE_DIR")
-    return Path(value).expanduser().resolve() if value else None
+    if not value:
+        return None
+    return Path(os.path.expanduser(value)).absolute()  # noqa: PTH111 - a "~" stays where there is no home
 
 
-def kernel_dir() -> Path:
-    """Where compiled kernels are kept: in the cache folder, by default $XDG_CACHE_HOME/attention_engine."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (cache_dir() or Path(home).expanduser() / "attention_engine") / "kernels"
+def user_cache_dir() -> Path | None:
+    """Where kernels are kept by default: $XDG_CACHE_HOME/attention_engine, else in ~/.cache; None without a home."""
+    value, at_home = os.environ.get("XDG_CACHE_HOME"), home()
+    caches = Path(value) if value and Path(value).is_absolute() else at_home and at_home / ".cache"
+    return caches and caches / "attention_engine"
+
+
+def tilelang_cache_dir() -> Path | None:
+    """Where the user wants TileLang's own cache: TILELANG_CACHE_DIR."""
+    value = os.environ.get("TILELANG_CACHE_DIR")
+    return Path(value) if value else None
+
+
+def set_tilelang_cache_dir(path: Path) -> None:
+    """Says where TileLang's cache is, to TileLang in this process and to processes that it starts."""
+    os.environ["TILELANG_CACHE_DIR"] = str(path)
 
 
 def verbose() -> bool:

@@ -25,12 +25,13 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 # What each part may import of the package, besides itself. A level may use all levels below it.
 LEVELS = [
-    {"errors", "settings", "files"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"}, {"kernels"},
-    {"target"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"}, {"__main__"},
+    {"errors", "settings", "files", "folders"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"},
+    {"kernels"}, {"target"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"},
+    {"__main__"},
 ]  # fmt: skip
 BELOW = {part: set().union(*LEVELS[:i]) for i, level in enumerate(LEVELS) for part in level}
 BELOW["settings"] = {"errors"}
-BELOW["files"] = set()
+BELOW["files"], BELOW["folders"] = set(), {"files", "settings"}
 BELOW["frontend"] |= {"passes"}  # tracing leaves normal forms
 BELOW["reference"] = {"errors", "ir"}
 BELOW["arch"] = {"errors", "settings", "ir"}

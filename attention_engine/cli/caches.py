@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from attention_engine import settings
+from attention_engine import folders
 from attention_engine.ir.problem import TILE_FORMS
 
 
@@ -22,14 +22,15 @@ def run(args: argparse.Namespace) -> int:
     """Lists or clears."""
     from attention_engine.target.cache import clear, entries
 
-    folder = settings.kernel_dir()
+    held_in = folders.kernel_folders()
     if args.clear:
-        print(f"removed {clear()} kernels from {folder}")
+        print(f"removed {clear()} kernels from {held_in.writable}")
         return 0
     held = list(entries())
     for entry in held:
         print(f"{entry.digest[:12]}  {entry.size / 2**10:7.0f} KB  {describe(entry.record)}")
-    print(f"{len(held)} kernels, {sum(e.size for e in held) / 2**20:.1f} MB, in {folder}")
+    where = ", ".join(map(str, held_in.readable))
+    print(f"{len(held)} kernels, {sum(e.size for e in held) / 2**20:.1f} MB, in {where}")
     return 0
 
 

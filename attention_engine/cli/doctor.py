@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from attention_engine import settings
+from attention_engine import folders
 from attention_engine.arch import Arch, detect
 from attention_engine.cli.terminal import GREEN, RED, YELLOW, coloured
 from attention_engine.errors import AttentionEngineError, NoCudaCompiler
@@ -93,18 +92,15 @@ def compiler() -> Finding:
 
 
 def cache() -> Finding:
-    """The folder of compiled kernels."""
+    """The folders of compiled kernels."""
     from attention_engine.target.cache import entries
 
-    folder = settings.kernel_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return Finding("cache", False, f"{folder}: {error}. Set ATTENTION_ENGINE_CACHE_DIR to a folder you may write.")
-    if not os.access(folder, os.W_OK):
-        return Finding("cache", False, f"{folder} can't be written. Set ATTENTION_ENGINE_CACHE_DIR to another folder.")
+    found = folders.kernel_folders()
     held = list(entries())
-    return Finding("cache", True, f"{folder}, {len(held)} kernels, {sum(e.size for e in held) / 2**20:.1f} MB")
+    words = f"{found}; {len(held)} kernels, {sum(e.size for e in held) / 2**20:.1f} MB"
+    if found.passed_over:
+        return Finding("cache", False, f"{words}. Set ATTENTION_ENGINE_CACHE_DIR to a folder that is yours.")
+    return Finding("cache", True, words)
 
 
 def kernel() -> Finding:
@@ -125,7 +121,7 @@ def kernel() -> Finding:
         q, k, v = (torch.randn(1, 128, 2, 64, dtype=torch.float16, device="cuda") for _ in range(3))
         found = engine(q, k, v)
         torch.cuda.synchronize()
-    except (AttentionEngineError, RuntimeError) as error:
+    except (AttentionEngineError, RuntimeError, OSError) as error:
         return Finding("kernel", False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
     seconds = time.perf_counter() - start
     exact = torch.nn.functional.scaled_dot_product_attention(

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
-from attention_engine import settings
+from attention_engine import folders
 from attention_engine.compiler import Kernel, Kernels, Target, Tiles, analyse
 from attention_engine.errors import AttentionEngineError
 from attention_engine.frontend.custom_io import CustomSpec
@@ -278,9 +277,7 @@ class WorkerBench:
     def measure(self, tile: AnyTile, seconds: float) -> Trial:
         """Numbers, then time; a process that failed is replaced."""
         limit = MEASURE_SECONDS + min(max(seconds, 0.0), MEASURE_SECONDS)
-        locks = settings.kernel_dir() / ".locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        with FileLock(locks / f"measuring-{self.job.device.replace(':', '')}.lock"):  # two at once slow each other
+        with folders.locked(f"measuring-{self.job.device.replace(':', '')}"):  # two at once slow each other
             try:
                 if not self.ready:
                     self.worker.call(prepare, self.job, self.custom, timeout=limit)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
-from attention_engine import settings
+from attention_engine import folders
 from attention_engine.compiler import Kernels, Maths, Target, Tiles
 from attention_engine.errors import NotWhileCapturing
 from attention_engine.frontend.custom_io import CustomSpec
@@ -181,10 +180,8 @@ def _tune_once(
     file = tuning.file(kernel)
     if file is None:
         return _tune(tuning, asked, kernel, key, tiles, custom)
-    locks = settings.kernel_dir() / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
     wanted = f"{file.path.resolve()} {name_of(key)}"
-    with FileLock(locks / f"tuning-{hashlib.blake2b(wanted.encode(), digest_size=10).hexdigest()}.lock"):
+    with folders.locked(f"tuning-{hashlib.blake2b(wanted.encode(), digest_size=10).hexdigest()}"):
         return _known(tuning, asked, kernel, key, tiles) or _tune(tuning, asked, kernel, key, tiles, custom)
 
 

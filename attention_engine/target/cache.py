@@ -2,7 +2,8 @@
 
 A folder for each kernel: kernel.so (loads without TileLang's compiler), device.cu, host.c, tilelang.py and key.json,
 which says readably what it was made of; resources.json, once someone asked what the kernel takes. Keys hold no length,
-batch or address. Folders appear whole, by a rename; of several processes one compiles.
+batch or address. Folders appear whole, by a rename; of several processes one compiles. What is
+half there, damaged, of another version or not to be trusted is passed over, and made again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import platform
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -26,9 +28,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from attention_engine import settings
+from attention_engine import folders
 from attention_engine.arch import Arch
 from attention_engine.ir.expr import Expr
 from attention_engine.target.compile import CompiledKernel, LoweredKernel, Resources, load_tilelang
@@ -36,6 +36,8 @@ from attention_engine.target.compile import CompiledKernel, LoweredKernel, Resou
 SCHEMA = 1
 LIBRARY, CUDA, HOST, SCRIPT, KEY = "kernel.so", "device.cu", "host.c", "tilelang.py", "key.json"
 RESOURCES = "resources.json"
+ABANDONED = 24 * 3600  # seconds after which nobody is still writing a folder
+LOG = logging.getLogger("attention_engine")
 # What turns a key into a kernel.
 WORK_AROUNDS = ("wait_groups", "fences", "printed", "proofs")
 MAKERS = ("ir", "passes", "kernels", "target/compile.py", *(f"target/{name}.py" for name in WORK_AROUNDS))
@@ -115,45 +117,46 @@ class KernelKey:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def folder() -> Path:
-    """Where the kernels are."""
-    return settings.kernel_dir()
-
-
 def find_or_compile(key: KernelKey, compile_now: Callable[[], CompiledKernel]) -> CompiledKernel:
     """The kernel of the key: from disk, or compiled once among all processes and put there.
 
-    Where the folder can't be written, or TileLang's own cache is off, kernels are compiled for this process alone.
+    Where nothing can be written, or TileLang's own cache is off, kernels are compiled for this process alone.
     """
-    place = folder() / key.digest
-    kernel = _load(place, key.arch)
+    kernel = _look(key)
     if kernel is not None:
         return kernel
-    locks = folder() / ".locks"
-    try:
-        locks.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return compile_now()
-    with FileLock(locks / f"{key.digest}.lock"):
-        kernel = _load(place, key.arch)  # another process may have been compiling it
+    with folders.locked(key.digest):
+        kernel = _look(key)  # another process may have been compiling it
         if kernel is not None:
             return kernel
         started = time.perf_counter()
         kernel = compile_now()
-        if kernel.library is not None:
-            _save(place, key, kernel.lowered, kernel.library, time.perf_counter() - started)
+        place = folders.kernel_folders().writable
+        if kernel.library is not None and place is not None:
+            try:
+                _save(place / key.digest, key, kernel.lowered, kernel.library, time.perf_counter() - started)
+            except OSError as error:  # a full disk, or what was there can't be removed
+                LOG.warning("%s was compiled and could not be kept in %s: %s", key.builder, place, error)
         return kernel
+
+
+def _look(key: KernelKey) -> CompiledKernel | None:
+    """The kernel in the first folder that has it whole."""
+    found = (_load(place / key.digest, key) for place in folders.kernel_folders().readable)
+    return next((kernel for kernel in found if kernel is not None), None)
 
 
 def resources_of(key: KernelKey, lowered: LoweredKernel) -> Resources:
     """What a kernel takes, asked of nvcc once: then it stands beside the kernel."""
-    path = folder() / key.digest / RESOURCES
-    try:
-        known = json.loads(path.read_text())
-        return Resources(**{**known, "notes": tuple(known["notes"])})
-    except (OSError, ValueError, KeyError, TypeError):
-        found = lowered.resources()
-    with contextlib.suppress(OSError):  # no such folder, or one that can't be written
+    for place in folders.kernel_folders().readable:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not asked yet, or damaged
+            known = json.loads((place / key.digest / RESOURCES).read_text())
+            return Resources(**{**known, "notes": tuple(known["notes"])})
+    found, writable = lowered.resources(), folders.kernel_folders().writable
+    if writable is None:
+        return found
+    with contextlib.suppress(OSError):  # the kernel stands in another folder, or a full disk
+        path = writable / key.digest / RESOURCES
         staging = path.with_suffix(f".{os.getpid()}")
         staging.write_text(json.dumps(asdict(found)))
         staging.replace(path)
@@ -161,8 +164,11 @@ def resources_of(key: KernelKey, lowered: LoweredKernel) -> Resources:
 
 
 def _save(place: Path, key: KernelKey, lowered: LoweredKernel, library: Path, seconds: float) -> None:
-    """The folder, whole or not at all."""
-    staging = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
+    """The folder, whole or not at all, with the modes that the umask gives."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(place.parent)
+    staging = place.parent / f".new-{secrets.token_hex(6)}"
+    staging.mkdir()
     try:
         shutil.copyfile(library, staging / LIBRARY)
         texts = {CUDA: lowered.cuda, HOST: lowered.host, SCRIPT: lowered.source("tilelang")}
@@ -171,6 +177,7 @@ def _save(place: Path, key: KernelKey, lowered: LoweredKernel, library: Path, se
         record = {**key.record(), "flags": list(lowered.flags), "symbol": lowered.symbol}
         record["seconds"] = round(seconds, 3)
         record["library_digest"] = _digest(staging / LIBRARY)
+        record["texts_digest"] = _digest(*(staging / name for name in texts))
         (staging / KEY).write_text(json.dumps(record, indent=2))
         with (staging / LIBRARY).open("rb+") as file:
             os.fsync(file.fileno())
@@ -180,8 +187,19 @@ def _save(place: Path, key: KernelKey, lowered: LoweredKernel, library: Path, se
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _digest(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+def _sweep(place: Path) -> None:
+    """Removes what writers that were killed left behind, once it is old."""
+    for left in place.glob(".new-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _digest(*paths: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -195,18 +213,36 @@ class Script:
         return self.text
 
 
-def _load(place: Path, arch: Arch) -> CompiledKernel | None:
-    """The kernel of a folder; None where there is none, or a damaged one."""
+def _load(place: Path, key: KernelKey) -> CompiledKernel | None:
+    """The kernel of a folder; None where there is none, or a damaged one, one of another key or not to be trusted."""
+    if not os.access(place, os.F_OK):
+        return None
+    why = next(filter(None, (folders.distrust(p, anyones=True) for p in (place, place / LIBRARY))), None)
+    if why is not None or not _same_owner(place.parent, place, place / LIBRARY):
+        LOG.warning("a kernel is passed over: %s", why or f"{place} belongs to another user than {place.parent}")
+        return None
     try:
         record = json.loads((place / KEY).read_text())
-        texts = [(place / name).read_text() for name in (SCRIPT, CUDA, HOST)]
-        if record["library_digest"] != _digest(place / LIBRARY):
+        if {name: record[name] for name in key.record()} != json.loads(json.dumps(key.record())):
             return None
-    except (OSError, ValueError, KeyError):
+        texts = [(place / name).read_text() for name in (SCRIPT, CUDA, HOST)]
+        whole = _digest(place / LIBRARY), _digest(*(place / name for name in (CUDA, HOST, SCRIPT)))
+        if (record["library_digest"], record["texts_digest"]) != whole:
+            return None
+        flags, symbol = tuple(record["flags"]), record["symbol"]
+        run = _module(place / LIBRARY)[symbol]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):  # RuntimeError: it can't be loaded
         return None
-    flags, symbol = tuple(record["flags"]), record["symbol"]
-    lowered = LoweredKernel(Script(texts[0]), arch, texts[1], texts[2], flags, symbol)
-    return CompiledKernel(lowered, _module(place / LIBRARY)[symbol])
+    lowered = LoweredKernel(Script(texts[0]), key.arch, texts[1], texts[2], flags, symbol)
+    return CompiledKernel(lowered, run)
+
+
+def _same_owner(folder: Path, *inside: Path) -> bool:
+    """Whether what is inside a folder is its owner's, root's or this user's: a sticky folder lets others add to it."""
+    if not hasattr(os, "getuid"):
+        return True
+    trusted = {folder.stat().st_uid, 0, os.getuid()}
+    return all(path.stat().st_uid in trusted for path in inside)
 
 
 def _module(library: Path) -> Any:
@@ -233,25 +269,31 @@ def load_runtime() -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel on disk: what it was made of, and its size in bytes."""
+    """A kernel on disk: what it was made of, its size in bytes, and where it is."""
 
     digest: str
     record: Mapping[str, Any]
     size: int
+    folder: Path
 
 
 def entries() -> Iterator[Entry]:
     """The kernels on disk."""
-    for place in sorted(folder().glob("[!.]*")) if folder().is_dir() else []:
+    for place in [p for held in folders.kernel_folders().readable for p in sorted(held.glob("[!.]*"))]:
         try:
             record = json.loads((place / KEY).read_text())
+            size = sum(f.stat().st_size for f in place.iterdir())
         except (OSError, ValueError):
             continue
-        yield Entry(place.name, record, sum(f.stat().st_size for f in place.iterdir()))
+        if isinstance(record, dict) and {"kernel", "given", "target", "tilelang"} <= record.keys():
+            yield Entry(place.name, record, size, place.parent)
 
 
 def clear() -> int:
-    """Removes the kernels on disk; how many there were."""
-    found = list(entries())
-    shutil.rmtree(folder(), ignore_errors=True)
+    """Removes the kernels of the folder that is written to; how many there were."""
+    place = folders.kernel_folders().writable
+    found = [entry for entry in entries() if entry.folder == place]
+    if place is not None:
+        for held in place.iterdir():
+            shutil.rmtree(held, ignore_errors=True)
     return len(found)

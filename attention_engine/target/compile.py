@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from attention_engine import settings
+from attention_engine import folders, settings
 from attention_engine.arch import Arch
 from attention_engine.errors import NoCudaCompiler
 from attention_engine.target import fences, printed, wait_groups
@@ -184,13 +184,10 @@ def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, Any]) -> bool:
 @functools.lru_cache(maxsize=1)
 def load_tilelang() -> Any:
     """Import TileLang (after torch, whose libraries it shares) with our cache directory and without its reports."""
+    folders.prepare_tilelang()
     import tilelang
     import torch  # noqa: F401
 
-    directory = settings.cache_dir()
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        tilelang.env.TILELANG_CACHE_DIR = str(directory)
     if not settings.verbose():
         tilelang.env.TILELANG_PRINT_ON_COMPILATION = "0"
     wait_groups.install()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, arch, document_ids, meta_tensor
+from attention_engine import AttentionEngine, CustomIO, arch, document_ids, folders, meta_tensor
 from attention_engine.compiler import analyse
 from attention_engine.errors import CustomInputMissing
 from attention_engine.ir.expr import Type
@@ -108,12 +110,16 @@ def test_a_kernel_is_compiled_once_and_found_with_its_texts(tmp_path, loaded):
     assert compiler.count == 2
 
 
-@pytest.mark.parametrize("name", [cache.LIBRARY, cache.KEY, cache.CUDA])
+def folder():
+    return folders.kernel_folders().writable
+
+
+@pytest.mark.parametrize("name", [cache.LIBRARY, cache.KEY, cache.CUDA, cache.HOST, cache.SCRIPT])
 def test_a_damaged_folder_is_made_again(tmp_path, loaded, name):
     compiler = Compiler(tmp_path)
     cache.find_or_compile(KEY, compiler)
-    path = cache.folder() / KEY.digest / name
-    if name == cache.CUDA:
+    path = folder() / KEY.digest / name
+    if name == cache.SCRIPT:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:5])
@@ -129,7 +135,7 @@ def test_what_a_kernel_takes_is_asked_once(tmp_path, loaded, monkeypatch):
     lowered = cache.find_or_compile(KEY, Compiler(tmp_path)).lowered
     found = [cache.resources_of(KEY, lowered) for _ in range(2)]
     assert found == [Resources(168, 8, 4, 0, ("(C7512) serialized",))] * 2 and len(asked) == 1
-    (cache.folder() / KEY.digest / cache.RESOURCES).write_text("[]")
+    (folder() / KEY.digest / cache.RESOURCES).write_text("[]")
     assert cache.resources_of(KEY, lowered) == found[0] and len(asked) == 2
 
 
@@ -140,7 +146,7 @@ def test_a_compilation_that_fails_leaves_nothing(tmp_path, loaded):
     with pytest.raises(RuntimeError, match="nvcc failed"):
         cache.find_or_compile(KEY, fail)
     assert not list(cache.entries())
-    assert [p.name for p in cache.folder().iterdir()] == [".locks"]
+    assert [p.name for p in folder().iterdir()] == [".locks"]
 
 
 def test_threads_that_want_one_kernel_compile_it_once(tmp_path, loaded):
@@ -164,13 +170,82 @@ def test_processes_that_want_one_kernel_compile_it_once(tmp_path):
     assert sorted(process.communicate(timeout=120)[0].strip() for process in running) == ["0", "0", "1"]
 
 
-def test_a_folder_that_cannot_be_written_means_no_cache(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("ATTENTION_ENGINE_CACHE_DIR", str(tmp_path / "file"))
+@pytest.mark.parametrize("text", ["[]", "5", "null", "{}", '{"library_digest": 3}'])
+def test_a_key_of_something_else_is_no_kernel_and_no_crash(tmp_path, loaded, text):
+    compiler = Compiler(tmp_path)
+    cache.find_or_compile(KEY, compiler)
+    (folder() / KEY.digest / cache.KEY).write_text(text)
+    assert list(cache.entries()) == []
+    cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 2 and len(list(cache.entries())) == 1
+
+
+def test_a_kernel_of_another_version_in_its_place_is_made_again(tmp_path, loaded):
+    compiler = Compiler(tmp_path)
+    cache.find_or_compile(KEY, compiler)
+    path = folder() / KEY.digest / cache.KEY
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 0'))
+    cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 2
+
+
+def test_a_library_that_cannot_be_loaded_is_made_again(tmp_path, monkeypatch):
+    compiler = Compiler(tmp_path)
+    cache.find_or_compile(KEY, compiler)  # its library is a text: loading it fails
+    cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 2
+
+
+def test_nowhere_to_write_means_no_cache_and_kernels_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "kernel_folders", lambda: folders.Folders((), None))
     compiler = Compiler(tmp_path)
     assert cache.find_or_compile(KEY, compiler).source() == "cuda text"
     assert cache.find_or_compile(KEY, compiler).source() == "cuda text"
     assert compiler.count == 2
+
+
+def test_a_full_disk_costs_the_copy_and_not_the_kernel(tmp_path, loaded, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    compiler = Compiler(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert cache.find_or_compile(KEY, compiler).source() == "cuda text"
+    assert "was compiled and could not be kept in" in caplog.text and "No space left" in caplog.text
+    assert [p.name for p in folder().iterdir()] == [".locks"]
+    cache.find_or_compile(KEY, compiler)
+    assert len(list(cache.entries())) == 1
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
+def test_what_is_kept_has_the_modes_that_the_umask_gives(tmp_path, loaded, mask):
+    before = os.umask(mask)
+    try:
+        cache.find_or_compile(KEY, Compiler(tmp_path))
+    finally:
+        os.umask(before)
+    for path in (folder(), *folder().rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~mask, path
+
+
+def test_a_kernel_that_everybody_may_write_is_not_run(tmp_path, loaded, caplog):
+    compiler = Compiler(tmp_path)
+    cache.find_or_compile(KEY, compiler)
+    (folder() / KEY.digest / cache.LIBRARY).chmod(0o666)
+    cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 2 and "may be written by everybody" in caplog.text
+    cache.find_or_compile(KEY, compiler)
+    assert compiler.count == 2
+
+
+def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path, loaded):
+    old, new = folder() / ".new-old", folder() / ".new-young"
+    for left in (old, new):
+        left.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    cache.find_or_compile(KEY, Compiler(tmp_path))
+    assert not old.exists() and new.exists()
 
 
 # ---- a real kernel
