@@ -1,0 +1,194 @@
+"""Runs the script of a draw on a backend and holds every output and gradient against plain torch in float64."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_engine.errors import AttentionEngineError
+
+Named = dict[str, Tensor]
+FACTORS = {torch.bfloat16: 1.1, torch.float16: 1.1, torch.float32: 10.0}  # of eager PyTorch's mean error
+MANY, FACTOR_FEW = 4096, 2.0  # of fewer numbers the mean of their errors is partly luck
+AGAIN = 6  # more draws of tensors where the first looks wrong
+FLOOR = 0.1  # of a unit in the last place, for what eager PyTorch has exactly by chance
+UNITS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}  # fp32: of sums of hundreds
+NOISE = 4e-6  # of fp32 sums of products of normal numbers, where the exact result is 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: "right", "wrong", "refused", "internal error"; of: the name of the worst result, or of the error."""
+
+    kind: str
+    of: str
+    ratio: float = 0.0
+    detail: str = ""
+
+
+def run(text: str, backend: str, device: str = "cpu") -> Outcome:
+    """What comes of a script. One that looks wrong is drawn again: the mean of a few numbers' errors may be luck."""
+    try:
+        names = names_of(text)
+    except Exception:  # noqa: BLE001 - the fuzzer's own mistake
+        return Outcome("broken script", "script", detail=traceback.format_exc())
+    return run_names(names, backend, device)
+
+
+def names_of(text: str) -> dict[str, Any]:
+    """The script's names."""
+    file = f"<fuzz {abs(hash(text))}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    names: dict[str, Any] = {"__name__": "fuzz"}
+    exec(compile(text, file, "exec"), names)
+    return names
+
+
+def run_names(names: dict[str, Any], backend: str, device: str = "cpu") -> Outcome:
+    """The same for a script that has run."""
+    found: list[dict[str, Measured]] = []
+    for turn in range(1 + AGAIN):
+        ours = attempt(names, backend, device)
+        if isinstance(ours, Outcome):
+            return ours
+        exact, some = plain_results(names, torch.float64, device)
+        eager, _ = plain_results(names, torch.float32, device)
+        dtype, rows = names["DTYPE"], names["ROWS"]
+        found.append({n: Measured.of(ours[n], exact[n], eager[n], dtype, n in rows, some) for n in exact})
+        means = {n: Measured.mean([one[n] for one in found]) for n in exact}
+        worst = max(means, key=lambda n: means[n].ratio)
+        if means[worst].ratio <= 1:
+            return Outcome("right", worst, means[worst].ratio, means[worst].said)
+        _other_tensors(names, turn)
+    wrong = [f"{n}: {m.said}" for n, m in means.items() if m.ratio > 1]
+    return Outcome("wrong", worst, means[worst].ratio, "\n".join(wrong))
+
+
+def attempt(names: dict[str, Any], backend: str, device: str) -> Named | Outcome:
+    """What the engine gives, or how it fails."""
+    try:
+        return our_results(names, backend, device)
+    except AttentionEngineError as error:
+        return Outcome("refused", type(error).__name__, detail=str(error))
+    except Exception as error:  # noqa: BLE001 - it is what is looked for
+        return Outcome("internal error", type(error).__name__, detail=traceback.format_exc())
+
+
+def _other_tensors(names: dict[str, Any], turn: int) -> None:
+    """Other numbers in the floating tensors; integers and masks stay."""
+    make = torch.Generator().manual_seed(turn)
+
+    for name in (*"qkv", "d_o"):
+        names[name] = torch.randn(names[name].shape, generator=make).to(names[name].dtype)
+    for name in names["d_rows"]:
+        names["d_rows"][name] = torch.randn(names["d_rows"][name].shape, generator=make)
+
+
+def _leaves(names: dict[str, Any], dtype: torch.dtype | None, device: str) -> tuple[Named, Named]:
+    """q, k, v and learned custom inputs, which gradients are asked of; all custom inputs."""
+    given = {n: names[n] for n in "qkv"} | names["custom"]
+    given = {n: x.to(device) for n, x in given.items()}
+    if dtype is torch.float64:
+        given = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}
+    wanted = [*"qkv", *names["LEARNED"]]
+    given = {n: x.detach().clone().requires_grad_(n in wanted) for n, x in given.items()}
+    return {n: given[n] for n in wanted}, {n: given[n] for n in names["custom"]}
+
+
+def _in_memory(x: Tensor, form: str) -> Tensor:
+    """The same numbers with other strides."""
+    if form == "wider":
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if form == "turned" else x
+
+
+def our_results(names: dict[str, Any], backend: str, device: str) -> Named:
+    """Outputs, rows and gradients of the engine, o as (batch, queries, heads, dim_v)."""
+    leaves, custom = _leaves(names, None, device)
+    q, k, v = (_in_memory(leaves[n], names["FORM"]) for n in "qkv")
+    turned = names["LAYOUT"] == "bhsd"
+    if turned:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    found = names["engine"](backend)(q, k, v, **custom, return_rowscales=bool(names["ROWS"]))
+    o, rows = found if names["ROWS"] else (found, {})
+    o = o.transpose(1, 2) if turned else o
+    return _with_gradients(names, leaves, o, rows, device)
+
+
+def plain_results(names: dict[str, Any], wide: torch.dtype, device: str) -> tuple[Named, Tensor]:
+    """The same in plain torch, and which rows keep a key."""
+    leaves, custom = _leaves(names, wide if wide is torch.float64 else None, device)
+    o, rows, some = names["plain"](leaves["q"], leaves["k"], leaves["v"], custom, wide)
+    rows = {n: rows[n] for n in names["ROWS"]}
+    return _with_gradients(names, leaves, o, rows, device), some
+
+
+def _with_gradients(names: dict[str, Any], leaves: Named, o: Tensor, rows: Named, device: str) -> Named:
+    outputs, arriving = [o], [names["d_o"].to(device, o.dtype)]
+    for name, row in rows.items():  # a row that keeps nothing may have any number
+        outputs.append(row)
+        arriving.append(torch.where(_kept(names, device), names["d_rows"][name].to(device), 0.0).to(row.dtype))
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, allow_unused=True)
+    found = {"o": o.detach()} | {n: x.detach() for n, x in rows.items()}
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        found[f"d{name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return found
+
+
+def _kept(names: dict[str, Any], device: str) -> Tensor:
+    if "some" not in names:
+        given = {n: names[n].to(device).float() for n in "qkv"}
+        with torch.no_grad():
+            custom = {n: x.to(device) for n, x in names["custom"].items()}
+            names["some"] = names["plain"](given["q"], given["k"], given["v"], custom, torch.float32)[2]
+    found: Tensor = names["some"]
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean errors of a result, ours and eager PyTorch's, the mean of its size, and how many numbers it has."""
+
+    ours: float
+    eager: float
+    size: float
+    count: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, ours: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype, row: bool, some: Tensor
+    ) -> Measured:
+        """row: a returned row, of which only rows that keep a key count."""
+        if ours.shape != exact.shape:
+            return cls(math.inf, 0.0, 0.0, exact.numel(), dtype)
+        if row:
+            ours, exact, eager = (torch.where(some, x.double(), 0.0) for x in (ours, exact, eager))
+        ours, exact, eager = (x.double() for x in (ours, exact, eager))
+        if exact.numel() == 0:
+            return cls(0.0, 0.0, 0.0, 0, dtype)
+        assert exact.isfinite().all(), "plain torch in float64 is not finite"
+        off, limit = (ours - exact).abs().nan_to_num(math.inf), (eager - exact).abs().nan_to_num(0.0)
+        return cls(float(off.mean()), float(limit.mean()), float(exact.abs().mean()), exact.numel(), dtype)
+
+    @classmethod
+    def mean(cls, found: list[Measured]) -> Measured:
+        """Of several draws, the numbers of all."""
+        ours, eager, size = (sum(getattr(m, n) for m in found) / len(found) for n in ("ours", "eager", "size"))
+        return cls(ours, eager, size, sum(m.count for m in found), found[0].dtype)
+
+    @property
+    def ratio(self) -> float:
+        """The error over what is allowed."""
+        factor = FACTORS[self.dtype] * (1.0 if self.count >= MANY else FACTOR_FEW)
+        return self.ours / (factor * self.eager + FLOOR * UNITS[self.dtype] * self.size + NOISE)
+
+    @property
+    def said(self) -> str:
+        return f"error {self.ours:.2e}, eager {self.eager:.2e}, {self.ratio:.2f} of what is allowed"
