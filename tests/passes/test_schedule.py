@@ -260,6 +260,17 @@ def test_the_other_terms_of_a_score_take_its_scale():
     assert len([n for n in products if n.axes >= {Axis.QUERY, Axis.KEY}]) == 1
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-7, 1e7, 1e30])
+def test_terms_are_not_divided_by_a_scale_for_which_fp32_has_no_room(scale):
+    """1e20 over a scale of 1e-30 is infinite there, and 1e-20 over 1e30 is 0."""
+    def score_mod(score, custom, b, h, q_idx, kv_idx):
+        return score * scale + (q_idx - kv_idx) * (1e20 if scale < 1 else 1e-20)
+
+    schedule = schedule_forward(trace(score_mod, None, OnlineSoftmax(), CustomIO()))
+    numbers = [abs(n.value) for n in topological(schedule.score) if n.op is Op.CONST and n.dtype is Type.FLOAT]
+    assert scale in numbers and all(1e-31 < n < 1e31 for n in numbers if n)
+
+
 def test_what_a_head_alone_decides_is_computed_once_a_block():
     schedule = schedule_forward(EXAMPLES["retention"].trace())
     assert [v.name for v, _ in schedule.block] == ["block0"]

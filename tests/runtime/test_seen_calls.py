@@ -145,6 +145,25 @@ def test_what_a_first_call_only_pretends_is_not_kept():
     assert len(engine._seen) == 1
 
 
+@pytest.fixture
+def switch():
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_the_switch_for_tf32_is_followed_after_calls_without_it_and_the_reverse(switch):
+    engine, given = build(), [t.detach() for t in qkv()]
+    for allowed in (False, True, False):
+        switch.allow_tf32 = allowed
+        engine(*given)
+        engine(*given)
+        launcher = op.ATTENTIONS[next(iter(engine._keys.values()))].launcher
+        assert launcher.plan(*given, []).kernels.problem.tf32 is allowed
+        assert launcher.kernels(*given, []).problem.tf32 is allowed
+    assert {kernels.problem.tf32 for kernels in launcher._kernels.values()} == {False, True}
+
+
 def test_autocast_is_followed_after_calls_without_it_and_the_reverse():
     engine = build(backend="reference")
     tensors = [t.detach() for t in qkv()]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, document_ids, folders, meta_tensor
-from attention_engine.compiler import analyse
+from attention_engine.compiler import Kernel, analyse
 from attention_engine.errors import CustomInputMissing
 from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Tile
@@ -63,6 +63,15 @@ def test_a_key_changes_with_the_versions_and_the_sources(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, lambda *package: "another")
             assert digest() != base
+
+
+def test_a_key_changes_with_what_tilelang_is_told():
+    """compiler.py, which decides it, is not among the sources that a key digests."""
+    told = [replace(KEY, pass_configs=configs).digest for configs in ((("fast", True),), (("fast", False),), ())]
+    assert told[0] == KEY.digest and len(set(told)) == 3
+    problem = KEY.given[0]
+    made = [Kernel(KEY.builder, KEY.given, H100, problem, {"fast": fast})._key for fast in (True, False)]
+    assert made[0] == KEY and made[1].digest == told[1]
 
 
 def test_kernels_of_a_package_have_sources_of_their_own():
