@@ -11,6 +11,7 @@ import pytest
 
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.symbols import where
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.evaluate import FOLDS, LOWEST, Value, evaluate, evaluate_all
 from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
@@ -197,6 +198,31 @@ def test_where_no_filling_does_the_mask_is_asked(kept):
     assert schedule.fill is None
     assert KEEP in topological(*(s.value for s in schedule.steps if isinstance(s, TileStep)))
     check(program, kept)
+
+
+class Raw(OnlineFunc):
+    """Scores are weights."""
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        return scores, {}, 1
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda s, custom, b, h, q, k: where((q - k).abs() < 9, s, 0.5 * s - 1),
+        lambda s, custom, b, h, q, k: where(q < 1000, s, s + 1),
+        lambda s, custom, b, h, q, k: where(custom["near"], s, s + 1),
+        lambda s, custom, b, h, q, k: s + (q - 2000).max(0),
+        lambda s, custom, b, h, q, k: s + k // 64,
+    ],
+)
+def test_a_filling_is_right_for_far_pairs_and_both_sides_of_a_condition(score_mod):
+    """A product of 0 isn't a weight of 0 where another place, or another mask, adds something."""
+    program = trace(score_mod, causal, Raw(), CustomIO({"near": (1,)}), {"near": Type.BOOL})
+    schedule = schedule_forward(program)
+    assert schedule.score is not PRODUCT  # the tile holds what the mask has left out
 
 
 class ShiftedOutput(OnlineFunc):
