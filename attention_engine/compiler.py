@@ -16,6 +16,7 @@ from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.by_hand import makes_delta, pairs_issue_much, starts_longest_first
 from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
@@ -133,10 +134,40 @@ class Maths:
     forward_schedule: ForwardSchedule
     backward_schedule: BackwardSchedule | None
 
+    def forward_of(self, dtype: str) -> ForwardSchedule:
+        """The forward pass in this dtype: in fp16 its weights may need a bound."""
+        return self._forward_bounded if dtype == "float16" and not self._weights_fit else self.forward_schedule
+
+    def forward_parted_of(self, dtype: str) -> ForwardSchedule:
+        """The same with a score's terms of rows out of its tile, where they can leave it."""
+        bounded = dtype == "float16" and not self._weights_fit
+        return self._bounded_parted if bounded else self.forward_parted
+
     @cached_property
     def forward_parted(self) -> ForwardSchedule:
-        """The forward pass with a score's terms of rows out of its tile, where they can leave it."""
-        return schedule_forward(self.program, self.backward.saved if self.backward else (), parts_rows=True)
+        """The forward pass with a score's terms of rows out of its tile, in other dtypes than fp16."""
+        return schedule_forward(self.program, self._saved, parts_rows=True)
+
+    @cached_property
+    def _forward_bounded(self) -> ForwardSchedule:
+        return schedule_forward(bound_weights(self.program), self._saved)
+
+    @cached_property
+    def _bounded_parted(self) -> ForwardSchedule:
+        return schedule_forward(bound_weights(self.program), self._saved, parts_rows=True)
+
+    @cached_property
+    def _weights_fit(self) -> bool:
+        return weights_fit(self.program)
+
+    @cached_property
+    def backward_fits_half(self) -> bool:
+        """Are the backward pass's weights in fp16's range?"""
+        return self._weights_fit or final_weights_fit(self.program)
+
+    @property
+    def _saved(self) -> tuple[tuple[str, Expr], ...]:
+        return self.backward.saved if self.backward else ()
 
     def wanting(self, names: Collection[str]) -> Maths:
         """The same with the gradients of these custom inputs alone."""
@@ -210,9 +241,9 @@ class Kernels:
         """q, k, v -> o and rows."""
         tile = self.tiles.forward
         if not tile.specialised:
-            return self._kernel("forward.forward", self.maths.forward_schedule, tile)
+            return self._kernel("forward.forward", self.maths.forward_of(self.problem.dtype), tile)
         places = (places_of(self.target),) if tile.persistent else ()
-        schedule = self.maths.forward_parted
+        schedule = self.maths.forward_parted_of(self.problem.dtype)
         rules = [UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else [])]
         return self._kernel("forward_hopper.forward_hopper", schedule, tile, *places, rules=rules)
 

@@ -189,7 +189,21 @@ class Launcher:
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
         d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Gradients of q, k, v, contiguous, and of the wanted custom inputs that are read, by name."""
+        """Gradients of q, k, v, contiguous, and of the wanted custom inputs that are read, by name.
+
+        Where final weights may leave fp16's range, fp32 kernels make them.
+        """
+        given = (custom, output, rows, d_output, d_finals, wanted)
+        if q.dtype is not torch.float16 or self.maths.backward_fits_half:
+            return self._backward(q, k, v, *given)
+        wide = (custom, output.float(), rows, d_output.float(), d_finals, wanted)
+        dq, dk, dv, found = self._backward(q.float(), k.float(), v.float(), *wide)
+        return dq.half(), dk.half(), dv.half(), found
+
+    def _backward(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
+        d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         given, custom = custom, [as_parameter(c) for c in custom] if custom else custom
         plan = self.plan(q, k, v, custom, wanted, backward=True)
         kernels = plan.kernels

@@ -82,8 +82,9 @@ def hints_matter(dim: int, dim_v: int) -> bool:
 
 def _placed_by_hand(problem: Problem, maths: Maths, target: Arch, tiles: Tiles, hints: Lengths | None) -> Tiles:
     """The kernels with a group of warps that copies, where there are such; which tiles don't spill is tested."""
-    if forward_fits(problem, maths.forward_schedule):
-        tiles = replace(tiles, forward=_forward_by_hand(problem, maths.forward_schedule, target, hints))
+    forward = maths.forward_of(problem.dtype)
+    if forward_fits(problem, forward):
+        tiles = replace(tiles, forward=_forward_by_hand(problem, forward, target, hints))
     schedule = maths.backward_schedule
     axes = {name: axes for name, _, axes in problem.custom}
     summed = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, ordered=False)
