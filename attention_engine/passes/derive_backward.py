@@ -40,6 +40,7 @@ from attention_engine.ir.program import (
     Program,
     final_gradient,
 )
+from attention_engine.passes.absent_pairs import guard_row, may_be_infinite
 from attention_engine.passes.differentiate import ZERO, differentiate, log_derivative
 from attention_engine.passes.row_values import RowValues, near, reductions_in
 from attention_engine.passes.simplify import add, construct, factor_out, factors, mul, simplify, split_coefficient
@@ -313,10 +314,12 @@ def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr,
     in_score = {SCORE: simplify(program.score)[0]}
     weights, product, *pairs = use_exp2(*(substitute(e, in_score) for e in named))
     row_gradients = tuple((load, rows.settle(rows.in_states(expr))) for load, expr in by_row.items())
+    unbounded = may_be_infinite(program.score)
+    of_pairs = {(guard_row(expr) if unbounded else expr): name for expr, name in rows.rows.items()}
     needed = [e for e in (*rows.rows, *(g for _, g in row_gradients))]
     used = {n.name for n in topological(*needed) if n.op is Op.VAR} if needed else set()
     saved = [(n, e) for n, e in program.finals if f"final.{n}" in used]
     saved += [(name, expr) for expr, name in rows.saved.items()]
-    read = tuple((name, expr) for expr, name in rows.rows.items())
+    read = tuple((name, expr) for expr, name in of_pairs.items())
     return Backward(tuple(saved), read, weights, product, tuple(zip(pair, pairs, strict=True)), row_gradients,
                     tuple(undifferentiated.items()), magnifies_delta(closed, needed))  # fmt: skip

@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from attention_engine.ir.evaluate import LOWEST, evaluate
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, rebuild, substitute, topological, var
 from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Program, State
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
 from attention_engine.passes.ends import Ends, find_ends
+from attention_engine.passes.fills import NEUTRAL, find_fill
 from attention_engine.passes.row_terms import part_row_terms, reads_places_alone, terms_beside_product
 from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
@@ -27,7 +26,6 @@ from attention_engine.passes.strength import lighten, open_pairs, use_exp2
 TILE = var("tile", PAIR)
 KEEP = var("keep", PAIR, Type.BOOL)
 SCALES = (1e-6, 1e6)  # the scales between which other terms of a sum may be divided by one: fp32 has room for them
-NEUTRAL = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def _part_rows(program: Program) -> tuple[Expr, list[Expr], float | None] | None
     roots = _roots_of(program, add(mul(const(scale), TILE), mul(const(scale), of_row)))
     if any(node.args[0] not in (TILE, roots[-2]) for node in topological(*roots) if node.op is Op.REDUCE):
         return None
-    return of_pairs, roots, _find_fill(roots[:-2], roots[-2])
+    return of_pairs, roots, find_fill(roots[:-2], roots[-2], TILE)
 
 
 def _roots_of(program: Program, score: Expr) -> list[Expr]:
@@ -170,12 +168,12 @@ def _hold_tile(program: Program) -> tuple[Expr, list[Expr], float | None]:
     reduced = [n for n in topological(*raw) if n.op is Op.REDUCE]
     if SCORE not in topological(*reduced):
         roots = _roots_of(program, substitute(program.score, {PRODUCT: TILE}))
-        fill = _find_fill(roots[:-2], roots[-2])
+        fill = find_fill(roots[:-2], roots[-2], TILE)
         if fill is not None:
             return PRODUCT, roots, fill
     scale, score = _take_scale(program.score)
     roots = _roots_of(program, mul(const(scale), TILE))
-    return score, roots, _find_fill(roots[:-2], roots[-2])
+    return score, roots, find_fill(roots[:-2], roots[-2], TILE)
 
 
 def _take_scale(score: Expr) -> tuple[float, Expr]:
@@ -355,34 +353,6 @@ class _Steps:
 
 def _reads_tile(expr: Expr) -> bool:
     return TILE in topological(expr, closed=frozenset({Op.REDUCE}))
-
-
-def _find_fill(updates: list[Expr], weights: Expr) -> float | None:
-    """What a masked pair's tile entry can hold so that it has weight 0 and changes no reduction; tried on numbers."""
-    reductions = [n for n in topological(*updates, weights) if n.op is Op.REDUCE]
-    wanted = [(n.args[0], NEUTRAL[str(n.arg)]) for n in reductions] + [(weights, 0.0)]
-    for fill in (-math.inf, 0.0):
-        if all(_gives(expr, fill, neutral) for expr, neutral in wanted):
-            return fill
-    return None
-
-
-def _gives(expr: Expr, fill: float, neutral: float) -> bool:
-    """Conditions of the place are drawn themselves, and half of the indices far: none of either stays out of reach."""
-    for seed in range(16):
-        draw, far = random.Random(seed), seed >= 8
-        values: dict[Expr, float] = {}
-        for node in topological(expr, closed=frozenset({Op.REDUCE})):
-            if node.dtype is Type.BOOL and TILE not in topological(node):
-                values[node] = draw.random() < 0.5
-            elif node.op in (Op.VAR, Op.LOAD, Op.REDUCE):
-                number = draw.gauss(0, 3) * 10 ** draw.randrange(-1, 2)
-                values[node] = number if node.dtype is Type.FLOAT else draw.randrange(10**5 if far else 9)
-        at = evaluate(expr, {**values, TILE: fill})
-        left_out = at <= neutral if neutral == LOWEST else at >= neutral if neutral == -LOWEST else at == neutral
-        if not (left_out or (far and at != at)):  # NaN: a power of a distance that no tile spans
-            return False
-    return True
 
 
 def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:

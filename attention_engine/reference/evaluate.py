@@ -102,12 +102,7 @@ class Evaluator:
         operands = [self.done[a] for a in node.args]
         match node.op:
             case Op.CONST:
-                value = (
-                    max(min(node.value, -self.lowest), self.lowest)
-                    if node.dtype is Type.FLOAT and node.value == node.value
-                    else node.value
-                )
-                return torch.full((), value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
+                return torch.full((), node.value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
             case Op.CAST:
                 return operands[0].to(DTYPES.get(node.dtype, self.dtype))
             case Op.LOAD:
