@@ -12,21 +12,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, topological
+from attention_engine.ir.expr import Expr, Op, Type, const, is_const, make, topological
 from attention_engine.ir.program import PRODUCT, Program
+from attention_engine.ir.reach import HIGHEST, may_be_infinite
 from attention_engine.passes.empty_rows import counts_kept_pairs
 from attention_engine.passes.fills import absorbs_absent_pairs
 from attention_engine.passes.simplify import CONSTRUCTORS, add, mul, negate, simplify, split_coefficient, terms, where
 
 LEAST = -1e38  # below it a bias is -inf, where a mask asks
 FALSE = const(False, Type.BOOL)
-HUGE = 1e37  # no row value is as large where its row kept a pair
-# What is finite where its operands are; that products, or exponentials, may overflow is left aside.
-FINITE = frozenset(
-    {Op.VAR, Op.ADD, Op.MUL, Op.FLOORDIV, Op.MOD, Op.MAXIMUM, Op.MINIMUM, Op.EXP, Op.EXP2, Op.ABS, Op.FLOOR, Op.CAST,
-     Op.WHERE, Op.DETACH}
-)  # fmt: skip
-BOUNDED = frozenset({Op.TANH, Op.SIGMOID, Op.ERF, Op.SIN, Op.COS})
 
 
 def leave_out_absent(program: Program) -> Program:
@@ -82,13 +76,7 @@ def _asks_biases(score: Expr) -> Expr:
     return absent
 
 
-def may_be_infinite(score: Expr) -> bool:
-    """Could a score be -inf, for all that is known of it? Products, indices and numbers of a head are finite."""
-    if score.op in BOUNDED or (score.dtype is not Type.FLOAT) or score.axes <= {Axis.BATCH, Axis.HEAD}:
-        return is_const(score, -math.inf)
-    return score.op not in FINITE or any(may_be_infinite(a) for a in score.args)
-
-
 def guard_row(row: Expr) -> Expr:
-    """The row value, 0 where it is infinite: in a row that kept no pair."""
-    return where(make(Op.LESS, const(HUGE), make(Op.ABS, row)), const(0.0), row)
+    """A row value that weights take, 0 where it is infinite: in a row that kept no pair."""
+    reads_saved = any(n.op is Op.VAR and n.name.startswith("final.") for n in topological(row))
+    return where(make(Op.LESS, const(HIGHEST), row), const(0.0), row) if reads_saved else row

@@ -60,6 +60,6 @@ def _is_as_it_began(state: State) -> Expr:
     return make(Op.EQUAL, state.variable, const(state.initial))
 
 
-def finite(value: float) -> float:
-    """Infinities as the finite numbers that stand for them."""
-    return float(max(min(value, -LOWEST), LOWEST))
+def finite(value: float, least: float = LOWEST) -> float:
+    """Infinities as the finite numbers that stand for them: `least` and its opposite."""
+    return float(max(min(value, -least), least))

@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, rebuild, substitute, topological, var
 from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Program, State
+from attention_engine.ir.reach import least_of, may_be_far
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
 from attention_engine.passes.ends import Ends, find_ends
@@ -73,7 +75,8 @@ class ForwardSchedule:
     block: values of a (batch, head), computed before the loop; score: what the tile first holds, of PRODUCT; fill: what
     masked pairs hold then (None: the steps ask KEEP themselves); steps: from the tile to the weights, which it holds
     last, and the row states; rescale: the row variable that the output so far is multiplied with (None: with 1);
-    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score.
+    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score;
+    least: what stands for -inf where a maximum starts.
     """
 
     block: tuple[tuple[Expr, Expr], ...]
@@ -87,6 +90,7 @@ class ForwardSchedule:
     rows: tuple[tuple[str, Expr], ...]
     mask: Expr | None
     ends: Ends | None = None
+    least: float = LOWEST
 
     @property
     def rescales_early(self) -> bool:
@@ -115,19 +119,20 @@ def schedule_forward(
 ) -> ForwardSchedule:
     """The forward pass in order; `saved` are rows to write beside the program's own. parts_rows: are terms of rows to
     leave the tile, where nothing else is then left beside products than terms of places?"""
+    far, least = may_be_far(program.score), least_of(program.score)
     program = guard_empty_rows(program)
-    score, roots, fill = (_part_rows(program) if parts_rows else None) or _hold_tile(program)
+    score, roots, fill = (_part_rows(program) if parts_rows and not far else None) or _hold_tile(program, far)
     if fill is None:
         roots = _ask_keep(roots, len(roots) - 2)
     rows = (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))
-    block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots)))
+    block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots, differences=far)))
     steps, rescale = _Steps(roots).build(program.states)
     output_rows, (output,) = _row_values([program.output], "end")
     return ForwardSchedule(
         block=tuple(block),
         score=score,
         fill=fill,
-        initial=tuple((s.variable, finite(s.initial)) for s in program.states),
+        initial=tuple((s.variable, finite(s.initial, least)) for s in program.states),
         steps=tuple(steps),
         rescale=rescale,
         output_rows=RowStep(tuple(output_rows)),
@@ -135,6 +140,7 @@ def schedule_forward(
         rows=rows,
         mask=program.mask,
         ends=ends,
+        least=least,
     )
 
 
@@ -158,11 +164,11 @@ def _roots_of(program: Program, score: Expr) -> list[Expr]:
     return list(simplify(*(substitute(e, {SCORE: score}) for e in raw)))
 
 
-def _hold_tile(program: Program) -> tuple[Expr, list[Expr], float | None]:
+def _hold_tile(program: Program, whole: bool) -> tuple[Expr, list[Expr], float | None]:
     """What the tile first holds, of PRODUCT; then updates, weights and rescale of TILE; and what masked pairs hold.
 
     Where no reduction reads the scores, the products themselves are held if a fill can be found: score and weights are
-    then one formula.
+    then one formula. whole: are scores held as they are, whose factor would cost digits of what it is taken out of?
     """
     raw = [*(s.update for s in program.states), program.weights, program.rescale]
     reduced = [n for n in topological(*raw) if n.op is Op.REDUCE]
@@ -171,7 +177,7 @@ def _hold_tile(program: Program) -> tuple[Expr, list[Expr], float | None]:
         fill = find_fill(roots[:-2], roots[-2], TILE)
         if fill is not None:
             return PRODUCT, roots, fill
-    scale, score = _take_scale(program.score)
+    scale, score = (1.0, program.score) if whole else _take_scale(program.score)
     roots = _roots_of(program, mul(const(scale), TILE))
     return score, roots, find_fill(roots[:-2], roots[-2], TILE)
 
@@ -197,7 +203,10 @@ def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     gradients = [e for _, e in backward.pair_gradients]
     number, rest = split_coefficient(backward.product_gradient)
     scale, product = (float(number), rest) if rest is not None else (1.0, backward.product_gradient)
-    block, (weights, product, *gradients), ends = _hoist_all(open_pairs(backward.weights, product, *gradients))
+    pairs = backward.weights, product, *gradients, *([] if backward.score is None else [backward.score])
+    block, (weights, product, *gradients), ends = _hoist_all(open_pairs(*pairs))
+    if backward.score is not None:  # no pass comes after this one that would part a score's sum
+        weights, ends = substitute(weights, {SCORE: gradients.pop()}), None
     loads = (load for load, _ in backward.pair_gradients)
     return BackwardSchedule(
         tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask, ends
