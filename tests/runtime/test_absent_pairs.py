@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, OnlineFunc, meta_tensor, where
-from attention_engine.library import OnlineRelu, OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal
+from attention_engine import AttentionEngine, CustomIO, meta_tensor, where
+from attention_engine.library import OnlineIdentity, OnlineRelu, OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal
 from tests import plain
 from tests.runtime.engines import BACKENDS
 
@@ -15,14 +15,6 @@ BIASED = CustomIO({"b": ("seq_len", "seq_len_kv")})
 
 def biased(score, custom, b, h, q_idx, kv_idx):
     return score * 0.3 + custom["b"]
-
-
-class Identity(OnlineFunc):
-    """Weights that are the scores."""
-
-    @staticmethod
-    def online_fwd(scores, online_rowscales, b, h, q_idx):
-        return scores, {}, 1
 
 
 def softmax(x, keep):
@@ -36,7 +28,7 @@ FUNCTIONS = {
     "sigmoid": (OnlineSigmoid, lambda x, keep: plain.sigmoid(x, keep)[0]),
     "relu": (OnlineRelu, lambda x, keep: plain.relu(x, keep)[0]),
     "retention": (OnlineRetention, lambda x, keep: plain.retention(x, keep)[0]),
-    "identity": (Identity, lambda x, keep: torch.where(keep, x, 0.0)),
+    "identity": (OnlineIdentity, lambda x, keep: torch.where(keep, x, 0.0)),
 }
 
 
