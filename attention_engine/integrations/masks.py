@@ -129,7 +129,8 @@ class Mask:
     ) -> Any:
         """torch's functions see the tensor over pairs; those that would take it for numbers don't."""
         masks = [a for a in (*args, *(options or {}).values()) if isinstance(a, Mask)]
-        if masks and function.__name__.strip("_") in NUMBERS:
+        fills = function.__name__.startswith("masked_fill")  # of scores, by one who takes True for a pair left out
+        if masks and (fills or function.__name__.strip("_") in NUMBERS):
             masks[0]._refuse()
         found = function(*map(_plain, args), **{name: _plain(a) for name, a in (options or {}).items()})
         return masks[0]._again(found) if masks else found

@@ -247,6 +247,13 @@ def test_position_biases_of_t5_learn():
         torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-4)
 
 
+def test_a_model_that_takes_true_for_a_pair_left_out_is_refused():
+    config = transformers.MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1)
+    model = transformers.MptForCausalLM._from_config(config, attn_implementation="attention_engine")
+    with pytest.raises(AttentionOutOfReach, match="mpt"):
+        model(torch.randint(64, (1, 6)))
+
+
 def test_a_model_with_an_attention_of_its_own_is_refused_by_name():
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     model = transformers.BloomForCausalLM._from_config(config, attn_implementation="attention_engine")
@@ -271,7 +278,7 @@ def test_a_mask_is_the_tensor_that_sdpa_gets_to_those_who_look_inside():
         assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(dense, 0.0, 1.0))
         assert torch.equal((mask & dense).dense(), dense) and torch.equal((mask == 0).dense(), ~dense)
         for misread in (lambda m: torch.zeros(5) + m, lambda m: m[..., :4] + 1, lambda m: m.to(torch.float32),
-                        lambda m: torch.mul(torch.zeros(5), m), lambda m: m.expand(2, 4, 3, 5).float()):  # fmt: skip
+                        lambda m: torch.mul(torch.zeros(5), m), lambda m: torch.zeros(5).masked_fill(m, 1.0), lambda m: m.expand(2, 4, 3, 5).float()):  # fmt: skip
             with pytest.raises(AttentionOutOfReach):
                 misread(mask)
 
