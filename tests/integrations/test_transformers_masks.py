@@ -277,8 +277,12 @@ def test_a_mask_is_the_tensor_that_sdpa_gets_to_those_who_look_inside():
         assert torch.equal(mask.dense(), dense) and torch.equal((~mask[:, :, 1:]).dense(), ~dense[:, :, 1:])
         assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(dense, 0.0, 1.0))
         assert torch.equal((mask & dense).dense(), dense) and torch.equal((mask == 0).dense(), ~dense)
-        for misread in (lambda m: torch.zeros(5) + m, lambda m: m[..., :4] + 1, lambda m: m.to(torch.float32),
-                        lambda m: torch.mul(torch.zeros(5), m), lambda m: torch.zeros(5).masked_fill(m, 1.0), lambda m: m.expand(2, 4, 3, 5).float()):  # fmt: skip
+        misreadings = (
+            lambda m: torch.zeros(5) + m, lambda m: m[..., :4] + 1, lambda m: m.to(torch.float32),
+            lambda m: torch.mul(torch.zeros(5), m), lambda m: torch.zeros(5).masked_fill(m, 1.0),
+            lambda m: m.expand(2, 4, 3, 5).float(),
+        )  # fmt: skip
+        for misread in misreadings:
             with pytest.raises(AttentionOutOfReach):
                 misread(mask)
 
