@@ -39,6 +39,7 @@ from attention_engine.ir.program import (
     final_variable,
     state_variable,
 )
+from attention_engine.passes.index_ranges import settle_comparisons
 from attention_engine.passes.simplify import simplify
 
 ALL_AXES = frozenset(Axis)
@@ -237,7 +238,7 @@ def trace(
     if score_mod is not None:
         result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(score), custom, *_indices()], None)
         score = _number(score_mod, "the score", result)
-    mask = None if mask_mod is None else _mask(mask_mod, custom)
+    mask = None if mask_mod is None else settle_comparisons(_mask(mask_mod, custom))
     online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)
     states = list(online.initial)
     roots = simplify(score, *online.updates.values(), online.weights, online.rescale, online.output,
