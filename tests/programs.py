@@ -92,6 +92,21 @@ class GatedSoftmax(OnlineSoftmax):
         return o * custom["gate"], rows
 
 
+class MeanRelu(OnlineFunc):
+    """max(x, 0) over the number of keys, which no state of the weights holds."""
+
+    def __init__(self):
+        super().__init__({"n": 0.0}, {"n": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        return scores.relu(), {"n": online_rowscales["n"] + (scores * 0.0 + 1.0).get_reduce("sum")}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / online_rowscales["n"], {"n": online_rowscales["n"]}
+
+
 def scaled(score, custom, b, h, q_idx, kv_idx):
     return score * 0.4
 
@@ -173,4 +188,5 @@ EXAMPLES = {
     ),
     "gated": Example(GatedSoftmax, scaled, {"gate": ("heads",)}, {"gate": (HEADS,)}),
     "softmax by hand": Example(HandSoftmax),
+    "mean relu": Example(MeanRelu),
 }

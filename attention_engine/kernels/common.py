@@ -159,6 +159,15 @@ def fill(buffer: Any, value: Any) -> None:
 
 
 @T.macro
+def lie_alike(fragment: Any, other: Any) -> None:
+    """Gives a fragment the layout of another, before each entry is written of nothing that lies in registers.
+
+    TileLang finds no layout for one that is reduced then. nvcc drops the copies.
+    """
+    T.copy(other, fragment)
+
+
+@T.macro
 def over_rows(rows: int, body: Callable[[Any], None]) -> None:
     """Runs `body` for each row of a tile, in parallel."""
     for i in T.Parallel(rows):

@@ -9,6 +9,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Expr, Op, const, make, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
@@ -26,6 +27,7 @@ from attention_engine.kernels.common import (
     block_values,
     build,
     fill,
+    lie_alike,
     load,
     loop,
     multiply,
@@ -49,6 +51,7 @@ from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
 
 REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
+START = {"max": LOWEST, "min": -LOWEST}
 
 
 def row_variables(schedule: ForwardSchedule) -> list[Expr]:
@@ -285,13 +288,15 @@ class TileMaths:
                 case ReduceStep():
                     source = self.scores
                     if step.source is not None or step.absolute:
+                        if step.source is not None and TILE not in topological(step.source):
+                            lie_alike(self.other, self.scores)
                         self._map(self.other, step.source or make(Op.ABS, TILE), kv0, TILE)
                         source = self.other
                     target = self.rows[step.variable]
                     if step.kind == "sum":
                         REDUCE[step.kind](source, target, dim=1)
                     else:
-                        fill(target, self.schedule.least if step.kind == "max" else -self.schedule.least)
+                        fill(target, START[step.kind])
                         REDUCE[step.kind](source, target, dim=1, clear=False)
                 case SumStep():
                     self._sum(step)
