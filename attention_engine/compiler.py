@@ -14,6 +14,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
+from attention_engine.passes.absent_pairs import leave_out_absent
 from attention_engine.passes.by_hand import makes_delta, pairs_issue_much, starts_longest_first
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
@@ -183,6 +184,7 @@ class Maths:
 
 def analyse(program: Program) -> Maths:
     """Derives the backward pass and puts both directions in order."""
+    program = leave_out_absent(program)
     backward: Backward | None = None
     refusal: BackwardNotDerived | None = None
     try:

@@ -181,6 +181,17 @@ class NotYetSupported(AttentionEngineError, NotImplementedError):
     """Something the design has and this version doesn't."""
 
 
+class AttentionOutOfReach(AttentionEngineError, NotImplementedError):
+    """A Hugging Face model computes its attention in code of its own, which no registered attention replaces."""
+
+    def __init__(self, model: str | None) -> None:
+        super().__init__(
+            f"the attention of this model ({model or 'of an unknown type'}) is code of its own, which adds the mask to "
+            "its scores. transformers puts no other in its place.\n"
+            '  Use attn_implementation="eager", or a model of another family (docs/transformers.md says which).'
+        )
+
+
 class NoDevice(AttentionEngineError, RuntimeError):
     """A backend was asked for where it can't run."""
 

@@ -202,6 +202,13 @@ MISTAKES = [
     Mistake(E.NoDevice, "CUDA source where there is no GPU to compile for", *(
         'engine = AttentionEngine(qkv_meta)\nengine.source("forward", form="cuda")',
         'engine = AttentionEngine(qkv_meta, device=arch.H100())\nengine.source("forward")')),
+    Mistake(E.AttentionOutOfReach, "engines in a Hugging Face model that computes its attention in code of its own", *(
+        "from transformers import BloomConfig, BloomForCausalLM\n"
+        "from attention_engine.integrations.transformers import register\n"
+        'register("attention_engine")\n'
+        "config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)\n"
+        f'model = BloomForCausalLM._from_config(config, attn_implementation="{name}")\n'
+        "model(torch.ones(1, 4, dtype=torch.long))" for name in ("attention_engine", "eager"))),
     Mistake(E.RowNotDifferentiable, "a loss through a row whose gradient isn't derived", *(
         "class Softmax(library.OnlineSoftmax):\n"
         "    def __init__(self):\n"

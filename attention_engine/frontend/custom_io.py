@@ -54,6 +54,7 @@ class CustomIO:
                     )
             specs[name] = CustomSpec(name, tuple(axes))
         self.specs: Mapping[str, CustomSpec] = MappingProxyType(specs)
+        self.in_order = tuple(specs.values())  # calls read these: torch.compile reads no proxy where a dict changed
 
     def __reduce__(self) -> tuple[type[CustomIO], tuple[dict[str, tuple[AxisSpec, ...]]]]:
         return CustomIO, ({s.name: s.axes for s in self.specs.values()},)

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from attention_engine.errors import NotYetSupported
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, meta_tensor
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.symbols import where
+from attention_engine.integrations.masks import Band, Mask, make_mask
 from attention_engine.library import OnlineSoftmax, OnlineSoftmaxSink
 from attention_engine.runtime.module import AttentionEngine
 
 Axes = tuple[int | str, ...]
 PAIRS = ("batch", "heads", "seq_len", "seq_len_kv")
-
-
-@dataclass(frozen=True)
-class Band:
-    """Which distances q_idx - kv_idx a mask keeps: least to most, None where it has no bound."""
-
-    least: int | None = None
-    most: int | None = None
-
-    def __and__(self, other: Band) -> Band:
-        least = [b for b in (self.least, other.least) if b is not None]
-        most = [b for b in (self.most, other.most) if b is not None]
-        return Band(max(least, default=None), min(most, default=None))
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,7 @@ class Layer:
     scaling: the factor of the score. band: what causality and windows keep. softcap: cap * tanh(score / cap), if any.
     sinks: one more score a head. inputs: the custom inputs that the layer will bring, with their axes: "padding"
     (bool, True keeps a key), "shift" (added to q_idx where earlier keys are cached), "mask" (bool) and "bias" of
-    pairs, "sinks".
+    pairs, "alike" (bool, True for a row whose pairs share alike, whatever their scores), "sinks".
     """
 
     scaling: float
@@ -65,7 +55,11 @@ class Layer:
         score = score * self.scaling
         if self.softcap is not None:
             score = self.softcap * (score / self.softcap).tanh()
-        return score + custom["bias"] if "bias" in custom else score
+        if "bias" in custom:
+            score = score + custom["bias"]
+        if "alike" in custom:  # scores that a least number swallows: all alike, with the gradients of what they were
+            score = where(custom["alike"], score - score.detach(), score)
+        return score
 
     def mask_mod(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
         """Band, padding and whatever else the model masks."""
@@ -91,65 +85,40 @@ def softmax_engine(qkv_meta: Sequence[Meta], layer: Layer) -> AttentionEngine:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Mask:
-    """What the model's mask says, without a tensor over pairs."""
-
-    band: Band
-    padding: Tensor | None  # (batch, keys), True keeps
-    shift: int | Tensor  # of queries against keys
-
-
-def _band(mask_function: Any) -> Band | None:
-    """The mask function as a band of distances; None where it isn't one."""
-    of = masking_utils
-    closure = mask_function.__closure__ or ()
-    held = dict(zip(mask_function.__code__.co_freevars, (c.cell_contents for c in closure), strict=True))
-    if mask_function is of.causal_mask_function:
-        return Band(least=0)
-    if mask_function is of.bidirectional_mask_function:
-        return Band()
-    if mask_function.__code__ is of.sliding_window_overlay(1).__code__:
-        return Band(most=held["sliding_window"] - 1)
-    if mask_function.__code__ is of.sliding_window_bidirectional_overlay(1).__code__:
-        return Band(-held["sliding_window"], held["sliding_window"])
-    if mask_function.__code__ is of.and_masks(of.causal_mask_function).__code__:
-        band = Band()
-        for part in map(_band, held["mask_functions"]):
-            if part is None:
-                return None
-            band = band & part
-        return band
-    return None
-
-
-def make_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: Any = masking_utils.causal_mask_function, attention_mask: Tensor | None = None, **options: Any,
-) -> Mask | Tensor:  # fmt: skip
-    """What transformers calls to make the mask of a kind of layers; pairs as a tensor only where no band says it."""
-    band = _band(mask_function)
-    if band is None:
-        dense = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **(options | dense)
-        )
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + kv_length].bool()
-    return Mask(band, padding, q_offset - kv_offset)
-
-
 def _of_module(module: Any, query: Tensor, is_causal: bool | None) -> Mask:
     """What a layer without a mask means, as transformers' sdpa reads it."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    return Mask(Band(least=0 if causal and query.shape[2] > 1 else None), None, 0)
+    return Mask(Band(least=0 if causal and query.shape[2] > 1 else None))
 
 
-def _pair_axes(tensor: Tensor) -> Axes:
-    """The axes of a mask or bias over pairs, 1 where it is the same for all."""
-    names = [name if size != 1 else 1 for name, size in zip(PAIRS[:2], tensor.shape, strict=False)]
-    return (*names, *PAIRS[2:])
+def _axes(tensor: Tensor) -> Axes:
+    """The axes of a tensor over pairs, 1 where it is the same for all."""
+    return tuple(name if size != 1 else 1 for name, size in zip(PAIRS, tensor.shape, strict=True))
+
+
+def _of_pairs(mask: Tensor, keys: int) -> dict[str, tuple[Axes, Tensor]]:
+    """A tensor over pairs as custom inputs: which pairs it keeps and, of a floating one, what it adds to their scores.
+
+    -inf and the dtype's least number keep no pair, so that kernels may skip it: beside any larger score its weight is
+    exactly 0. A row that holds nothing larger is as torch has it: with -inf alone it keeps nothing; where least
+    numbers stand their pairs share alike, since such a number swallows the scores, while gradients flow through it.
+    """
+    mask = mask[(None,) * (4 - mask.ndim)]
+    mask = mask if mask.shape[3] == 1 else mask[..., :keys]
+    if mask.dtype is torch.bool:
+        return {"mask": (_axes(mask), mask)}
+    if not mask.is_floating_point():
+        raise NotYetSupported(
+            f"an attention mask is {mask.dtype}. Give bool, True where a pair is kept, or a floating one."
+        )
+    least = torch.finfo(mask.dtype).min
+    larger = ~(mask <= least)  # NaN is one of them, and shows
+    alike = ~larger.any(-1, keepdim=True)
+    keep = larger | (alike & (mask == least))
+    none = torch.zeros((), dtype=mask.dtype, device=mask.device)
+    swallowed = torch.where(keep, mask - mask.detach(), none) if mask.requires_grad else none
+    bias = torch.where(larger, mask, swallowed)
+    return {"mask": (_axes(keep), keep), "bias": (_axes(bias), bias), "alike": (_axes(alike), alike)}
 
 
 def _inputs(
@@ -157,26 +126,63 @@ def _inputs(
 ) -> dict[str, tuple[Axes, Tensor]]:
     """The custom inputs of a call, with their axes."""
     found: dict[str, tuple[Axes, Tensor]] = {}
-    if isinstance(mask, Mask):
-        if mask.padding is not None:
-            found["padding"] = (("batch", "seq_len_kv"), mask.padding)
-        if isinstance(mask.shift, Tensor) or mask.shift != 0:
-            shift = torch.as_tensor(mask.shift, device=key.device).to(torch.int32)
-            found["shift"] = ((1,), shift.reshape(1))
+    keys = key.shape[2]
+    if not isinstance(mask, Mask):
+        found |= _of_pairs(mask.to(key.device), keys)
+    elif mask.pairs is not None:
+        found |= _of_pairs(mask.pairs.to(key.device), keys)
     else:
-        mask = mask[..., : key.shape[2]]
-        found["mask" if mask.dtype is torch.bool else "bias"] = (_pair_axes(mask), mask)
+        if mask.padding is not None:
+            found["padding"] = (("batch", "seq_len_kv"), mask.padding.to(key.device)[:, :keys])
+        if isinstance(mask.shift, Tensor):
+            found["shift"] = ((1,), mask.shift.to(key.device, torch.int32).reshape(1))
+        elif mask.shift != 0:
+            found["shift"] = ((1,), torch.full((1,), mask.shift, dtype=torch.int32, device=key.device))
     if bias is not None:
+        bias = bias[..., :keys] if bias.shape[-1] != 1 else bias
         bias = bias + found["bias"][1] if "bias" in found else bias
-        found["bias"] = (_pair_axes(bias), bias)
+        found["bias"] = (_axes(bias), bias)
     if sinks is not None:
-        found["sinks"] = (("heads",), sinks)
+        found["sinks"] = (("heads",), sinks.reshape(-1))
     return found
+
+
+def _refuse_what_is_not_there(dropout: float, mask: Mask, options: Mapping[str, Any]) -> None:
+    """NotYetSupported for what a model asks of its attention and no engine here gives, rather than without it."""
+    if dropout:
+        raise NotYetSupported(f"attention dropout is {dropout}. Set attention_dropout=0.0 in the model's config.")
+    if options.get("cache") is not None:
+        raise NotYetSupported("a paged cache reached an engine. Generate with a dynamic or a static cache.")
+    if options.get("output_attentions"):
+        raise NotYetSupported('output_attentions=True: engines keep no weights. Use attn_implementation="eager".')
+    if options.get("head_mask") is not None:
+        raise NotYetSupported('head_mask: engines have none. Use attn_implementation="eager".')
+    if options.get("cu_seq_lens_q") is not None and mask.pairs is None:
+        raise NotYetSupported(
+            "cu_seq_lens_q: engines read packed sequences from position_ids. Give those, and use_cache=False."
+        )
 
 
 def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, None]]:
     """The function that transformers calls in each layer; engines are built when a kind of layer first needs one."""
-    engines: dict[object, AttentionEngine] = {}
+    names: dict[object, str] = {}
+    engines = SimpleNamespace()  # by name: torch.compile follows attributes that appear while it traces
+
+    def name_engine(
+        scaling: str, least: int | None, most: int | None, softcap: str | None,
+        inputs: tuple[tuple[str, Axes], ...], dtype: torch.dtype, sizes: tuple[tuple[int, int], ...],
+    ) -> str:  # fmt: skip
+        cap = None if softcap is None else float.fromhex(softcap)
+        kind = (Layer(float.fromhex(scaling), Band(least, most), cap, inputs), dtype, sizes)
+        if kind not in names:
+            metas = [meta_tensor(None, heads, None, dim, dtype=dtype) for heads, dim in sizes]
+            names[kind] = f"engine_{len(names)}"
+            setattr(engines, names[kind], engine_factory(metas, kind[0]))
+        return names[kind]
+
+    # torch.compile asks for the name and looks no further, as torch.compiler.assume_constant_result says. What it gets
+    # must be constants: with dynamic shapes a number may be a symbol, and as text (hex: exactly) or index it is none.
+    name_engine._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
@@ -184,22 +190,20 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
         softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        if dropout:
-            raise NotYetSupported(f"attention dropout is {dropout}. Set attention_dropout=0.0 in the model's config.")
-        if options.get("cache") is not None:
-            raise NotYetSupported("a paged cache reached an engine. Generate with a dynamic or a static cache.")
+        if query.shape[0] != key.shape[0]:  # learned queries or keys that all of a batch share
+            query, key, value = (t.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for t in (query, key, value))
         mask = attention_mask if attention_mask is not None else _of_module(module, query, is_causal)
-        found = _inputs(mask, key, position_bias, s_aux)
         band = mask.band if isinstance(mask, Mask) else Band()
+        _refuse_what_is_not_there(dropout, mask if isinstance(mask, Mask) else Mask(Band(), pairs=mask), options)
+        found = _inputs(mask, key, position_bias, s_aux)
         inputs = tuple((name, axes) for name, (axes, _) in found.items())
-        layer = Layer(scaling or query.shape[3] ** -0.5, band, softcap, inputs)
+        factor = float(scaling if scaling is not None else query.shape[3] ** -0.5).hex()
+        cap = None if softcap is None else float(softcap).hex()
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        sizes = tuple((t.shape[1], t.shape[3]) for t in (query, key, value))
-        engine = engines.get((layer, dtype, sizes))
-        if engine is None:
-            metas = [meta_tensor(None, heads, None, dim, dtype=dtype) for heads, dim in sizes]
-            engine = engines[layer, dtype, sizes] = engine_factory(metas, layer)
+        sizes = tuple([(index(t.shape[1]), index(t.shape[3])) for t in (query, key, value)])
+        name = name_engine(factor, band.least, band.most, cap, inputs, dtype, sizes)
+        engine: AttentionEngine = getattr(engines, name)
         output = engine(query, key, value, *(tensor for _, tensor in found.values()))
         return output.transpose(1, 2).contiguous(), None
 

@@ -122,7 +122,9 @@ class Backward:
     and the same. pair_gradients: for a read of a custom input in score_mod, what a pair adds to its gradient.
     row_gradients: for a read of one by online_fwd or the epilogue, what a row adds to it (of saved rows, DELTA ...).
     undifferentiated: returned rows whose gradient is not derived, with the reason. exact_delta: delta must be the row
-    sum of weight * dweight, as dO . o of an output that was rounded is not near enough.
+    sum of weight * dweight, as dO . o of an output that was rounded is not near enough. score: where scores may be far
+    from 0 (reach.py), the score that `weights` then takes as SCORE: it is computed whole before a row's number is taken
+    from it, as the forward pass does. None: `weights` is of PRODUCT.
     """
 
     saved: tuple[tuple[str, Expr], ...]
@@ -133,6 +135,7 @@ class Backward:
     row_gradients: tuple[tuple[Expr, Expr], ...]
     undifferentiated: tuple[tuple[str, str], ...] = ()
     exact_delta: bool = False
+    score: Expr | None = None
 
     def named(self) -> Iterator[tuple[str, Expr]]:
         """Every expression with what it is."""
@@ -140,6 +143,8 @@ class Backward:
             yield f"saved.{name}", row
         for name, row in self.rows:
             yield name, row
+        if self.score is not None:
+            yield "score", self.score
         yield "weight", self.weights
         yield "d_qk", self.product_gradient
         for load, gradient in (*self.pair_gradients, *self.row_gradients):

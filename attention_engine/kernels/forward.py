@@ -9,7 +9,6 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Expr, Op, const, make, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
@@ -51,7 +50,6 @@ from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
 
 REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
-START = {"max": LOWEST, "min": -LOWEST}
 
 
 def row_variables(schedule: ForwardSchedule) -> list[Expr]:
@@ -296,7 +294,7 @@ class TileMaths:
                     if step.kind == "sum":
                         REDUCE[step.kind](source, target, dim=1)
                     else:
-                        fill(target, START[step.kind])
+                        fill(target, self.schedule.least if step.kind == "max" else -self.schedule.least)
                         REDUCE[step.kind](source, target, dim=1, clear=False)
                 case SumStep():
                     self._sum(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,6 @@ import tilelang.language as T
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as tir_builder
 
-from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, topological
 
 DTYPES = {Type.BOOL: "bool", Type.INT: "int32", Type.FLOAT: "float32"}
@@ -98,10 +98,10 @@ Reader = Callable[[str, list[Any], Type], Any]
 
 
 def constant(expr: Expr) -> Any:
-    """A number; infinities as the finite numbers that stand for them."""
+    """A number; infinities as they are."""
     if expr.dtype is Type.FLOAT:
         value = float(expr.value)
-        return T.float32(value if value != value else max(min(value, -LOWEST * 1e8), LOWEST * 1e8))
+        return T.infinity("float32") * math.copysign(1, value) if math.isinf(value) else T.float32(value)
     return T.int32(int(expr.value)) if expr.dtype is Type.INT else T.bool(bool(expr.value))
 
 

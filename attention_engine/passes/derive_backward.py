@@ -40,10 +40,12 @@ from attention_engine.ir.program import (
     Program,
     final_gradient,
 )
+from attention_engine.ir.reach import may_be_far, may_be_infinite
+from attention_engine.passes.absent_pairs import guard_row
 from attention_engine.passes.differentiate import ZERO, differentiate, log_derivative
 from attention_engine.passes.row_values import RowValues, near, reductions_in
 from attention_engine.passes.simplify import add, construct, factor_out, factors, mul, simplify, split_coefficient
-from attention_engine.passes.strength import use_exp2
+from attention_engine.passes.strength import LOG2_E, use_exp2
 
 Gradients = dict[Expr, Expr]
 
@@ -223,8 +225,11 @@ def _not_negative(expr: Expr) -> bool:
     return expr.op is Op.ABS or (expr.op is Op.MAXIMUM and any(a.op is Op.CONST and a.value >= 0 for a in expr.args))
 
 
-def merge_row_factor(weight: Expr) -> Expr:
-    """exp(u) * R as exp(u + log R), R a positive factor of the row: one number a row then serves (softmax: its lse)."""
+def merge_row_factor(weight: Expr, apart: bool = False) -> Expr:
+    """exp(u) * R as exp(u + log R), R a positive factor of the row: one number a row then serves (softmax: its lse).
+
+    apart: as exp2(log2(e) * u + log2 R), two numbers of a row, as u's may be so far from 0 that log R would be lost.
+    """
     number, rest = split_coefficient(weight)
     if rest is None:
         return weight
@@ -238,6 +243,9 @@ def merge_row_factor(weight: Expr) -> Expr:
         for p in positive
     ]
     others = [p for p in parts if p is not inner and p not in positive]
+    if apart:
+        exponent = add(mul(const(LOG2_E), inner.args[0]), *(mul(const(LOG2_E), log) for log in logs))
+        return mul(const(float(number)), *others, make(Op.EXP2, exponent))
     return mul(const(float(number)), *others, make(Op.EXP, add(inner.args[0], *logs)))
 
 
@@ -264,7 +272,8 @@ def _name_weight(expr: Expr, weight: Expr) -> Expr:
 def derive_backward(program: Program) -> Backward:
     """The backward pass; raises BackwardNotDerived, with what to do, where it can't be had."""
     closed = close(program)
-    weight = merge_row_factor(closed.weight) if program.forward is None else program.forward
+    far = program.forward is None and may_be_far(program.score)
+    weight = merge_row_factor(closed.weight, far) if program.forward is None else program.forward
     loads = _float_loads(closed.weight, *closed.finals.values())
     by_hand = program.backward
     deriver = _Deriver(program, closed) if by_hand is None or loads else None
@@ -309,14 +318,21 @@ def magnifies_delta(closed: ClosedForm, rows: list[Expr]) -> bool:
 def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr, pair: Gradients, by_row: Gradients,
               undifferentiated: dict[str, str]) -> Backward:  # fmt: skip
     rows = RowValues(program.finals, closed.states)
-    named = rows.name(*use_exp2(*(rows.in_states(e) for e in (weight, factor_out(product), *pair.values()))))
+    far = program.forward is None and may_be_far(program.score)
+    (weight,) = use_exp2(rows.in_states(weight), differences=far)
+    weights, *named = rows.name(weight, *use_exp2(*(rows.in_states(e) for e in (factor_out(product), *pair.values()))))
     in_score = {SCORE: simplify(program.score)[0]}
-    weights, product, *pairs = use_exp2(*(substitute(e, in_score) for e in named))
+    if not far:
+        (weights,) = use_exp2(substitute(weights, in_score))
+    product, *pairs = use_exp2(*(substitute(e, in_score) for e in named))
     row_gradients = tuple((load, rows.settle(rows.in_states(expr))) for load, expr in by_row.items())
+    unbounded = may_be_infinite(program.score)
+    of_pairs = {(guard_row(expr) if unbounded else expr): name for expr, name in rows.rows.items()}
     needed = [e for e in (*rows.rows, *(g for _, g in row_gradients))]
     used = {n.name for n in topological(*needed) if n.op is Op.VAR} if needed else set()
     saved = [(n, e) for n, e in program.finals if f"final.{n}" in used]
     saved += [(name, expr) for expr, name in rows.saved.items()]
-    read = tuple((name, expr) for expr, name in rows.rows.items())
+    read = tuple((name, expr) for expr, name in of_pairs.items())
     return Backward(tuple(saved), read, weights, product, tuple(zip(pair, pairs, strict=True)), row_gradients,
-                    tuple(undifferentiated.items()), magnifies_delta(closed, needed))  # fmt: skip
+                    tuple(undifferentiated.items()), magnifies_delta(closed, needed),
+                    in_score[SCORE] if far else None)  # fmt: skip

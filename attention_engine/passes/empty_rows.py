@@ -16,18 +16,31 @@ def guard_empty_rows(program: Program) -> Program:
     """The program with an output of 0 for rows that keep no pair."""
     if _is_zero_at_start(program):
         return program
-    (factor,) = differentiate(program.output, [OUTPUT])
-    (rest,) = simplify(substitute(program.output, {OUTPUT: const(0.0)}))
-    scales = OUTPUT not in topological(factor) and is_const(rest, 0)
+    factor = _output_factor(program)
     states = program.states
-    if scales and states:  # where every state is as it began, the factor has no meaning, kept pairs or not
+    if factor is not None and states:  # where every state is as it began, the factor has no meaning, kept pairs or not
         (empty,) = simplify(functools.reduce(functools.partial(make, Op.AND), map(_is_as_it_began, states)))
     else:
         kept = State("_kept", 0.0, make(Op.MAXIMUM, state_variable("_kept"), make(Op.REDUCE, const(1.0), arg="max")))
         states = (*states, kept)
         empty = make(Op.EQUAL, kept.variable, const(0.0))
-    guarded = mul(OUTPUT, where(empty, const(0.0), factor)) if scales else where(empty, const(0.0), program.output)
+    if factor is not None:
+        guarded = mul(OUTPUT, where(empty, const(0.0), factor))
+    else:
+        guarded = where(empty, const(0.0), program.output)
     return dataclasses.replace(program, states=states, output=guarded)
+
+
+def counts_kept_pairs(program: Program) -> bool:
+    """Does only a state of their own tell rows that keep no pair?"""
+    return not _is_zero_at_start(program) and (_output_factor(program) is None or not program.states)
+
+
+def _output_factor(program: Program) -> Expr | None:
+    """What the epilogue multiplies the output with; None where it does more."""
+    (factor,) = differentiate(program.output, [OUTPUT])
+    (rest,) = simplify(substitute(program.output, {OUTPUT: const(0.0)}))
+    return factor if OUTPUT not in topological(factor) and is_const(rest, 0) else None
 
 
 def _is_zero_at_start(program: Program) -> bool:
@@ -47,6 +60,6 @@ def _is_as_it_began(state: State) -> Expr:
     return make(Op.EQUAL, state.variable, const(state.initial))
 
 
-def finite(value: float) -> float:
-    """Infinities as the finite numbers that stand for them."""
-    return float(max(min(value, -LOWEST), LOWEST))
+def finite(value: float, least: float = LOWEST) -> float:
+    """Infinities as the finite numbers that stand for them: `least` and its opposite."""
+    return float(max(min(value, -least), least))

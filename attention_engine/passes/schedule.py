@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from attention_engine.ir.evaluate import LOWEST, evaluate
+from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, rebuild, substitute, topological, var
 from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Program, State
+from attention_engine.ir.reach import least_of, may_be_far
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
 from attention_engine.passes.ends import Ends, find_ends
+from attention_engine.passes.fills import NEUTRAL, find_fill
 from attention_engine.passes.row_terms import part_row_terms, reads_places_alone, terms_beside_product
 from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
@@ -27,7 +28,6 @@ from attention_engine.passes.strength import lighten, open_pairs, use_exp2
 TILE = var("tile", PAIR)
 KEEP = var("keep", PAIR, Type.BOOL)
 SCALES = (1e-6, 1e6)  # the scales between which other terms of a sum may be divided by one: fp32 has room for them
-NEUTRAL = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class ForwardSchedule:
     block: values of a (batch, head), computed before the loop; score: what the tile first holds, of PRODUCT; fill: what
     masked pairs hold then (None: the steps ask KEEP themselves); steps: from the tile to the weights, which it holds
     last, and the row states; rescale: the row variable that the output so far is multiplied with (None: with 1);
-    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score.
+    output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score;
+    least: what stands for -inf where a maximum starts.
     """
 
     block: tuple[tuple[Expr, Expr], ...]
@@ -89,6 +90,7 @@ class ForwardSchedule:
     rows: tuple[tuple[str, Expr], ...]
     mask: Expr | None
     ends: Ends | None = None
+    least: float = LOWEST
 
     @property
     def rescales_early(self) -> bool:
@@ -117,19 +119,20 @@ def schedule_forward(
 ) -> ForwardSchedule:
     """The forward pass in order; `saved` are rows to write beside the program's own. parts_rows: are terms of rows to
     leave the tile, where nothing else is then left beside products than terms of places?"""
+    far, least = may_be_far(program.score), least_of(program.score)
     program = guard_empty_rows(program)
-    score, roots, fill = (_part_rows(program) if parts_rows else None) or _hold_tile(program)
+    score, roots, fill = (_part_rows(program) if parts_rows and not far else None) or _hold_tile(program, far)
     if fill is None:
         roots = _ask_keep(roots, len(roots) - 2)
     rows = (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))
-    block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots)))
+    block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots, differences=far)))
     steps, rescale = _Steps(roots).build(program.states)
     output_rows, (output,) = _row_values([program.output], "end")
     return ForwardSchedule(
         block=tuple(block),
         score=score,
         fill=fill,
-        initial=tuple((s.variable, finite(s.initial)) for s in program.states),
+        initial=tuple((s.variable, finite(s.initial, least)) for s in program.states),
         steps=tuple(steps),
         rescale=rescale,
         output_rows=RowStep(tuple(output_rows)),
@@ -137,6 +140,7 @@ def schedule_forward(
         rows=rows,
         mask=program.mask,
         ends=ends,
+        least=least,
     )
 
 
@@ -151,7 +155,7 @@ def _part_rows(program: Program) -> tuple[Expr, list[Expr], float | None] | None
     roots = _roots_of(program, add(mul(const(scale), TILE), mul(const(scale), of_row)))
     if any(node.args[0] not in (TILE, roots[-2]) for node in topological(*roots) if node.op is Op.REDUCE):
         return None
-    return of_pairs, roots, _find_fill(roots[:-2], roots[-2])
+    return of_pairs, roots, find_fill(roots[:-2], roots[-2], TILE)
 
 
 def _roots_of(program: Program, score: Expr) -> list[Expr]:
@@ -160,22 +164,22 @@ def _roots_of(program: Program, score: Expr) -> list[Expr]:
     return list(simplify(*(substitute(e, {SCORE: score}) for e in raw)))
 
 
-def _hold_tile(program: Program) -> tuple[Expr, list[Expr], float | None]:
+def _hold_tile(program: Program, whole: bool) -> tuple[Expr, list[Expr], float | None]:
     """What the tile first holds, of PRODUCT; then updates, weights and rescale of TILE; and what masked pairs hold.
 
     Where no reduction reads the scores, the products themselves are held if a fill can be found: score and weights are
-    then one formula.
+    then one formula. whole: are scores held as they are, whose factor would cost digits of what it is taken out of?
     """
     raw = [*(s.update for s in program.states), program.weights, program.rescale]
     reduced = [n for n in topological(*raw) if n.op is Op.REDUCE]
     if SCORE not in topological(*reduced):
         roots = _roots_of(program, substitute(program.score, {PRODUCT: TILE}))
-        fill = _find_fill(roots[:-2], roots[-2])
+        fill = find_fill(roots[:-2], roots[-2], TILE)
         if fill is not None:
             return PRODUCT, roots, fill
-    scale, score = _take_scale(program.score)
+    scale, score = (1.0, program.score) if whole else _take_scale(program.score)
     roots = _roots_of(program, mul(const(scale), TILE))
-    return score, roots, _find_fill(roots[:-2], roots[-2])
+    return score, roots, find_fill(roots[:-2], roots[-2], TILE)
 
 
 def _take_scale(score: Expr) -> tuple[float, Expr]:
@@ -199,7 +203,10 @@ def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     gradients = [e for _, e in backward.pair_gradients]
     number, rest = split_coefficient(backward.product_gradient)
     scale, product = (float(number), rest) if rest is not None else (1.0, backward.product_gradient)
-    block, (weights, product, *gradients), ends = _hoist_all(open_pairs(backward.weights, product, *gradients))
+    pairs = backward.weights, product, *gradients, *([] if backward.score is None else [backward.score])
+    block, (weights, product, *gradients), ends = _hoist_all(open_pairs(*pairs))
+    if backward.score is not None:  # no pass comes after this one that would part a score's sum
+        weights, ends = substitute(weights, {SCORE: gradients.pop()}), None
     loads = (load for load, _ in backward.pair_gradients)
     return BackwardSchedule(
         tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask, ends
@@ -355,34 +362,6 @@ class _Steps:
 
 def _reads_tile(expr: Expr) -> bool:
     return TILE in topological(expr, closed=frozenset({Op.REDUCE}))
-
-
-def _find_fill(updates: list[Expr], weights: Expr) -> float | None:
-    """What a masked pair's tile entry can hold so that it has weight 0 and changes no reduction; tried on numbers."""
-    reductions = [n for n in topological(*updates, weights) if n.op is Op.REDUCE]
-    wanted = [(n.args[0], NEUTRAL[str(n.arg)]) for n in reductions] + [(weights, 0.0)]
-    for fill in (-math.inf, 0.0):
-        if all(_gives(expr, fill, neutral) for expr, neutral in wanted):
-            return fill
-    return None
-
-
-def _gives(expr: Expr, fill: float, neutral: float) -> bool:
-    """Conditions of the place are drawn themselves, and half of the indices far: none of either stays out of reach."""
-    for seed in range(16):
-        draw, far = random.Random(seed), seed >= 8
-        values: dict[Expr, float] = {}
-        for node in topological(expr, closed=frozenset({Op.REDUCE})):
-            if node.dtype is Type.BOOL and TILE not in topological(node):
-                values[node] = draw.random() < 0.5
-            elif node.op in (Op.VAR, Op.LOAD, Op.REDUCE):
-                number = draw.gauss(0, 3) * 10 ** draw.randrange(-1, 2)
-                values[node] = number if node.dtype is Type.FLOAT else draw.randrange(10**5 if far else 9)
-        at = evaluate(expr, {**values, TILE: fill})
-        left_out = at <= neutral if neutral == LOWEST else at >= neutral if neutral == -LOWEST else at == neutral
-        if not (left_out or (far and at != at)):  # NaN: a power of a distance that no tile spans
-            return False
-    return True
 
 
 def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:

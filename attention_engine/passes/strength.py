@@ -38,9 +38,18 @@ def _exp2(node: Expr) -> Expr:
     return construct(node)
 
 
-def use_exp2(*roots: Expr) -> tuple[Expr, ...]:
-    """The roots with exp of pairs as exp2, the factor spread over the exponent's terms; in normal form."""
-    return tuple(transform(roots, _exp2))
+def _exp2_of_difference(node: Expr) -> Expr:
+    if node.op is Op.EXP and Axis.KEY in node.axes:
+        return CONSTRUCTORS[Op.EXP2](mul(const(LOG2_E), node.args[0]))
+    return construct(node)
+
+
+def use_exp2(*roots: Expr, differences: bool = False) -> tuple[Expr, ...]:
+    """The roots with exp of pairs as exp2, the factor spread over the exponent's terms; in normal form.
+
+    differences: not spread, for terms so large that they lose their difference as products (one operation more a pair).
+    """
+    return tuple(transform(roots, _exp2_of_difference if differences else _exp2))
 
 
 def _open(node: Expr) -> Expr:

@@ -79,14 +79,14 @@ class _Problem:
 
 def _empty_finals(program: Program, problem: _Problem, custom: Custom) -> list[Tensor]:
     """What the epilogue returns for a row that keeps nothing: its rows at the initial states."""
-    start = {s.variable: _full(s.initial, problem) for s in program.states}
+    start = {s.variable: _full(s.initial, program, problem) for s in program.states}
     evaluate = Evaluator({**problem.indices, **start}, custom, problem.dtype, problem.q.device)
     rows = problem.shape[:3]
     return [evaluate(e).detach().expand(*rows, 1)[..., 0] for _, e in program.finals]
 
 
-def _full(value: float, problem: _Problem) -> Tensor:
-    least = lowest(problem.dtype)
+def _full(value: float, program: Program, problem: _Problem) -> Tensor:
+    least = lowest(problem.dtype, program.score)
     return torch.full((1, 1, 1, 1), max(min(value, -least), least), dtype=problem.dtype, device=problem.q.device)
 
 
@@ -105,15 +105,17 @@ def attend(
     if 0 in p.shape:
         zero = (p.q.sum() + p.k.sum() + p.v.sum()) * 0.0
         return (zero + q.new_zeros(*p.shape[:3], v.shape[-1], dtype=p.dtype)).to(q.dtype), empty_finals
-    keep = p.keep(program, custom, blocks)
-    kept_row = keep.any(-1, keepdim=True)
-    seen = keep | ~kept_row  # an empty row computes on everything and is then discarded, so that no NaN arises
     indices = {**p.indices, PRODUCT: p.q @ p.k.transpose(-1, -2)}
     score = Evaluator(indices, custom, p.dtype, q.device)(program.score).expand(p.shape)
-    steady = torch.where(seen, score, -torch.inf).amax(-1, keepdim=True).detach()
-    score = torch.where(seen, score, steady)  # a masked pair's own score could overflow: any score of the row will do
-    start = {s.variable: _full(s.initial, p) for s in program.states}
-    online = Evaluator({**p.indices, **start, SCORE: score}, custom, p.dtype, q.device, seen)
+    keep = p.keep(program, custom, blocks) & (score != -torch.inf)
+    kept_row = keep.any(-1, keepdim=True)
+    seen = keep | ~kept_row  # an empty row computes on zeros and is then discarded, so that no NaN arises
+    steady = torch.where(keep, score, -torch.inf).amax(-1, keepdim=True).detach()
+    steady = torch.where(kept_row, steady, 0.0)
+    score = torch.where(keep, score, steady)  # a masked pair's own score could overflow: any score of the row will do
+    start = {s.variable: _full(s.initial, program, p) for s in program.states}
+    least = lowest(p.dtype, program.score)
+    online = Evaluator({**p.indices, **start, SCORE: score}, custom, p.dtype, q.device, seen, least)
     weights = torch.where(seen, online(program.weights), torch.zeros((), dtype=p.dtype, device=q.device))
     end = {s.variable: online(s.update) for s in program.states}
     output = weights.expand(p.shape) @ p.v
@@ -152,7 +154,9 @@ def attend_backward(
     delta: (batch, heads, queries), the row sum of o * d_output; d_finals: gradients of returned rows, by name.
     """
     p = _Problem.of(q, k, v, custom)
-    keep = p.keep(program, custom, blocks)
+    products = p.q @ p.k.transpose(-1, -2)
+    score = Evaluator({**p.indices, PRODUCT: products}, custom, p.dtype, q.device)(program.score)
+    keep = p.keep(program, custom, blocks) & (score != -torch.inf)
     zero = torch.zeros((), dtype=p.dtype, device=q.device)
     rows = {final_variable(n): r[..., None].to(p.dtype) for (n, _), r in zip(backward.saved, saved, strict=True)}
     rows[DELTA] = delta[..., None].to(p.dtype)
@@ -162,7 +166,8 @@ def attend_backward(
     of_row = Evaluator({**p.indices, **rows}, custom, p.dtype, q.device)
     read = {row_variable(name): of_row(e) for name, e in backward.rows}
     do = d_output.to(p.dtype)
-    values = {**p.indices, **read, PRODUCT: p.q @ p.k.transpose(-1, -2), WEIGHT_GRADIENT: do @ p.v.transpose(-1, -2)}
+    values = {**p.indices, **read, PRODUCT: products, WEIGHT_GRADIENT: do @ p.v.transpose(-1, -2)}
+    values[SCORE] = score
     weights = torch.where(keep, Evaluator(values, custom, p.dtype, q.device)(backward.weights), zero).expand(p.shape)
     pair = Evaluator({**values, WEIGHT: weights}, custom, p.dtype, q.device)
     ds = torch.where(keep, pair(backward.product_gradient), zero).expand(p.shape)

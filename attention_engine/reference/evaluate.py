@@ -10,6 +10,7 @@ from torch import Tensor
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+from attention_engine.ir.reach import may_be_far
 
 DTYPES = {Type.BOOL: torch.bool, Type.INT: torch.int64}
 
@@ -67,25 +68,26 @@ TORCH: dict[Op, Callable[..., Tensor]] = {
 }
 
 
-def lowest(dtype: torch.dtype) -> float:
-    """The finite number that stands for -inf in this dtype."""
-    return max(LOWEST, torch.finfo(dtype).min)
+def lowest(dtype: torch.dtype, score: Expr) -> float:
+    """The finite number that stands for -inf in this dtype, where rows of such scores start."""
+    return torch.finfo(dtype).min if may_be_far(score) else max(LOWEST, torch.finfo(dtype).min)
 
 
 class Evaluator:
     """Evaluates expressions on tensors that broadcast as (batch, heads, queries, keys).
 
     values: what the variables are; custom: the custom inputs; dtype: what floats are computed in; keep: which pairs
-    take part in row reductions (None: all). An expression is computed once, however often it is asked for.
+    take part in row reductions (None: all); least: what a maximum of none of them is. An expression is computed once,
+    however often it is asked for.
     """
 
     def __init__(
         self, values: Mapping[Expr, Tensor], custom: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
-        keep: Tensor | None = None,
+        keep: Tensor | None = None, least: float = LOWEST,
     ) -> None:  # fmt: skip
         self.done: dict[Expr, Tensor] = dict(values)
         self.custom, self.dtype, self.device, self.keep = custom, dtype, device, keep
-        self.lowest = lowest(dtype)
+        self.lowest = least
 
     def __call__(self, expr: Expr) -> Tensor:
         """The value of the expression."""
@@ -102,12 +104,7 @@ class Evaluator:
         operands = [self.done[a] for a in node.args]
         match node.op:
             case Op.CONST:
-                value = (
-                    max(min(node.value, -self.lowest), self.lowest)
-                    if node.dtype is Type.FLOAT and node.value == node.value
-                    else node.value
-                )
-                return torch.full((), value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
+                return torch.full((), node.value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
             case Op.CAST:
                 return operands[0].to(DTYPES.get(node.dtype, self.dtype))
             case Op.LOAD:

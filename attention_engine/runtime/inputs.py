@@ -149,13 +149,13 @@ def stand_ins(specs: Iterable[CustomSpec], types: Mapping[str, Type], device: to
 
 def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
     """Custom inputs in declared order, from those given by position and by name."""
-    names = list(io.specs)
+    names = [spec.name for spec in io.in_order]
     known = ", ".join(map(repr, names)) or "none"
     if len(given) > len(names):
         raise CustomInputMissing(f"{len(given)} custom inputs were given by position. Declared: {known}.")
     found = dict(zip(names, given, strict=False))
     for name, tensor in named.items():
-        if name not in io.specs:
+        if name not in names:
             raise CustomInputMissing(f"{name!r} is no argument and no custom input. Declared custom inputs: {known}.")
         if name in found:
             raise CustomInputMissing(f"custom input {name!r} was given twice, by position and by name.")

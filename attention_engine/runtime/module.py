@@ -134,6 +134,7 @@ class AttentionEngine(Shown):
         io = CustomIO()
         axes = (1 if blocks[0] else "batch", 1 if blocks[1] else "heads", "q_blocks", "kv_blocks")
         io.specs = MappingProxyType({**self.custom_io.specs, BLOCKS: CustomSpec(BLOCKS, axes)})
+        io.in_order = tuple(io.specs.values())
         return io
 
     def _mask(self, blocks: tuple[bool, bool] | None) -> Callable[..., Any] | None:
@@ -229,7 +230,7 @@ class AttentionEngine(Shown):
         blocks = self._blocks(block_mask, q, k)
         tensors = tensors if blocks is None else [*tensors, blocks]
         variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
-        specs = self._io(variant).specs.values()
+        specs = self._io(variant).in_order
         check_custom(specs, tensors, q, k)
         types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
         key = self._key(backend, types, variant)

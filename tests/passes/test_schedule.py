@@ -14,7 +14,7 @@ from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.symbols import where
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.evaluate import FOLDS, LOWEST, Value, evaluate, evaluate_all
-from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
+from attention_engine.ir.expr import Axis, Expr, Op, Type, substitute, topological
 from attention_engine.ir.program import OUTPUT, PRODUCT, SCORE, Program
 from attention_engine.library import OnlineSigmoid, OnlineSoftmax
 from attention_engine.passes.derive_backward import derive_backward
@@ -151,7 +151,8 @@ def test_the_backward_schedule_is_the_backward_pass(name):
     program = EXAMPLES[name].trace(causal)
     backward = derive_backward(program)
     schedule = schedule_backward(program, backward)
-    before = [backward.weights, backward.product_gradient, *(e for _, e in backward.pair_gradients)]
+    weights = backward.weights if backward.score is None else substitute(backward.weights, {SCORE: backward.score})
+    before = [weights, backward.product_gradient, *(e for _, e in backward.pair_gradients)]
     after = [schedule.weights, schedule.product_gradient, *(e for _, e in schedule.pair_gradients)]
     values = draw_values(*before)
     at = values | {variable: evaluate(expr, values) for variable, expr in schedule.block}
