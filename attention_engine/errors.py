@@ -23,6 +23,14 @@ class UnknownReduction(UnsupportedOperation):
     """get_reduce was asked for what it can't do."""
 
 
+class NumberTooLarge(UnsupportedOperation):
+    """An integer constant that has no room in the integers of kernels."""
+
+
+class MisplacedReduction(UnsupportedOperation):
+    """get_reduce where no tile of a row is: anywhere but in online_fwd."""
+
+
 class SymbolAsIndex(UnsupportedOperation):
     """Python or torch was asked to count or to index by a symbol."""
 

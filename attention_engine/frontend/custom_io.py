@@ -42,6 +42,8 @@ class CustomIO:
                 "CustomIO({'slopes': ('heads',)})."
             )
         for name, axes in (input_tensors or {}).items():
+            if not isinstance(name, str):
+                raise BadCustomInput(f"{where_from()}a custom input is called {name!r}. Names are text: {str(name)!r}.")
             if isinstance(axes, (str, int)) or axes is None:
                 raise UnknownAxis(
                     f"{where_from()}custom input '{name}': axes are {axes!r}. Write a tuple: '{name}': ({axes!r},)."

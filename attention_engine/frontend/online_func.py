@@ -18,7 +18,7 @@ class Var:
     def __init__(self, value: str | float) -> None:
         try:
             self.value = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.value = math.nan
         if math.isnan(self.value):
             raise BadInitialValue(

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from attention_engine.errors import BranchOnSymbol, SymbolAsIndex, TensorInMod, UnknownReduction, UnsupportedOperation
+from attention_engine.errors import (
+    BranchOnSymbol,
+    MisplacedReduction,
+    NumberTooLarge,
+    SymbolAsIndex,
+    TensorInMod,
+    UnknownReduction,
+    UnsupportedOperation,
+)
 from attention_engine.frontend.advice import way_out
 from attention_engine.ir.evaluate import WIDEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topological
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
+FP32_MOST, FP32_LEAST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least that is not taken as 0 in fast arithmetic
 RANKS = {Type.BOOL: 0, Type.INT: 1, Type.FLOAT: 2}
 
 
@@ -28,19 +40,46 @@ def where_from() -> str:
     return ""
 
 
+_reduces_nothing: ContextVar[str] = ContextVar("reduces_nothing", default="")
+
+
+@contextmanager
+def without_reductions(where: str) -> Iterator[None]:
+    """Refuses get_reduce inside, and says that it stood there."""
+    token = _reduces_nothing.set(where)
+    try:
+        yield
+    finally:
+        _reduces_nothing.reset(token)
+
+
 def lift(value: object) -> Expr:
     """A symbol's expression, or a Python number as a constant."""
     if isinstance(value, Symbol):
         return value.expr
-    if isinstance(value, (bool, int, float)):
-        return const(value)
+    number = value
     item, numel = getattr(value, "item", None), getattr(value, "numel", None)
     if item is not None and (numel() if numel is not None else getattr(value, "size", 1)) == 1:
-        return const(item())
+        number = item()
+    match number:
+        case bool():
+            return const(number)
+        case int() if abs(number) < 2**63:
+            return const(number)
+        case int():
+            raise NumberTooLarge(f"{where_from()}an integer of {number.bit_length()} bits. Write it as a float.")
+        case float():
+            return const(in_fp32(number))
     raise TensorInMod(
         f"{where_from()}a {type(value).__name__} can't be mixed with symbolic values.\n"
         "  Use Python numbers, or pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."
     )
+
+
+def in_fp32(number: float) -> float:
+    """A number beyond fp32's range as fp32 has it, infinite or 0: what is decided of it in passes holds in kernels."""
+    size = abs(number)
+    return math.copysign(math.inf, number) if size > FP32_MOST else 0.0 if size < FP32_LEAST else number
 
 
 def convert(expr: Expr, to: Type) -> Expr:
@@ -255,6 +294,11 @@ class SymbolicTensor(Symbol):
     def get_reduce(self, kind: str) -> Symbol:
         """The reduction over the keys of this row in the tile: "sum", "max", "min", "abssum" or "absmax"."""
         (a,) = unify(self, least=Type.FLOAT)
+        if where := _reduces_nothing.get():
+            raise MisplacedReduction(
+                f"{where_from()}get_reduce in {where}. A row is reduced in online_fwd alone, tile by tile.\n"
+                "  Reduce there, and carry the result in a row state of the OnlineFunc."
+            )
         match kind:
             case "sum" | "max" | "min":
                 return wrap(make(Op.REDUCE, a, arg=kind))

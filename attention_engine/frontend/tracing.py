@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from attention_engine.errors import (
     MissingState,
     NotAFunction,
     NotReduced,
+    NumberTooLarge,
     StatesNotDeclared,
     UnknownState,
     WrongArity,
@@ -20,8 +22,8 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
-from attention_engine.frontend.symbols import Symbol, convert, lift, wrap
-from attention_engine.ir.expr import Axis, Expr, Type, const
+from attention_engine.frontend.symbols import Symbol, convert, lift, without_reductions, wrap
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, topological
 from attention_engine.ir.program import (
     DELTA,
     KV_IDX,
@@ -102,7 +104,8 @@ def _number(function: Callable[..., Any], what: str, value: object, allowed: fro
 
 
 def _mask(mask_mod: Callable[..., Any], custom: CustomInputs) -> Expr:
-    result = call(mask_mod, "b, h, q_idx, kv_idx", _indices(), custom)
+    with without_reductions("a mask_mod"):
+        result = call(mask_mod, "b, h, q_idx, kv_idx", _indices(), custom)
     expr = lift(result) if isinstance(result, (Symbol, bool)) else None
     if expr is None or expr.dtype is not Type.BOOL:
         shown = type(result).__name__ if expr is None else f"the number {expr}"
@@ -131,7 +134,8 @@ class _Rowscales(dict[str, Symbol]):
 def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
     if isinstance(scalar, SymbolScalar):
         return scalar.value.value
-    if isinstance(scalar, (int, float)) and not isinstance(scalar, bool) and scalar == scalar:
+    number = isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
+    if number and (isinstance(scalar, float) or abs(scalar) < 2**128) and scalar == scalar:
         return float(scalar)
     raise BadInitialValue(
         f"{type(owner).__name__}: the row state {name!r} starts at {scalar!r}. "
@@ -199,6 +203,9 @@ class _OnlineTrace:
         if isinstance(rescale, SymbolScalar):  # SymbolScalar("o_scale", Var("1")) says "no rescale"
             rescale = rescale.value.value
         self.rescale = _number(function, "rescale", rescale, row)
+        if self.rescale.op is Op.CONST and not math.isfinite(self.rescale.value):
+            found = f"{place_of(function)} returned {self.rescale} as rescale."
+            raise WrongResult(f"{found} Return a finite factor, 1 for none.")
 
     def _copy(self) -> _Rowscales:
         return self._scales("row state", dict(self.states))
@@ -206,7 +213,8 @@ class _OnlineTrace:
     def _epilogue(self) -> None:
         function = self.func.online_fwd_epilogue
         values = [wrap(OUTPUT), self._copy(), *_indices()[:3]]
-        result = call(function, "o, online_rowscales, b, h, q_idx", values, self.custom)
+        with without_reductions("online_fwd_epilogue"):
+            result = call(function, "o, online_rowscales, b, h, q_idx", values, self.custom)
         output, finals = _unpack(function, result, "o, final_rowscales", 2)
         _check_keys(function, "returned row", finals, dict.fromkeys(self.final_names))
         row = frozenset(ROW)
@@ -217,7 +225,9 @@ class _OnlineTrace:
         function = getattr(self.func, method, None)
         if function is None:
             return None
-        return _number(function, "its result", call(function, arguments, [*values, *_indices()], self.custom))
+        with without_reductions(f"`{method}`"):
+            result = call(function, arguments, [*values, *_indices()], self.custom)
+        return _number(function, "its result", result)
 
 
 def trace(
@@ -236,7 +246,8 @@ def trace(
     custom = CustomInputs(custom_io, custom_types or {})
     score = PRODUCT if scale == 1.0 else PRODUCT * scale
     if score_mod is not None:
-        result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(score), custom, *_indices()], None)
+        with without_reductions("a score_mod"):
+            result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(score), custom, *_indices()], None)
         score = _number(score_mod, "the score", result)
     mask = None if mask_mod is None else settle_comparisons(_mask(mask_mod, custom))
     online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)
@@ -245,7 +256,7 @@ def trace(
                      *(e for _, e in online.final_exprs))  # fmt: skip
     score, updates, (weights, rescale, output, *finals) = roots[0], roots[1 : 1 + len(states)], roots[1 + len(states) :]
     optional = [simplify(e)[0] if e is not None else None for e in (mask, online.forward, online.backward)]
-    return Program(
+    program = Program(
         score=score,
         mask=None if optional[0] is not None and optional[0] is const(True) else optional[0],
         states=tuple(State(n, online.initial[n], u) for n, u in zip(states, updates, strict=True)),
@@ -257,3 +268,16 @@ def trace(
         backward=optional[2],
         custom=tuple(custom_io.specs),
     )
+    _check_integers(program)
+    return program
+
+
+def _check_integers(program: Program) -> None:
+    """NumberTooLarge for an integer constant that kernels can't hold."""
+    for what, expr in program.named():
+        for node in topological(expr):
+            if node.op is Op.CONST and node.dtype is Type.INT and not -(2**31) <= node.value < 2**31:
+                raise NumberTooLarge(
+                    f"`{what}` is {expr}, in which {node.value} is an integer of more than 32 bits.\n"
+                    "  Integers have 32 in kernels: write a smaller one, or a float."
+                )

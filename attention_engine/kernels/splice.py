@@ -13,6 +13,8 @@ from tvm.script.ir_builder import tirx as tir_builder
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, topological
 
 DTYPES = {Type.BOOL: "bool", Type.INT: "int32", Type.FLOAT: "float32"}
+FP32_MOST = (2 - 2**-23) * 2.0**127
+DEEPEST = 64  # operations of one formula: compilers walk over formulas by recursion
 CHEAP = frozenset({Op.CONST, Op.VAR, Op.CAST, Op.DETACH})
 
 
@@ -98,10 +100,11 @@ Reader = Callable[[str, list[Any], Type], Any]
 
 
 def constant(expr: Expr) -> Any:
-    """A number; infinities as they are."""
+    """A number; infinities as they are, and so what fp32 has no room for."""
     if expr.dtype is Type.FLOAT:
         value = float(expr.value)
-        return T.infinity("float32") * math.copysign(1, value) if math.isinf(value) else T.float32(value)
+        infinite = abs(value) > FP32_MOST
+        return T.infinity("float32") * math.copysign(1, value) if infinite else T.float32(value)
     return T.int32(int(expr.value)) if expr.dtype is Type.INT else T.bool(bool(expr.value))
 
 
@@ -138,13 +141,16 @@ class Splice:
 
     def __call__(self, *exprs: Expr) -> list[Any]:
         """The expressions as TileLang values; call it once with all that a place needs."""
-        uses = count_uses(*exprs)
+        uses, depths = count_uses(*exprs), dict.fromkeys(self.done, 0)
         for node in topological(*exprs):
             if node in self.done:
                 continue
             value = self._emit(node)
             shared = uses[node] > 1 and node.op not in CHEAP
-            self.done[node] = name_value(value) if shared else value
+            depth = 1 + max((depths[a] for a in node.args), default=0)
+            named = shared or depth >= DEEPEST
+            depths[node] = 0 if named else depth
+            self.done[node] = name_value(value) if named else value
         return [self.done[e] for e in exprs]
 
     def _emit(self, node: Expr) -> Any:

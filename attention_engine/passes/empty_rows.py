@@ -21,7 +21,8 @@ def guard_empty_rows(program: Program) -> Program:
     if factor is not None and states:  # where every state is as it began, the factor has no meaning, kept pairs or not
         (empty,) = simplify(functools.reduce(functools.partial(make, Op.AND), map(_is_as_it_began, states)))
     else:
-        kept = State("_kept", 0.0, make(Op.MAXIMUM, state_variable("_kept"), make(Op.REDUCE, const(1.0), arg="max")))
+        name = "_kept" + "_" * max((len(s.name) for s in states), default=0)  # which no state of the user's has
+        kept = State(name, 0.0, make(Op.MAXIMUM, state_variable(name), make(Op.REDUCE, const(1.0), arg="max")))
         states = (*states, kept)
         empty = make(Op.EQUAL, kept.variable, const(0.0))
     if factor is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from attention_engine.errors import BackwardNotDerived
@@ -29,6 +30,8 @@ class RowValues:
     def __init__(self, finals: Iterable[tuple[str, Expr]], states: Mapping[Expr, Expr]) -> None:
         self.states = set(states)
         self.by_states = {value: state for state, value in states.items() if value.op is not Op.CONST}
+        finals = list(finals)
+        self.returned = [name for name, _ in finals]
         self.finals = [(row, final_variable(name)) for name, row in finals]
         self.saved: dict[Expr, str] = {}
         self.rows: dict[Expr, str] = {}
@@ -63,8 +66,13 @@ class RowValues:
             if (ratio := proportion(node, final)) is not None:
                 return mul(const(ratio), variable)
         parts = largest([node], self._is_savable)
-        keep = {part: final_variable(self.saved.setdefault(part, f"_{len(self.saved)}")) for part in parts}
+        keep = {part: final_variable(self.saved.setdefault(part, self._new_name())) for part in parts}
         return simplify(substitute(node, keep))[0]
+
+    def _new_name(self) -> str:
+        """A name for a saved row that no returned row has."""
+        taken = {*self.saved.values(), *self.returned}
+        return next(name for n in itertools.count(len(self.saved)) if (name := f"_{n}") not in taken)
 
     def _is_savable(self, node: Expr) -> bool:
         inside = topological(node)

@@ -217,6 +217,8 @@ def _extremum(op: Op, neutral: float, absorbing: float) -> Callable[..., Expr]:
             return a
         if is_const(a, neutral):
             return b
+        if unknown := [e for e in (a, b) if e.op is Op.CONST and e.value != e.value]:
+            return unknown[0]
         if is_const(a, absorbing) or is_const(b, absorbing):
             return const(absorbing)
         first, second = sorted((a, b), key=lambda e: (e.op is Op.CONST, *_rank(e)))

@@ -121,6 +121,9 @@ def attend(
     output = weights.expand(p.shape) @ p.v
     epilogue = Evaluator({**p.indices, **end, OUTPUT: output}, custom, p.dtype, q.device)
     output = torch.where(kept_row, epilogue(program.output), torch.zeros((), dtype=p.dtype, device=q.device))
+    if torch.is_grad_enabled() and not output.requires_grad:  # of no tensor: its gradients are 0, not missing
+        linked = p.q.sum() + p.k.sum() + p.v.sum()
+        output = torch.where(torch.zeros((), dtype=torch.bool, device=q.device), linked, output)
     finals = [
         torch.where(kept_row[..., 0], epilogue(e).expand(*p.shape[:3], 1)[..., 0], empty)
         for (_, e), empty in zip(program.finals, empty_finals, strict=True)

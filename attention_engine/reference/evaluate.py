@@ -104,7 +104,9 @@ class Evaluator:
         operands = [self.done[a] for a in node.args]
         match node.op:
             case Op.CONST:
-                return torch.full((), node.value, dtype=DTYPES.get(node.dtype, self.dtype), device=self.device)
+                widest = DTYPES.get(node.dtype, torch.float64)  # a float beyond a narrower dtype is infinite in it
+                value = torch.full((), node.value, dtype=widest, device=self.device)
+                return value.to(self.dtype) if node.dtype is Type.FLOAT else value
             case Op.CAST:
                 return operands[0].to(DTYPES.get(node.dtype, self.dtype))
             case Op.LOAD:
@@ -120,6 +122,7 @@ class Evaluator:
 
     def _load(self, node: Expr, indices: list[Tensor]) -> Tensor:
         tensor = self.custom[node.name]
+        tensor = tensor.reshape(1) if tensor.ndim == 0 and indices else tensor  # one number serves an axis of length 1
         indices = list(torch.broadcast_tensors(*indices)) if indices else indices
         inside = torch.ones((), dtype=torch.bool, device=self.device)
         clamped = []
@@ -162,6 +165,8 @@ def add_at(total: Tensor, load: Expr, gradient: Tensor, evaluate: Evaluator) -> 
 
     Sums over what the read doesn't depend on come first; a read out of range adds nothing.
     """
+    if total.ndim == 0 and load.args:
+        return add_at(total.reshape(1), load, gradient, evaluate).reshape(())
     for position, axis in enumerate((Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.KEY)):
         if axis not in load.axes:
             gradient = gradient.sum(position, keepdim=True)

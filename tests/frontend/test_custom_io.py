@@ -72,7 +72,7 @@ def test_the_declaration_is_kept_and_nothing_writes_on_it():
     with pytest.raises(TypeError):
         io.specs["more"] = CustomSpec("more", ())
     programs = [trace(with_alibi, None, func, io) for func in (None, OnlineSoftmax())]
-    assert dict(io.specs) == before and set(vars(io)) == {"specs"}
+    assert dict(io.specs) == before and set(vars(io)) == {"specs", "in_order"}
     assert axes == {"slopes": ("heads",), "bias": [1, "seq_len"]}
     assert programs[0].fingerprint != programs[1].fingerprint
     assert programs[0].score is programs[1].score

@@ -126,7 +126,7 @@ def test_a_mask_of_packed_bits(dtype, backend):
     metas = (meta_tensor(1, 1, 5, 16, dtype=torch.float32), *(meta_tensor(1, 1, 28, 16, dtype=torch.float32),) * 2)
     engine = AttentionEngine(
         metas, CustomIO({"words": ("seq_len", 4)}),
-        mask_mod=lambda b, h, i, j, c: (c["words"][i, j // 7] >> (j % 7)) & 1 == 1, online_func=OnlineFunc(),
+        lambda s, c, b, h, i, j: s, lambda b, h, i, j, c: (c["words"][i, j // 7] >> (j % 7)) & 1 == 1, OnlineFunc(),
         backend=backend,
     )  # fmt: skip
     keep = torch.stack([(words.long()[:, j // 7] >> (j % 7)) & 1 for j in range(28)], 1).double()
