@@ -3,6 +3,19 @@
 An item is a block of keys of one key head and batch (items.KeyBlocks). A counter in memory deals them in their order to
 whoever is free, as a GPU starts blocks: what an item waits for, earlier ones do. A spare warp takes the next one when
 the copying warp asks for it, some steps before it needs it, and notes it in shared memory for the others.
+
+No wait is for ever, since each is for an item that was dealt before, or for an earlier step of the same one:
+- an item is dealt to a block that runs, so one that has not started holds up none; the kernel after this one, which
+  waits for units, starts when all blocks of this one have;
+- a block notes an item when its warps are done with the one before the last, and when blocks of the unit `ahead` before
+  the item's have prepared its unit: items with lower numbers, which were dealt before it;
+- a spare warp prepares for a later unit first, which waits for nothing. It then stores dQ of the unit `behind` its own,
+  once that unit's items are computed and counted: lower numbers too;
+- products wait for copies, and copies for the notes and for the products before them in the same block.
+So the lowest item that is not done waits for nothing that is not done, and one item after another ends. What this takes
+for granted is that a warp acts as one. Its lanes part where one of them waits alone, and need not meet again by
+themselves. So a lane speaks for its warp, and a place that the warp reads is written anew, behind a `sync_warp` alone:
+a lane left behind would read another item's numbers, go another way than the rest, and they would wait for each other.
 """
 
 from __future__ import annotations
@@ -115,7 +128,7 @@ class Notes:
 
     def give_back(self, items_before: Any) -> None:
         """A warp needs an item's record no more."""
-        give_back(T.get_thread_binding(), self.read, items_before % NOTES)
+        give_back_record(self.read, items_before % NOTES)
 
     def take(self, numbers: Any, items_before: Any) -> None:
         """A warp reads the next item's numbers."""
@@ -144,6 +157,14 @@ def write_numbers(record: Any, slot: Any, numbers: list[tuple[int, Any]]) -> Non
         for which, number in numbers:
             record[slot, which] = number
     T.sync_warp()
+
+
+@T.macro
+def give_back_record(read: Any, slot: Any) -> None:
+    """A lane arrives for its warp, when all of the warp have read: lanes that parted at a wait need not be together
+    again, and the others would find the numbers of the item after the next."""
+    T.sync_warp()
+    give_back(T.get_thread_binding(), read, slot)
 
 
 @T.macro

@@ -230,6 +230,7 @@ def prepare_tile(work: SpareWarps, buffers: Buffers, warp: int, first_head: Any,
 def walk_share(work: SpareWarps, at: Any, heads: Any, act: Callable[[Any, Any], None]) -> None:
     """A warp's acts at the tiles of its block's share of a unit of so many heads: act(head of the unit, tile). at:
     where it notes which it is at: in its acts it has no registers for that."""
+    T.sync_warp()  # all have left the walk before: one that has not would walk on by the numbers of this one
     at[OF_HEAD] = work.first_head
     at[OF_TILE] = work.first_tile
     T.sync_warp()

@@ -183,6 +183,20 @@ def test_a_lane_writes_an_items_numbers_when_its_warp_has_read_those_before():
     assert len(of_writes) == 7 and all(lines[n - 1] == "__syncwarp();" for n in of_writes)
 
 
+def test_a_lane_speaks_for_a_spare_warp_when_all_of_its_lanes_have_read():
+    """Lanes that parted at a wait need not be together again: those left behind would read the item after the next, or
+    walk on by the numbers of another walk, and wait for ever for lanes that went on. A simulated warp has one lane."""
+    lines = [line.strip() for line in hopper()["wide_lists_backward"].cuda.splitlines()]
+    gives_back = [n for n, line in enumerate(lines) if line.startswith("read[") and line.endswith(".arrive();")]
+    assert len(gives_back) == 4, "the copying warp, the spare ones, computing ones at their first item and at others"
+    for n in gives_back:
+        assert lines[n - 1].startswith("if (") and lines[n - 2] == "__syncwarp();"
+    walks = [n for n, line in enumerate(lines) if re.match(r"\(\(int\*\)v_\d+\)\[0\] = \(\(int\*\)record\)", line)]
+    assert len(walks) == 6, "three warps prepare, and store"
+    for n in walks:
+        assert "__syncwarp();" in lines[n - 4 : n], "all have left the walk before"
+
+
 def test_warpgroups_take_turns_at_each_step_or_start_apart():
     for name, groups, turns in (("forward", 3, True), ("wide_forward", 2, True), ("capped_forward", 2, False)):
         cuda = hopper()[name].cuda

@@ -275,6 +275,9 @@ ADDED = {  # scores that add to their product what differs from pair to pair, or
 }  # fmt: skip
 
 
+FAR = ("keys", "short")  # numbers of keys may be far from 0: such tiles hold the score itself (ir/reach.py)
+
+
 def seeded():
     return torch.Generator().manual_seed(0)
 
@@ -282,13 +285,14 @@ def seeded():
 @pytest.mark.parametrize("forms", [{}, {"persistent": True}, {"persistent": True, "queries_ahead": True}], ids=str)
 @pytest.mark.parametrize("name", ADDED)
 def test_tiles_that_start_with_all_that_is_added_keep_the_rule(name, forms, kernels):
+    """And those of scores that may be far from 0, which start with nothing."""
     for turn, (lengths, heads, batch) in enumerate(MANY):
         kernels.update(forward=replace(by_hand(128), **forms))
         shape, dtype = Shape(batch, *lengths, *heads, 128, 128), (torch.float16, torch.bfloat16)[turn]
         assert errors(ADDED[name], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
     assert ran("forward")
     scores = [attention.maths.forward_parted.score for attention in op.ATTENTIONS.values()]
-    assert all(terms_beside_product(score) for score in scores)
+    assert scores and all(bool(terms_beside_product(score)) is (name not in FAR) for score in scores)
 
 
 def test_documents_in_a_persistent_form(kernels):
