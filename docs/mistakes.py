@@ -114,16 +114,11 @@ MISTAKES = [
     Mistake(E.UnsupportedOperation, "the softmax inside the score", *(
         score("return torch.softmax(score, -1)", "")[0],
         "engine = AttentionEngine(qkv_meta, online_func=library.OnlineSoftmax())")),
-    Mistake(E.SymbolAsIndex, "a list or tensor read at a symbolic index", *(
+    Mistake(E.SymbolAsIndex, "a list read at a symbolic index", *(
         score("return score * [0.5, 0.25][h]", "")[0],
-        'def score_mod(score, custom, b, h, q_idx, kv_idx):\n    return score * custom["slopes"]\n\n'
-        'engine = AttentionEngine(qkv_meta, CustomIO({"slopes": ("heads",)}), score_mod)\n'
-        "engine(q, k, v, torch.tensor([0.5, 0.25]))")),
-    Mistake(E.TensorInMod, "a tensor inside a mod", *(
-        score("return score + torch.ones(8)", "")[0],
-        'def score_mod(score, custom, b, h, q_idx, kv_idx):\n    return score + custom["bias"]\n\n'
-        'engine = AttentionEngine(qkv_meta, CustomIO({"bias": ("seq_len_kv",)}), score_mod)\n'
-        "engine(q, k, v, torch.ones(8))")),
+        "slopes = torch.tensor([0.5, 0.25])\n\n" + score("", "return score * slopes[h]")[1])),
+    Mistake(E.TensorInMod, "a tensor of many numbers beside a score", *score(
+        "return score + torch.ones(8)", "return score + torch.ones(8)[kv_idx]")),
     Mistake(E.WrongArity, "a mod with the wrong arguments", *(
         "def score_mod(score, b, h, q_idx, kv_idx):\n    return score\n\n"
         "engine = AttentionEngine(qkv_meta, score_mod=score_mod)", score("", "return score")[1])),

@@ -20,12 +20,18 @@ class Made:
         return self.__wrapped__(*args, **named)
 
     def __repr__(self) -> str:
-        given = [getattr(a, "__qualname__", repr(a)) for a in self._args]
-        given += [f"{name}={getattr(a, '__qualname__', repr(a))}" for name, a in self._named.items()]
+        given = [_spell(a) for a in self._args] + [f"{name}={_spell(a)}" for name, a in self._named.items()]
         return f"{self._factory.__name__}({', '.join(given)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make, (self._factory, self._args, self._named)
+
+
+def _spell(argument: Any) -> str:
+    """A function by its name, a tensor by its class: its numbers may change."""
+    if hasattr(type(argument), "requires_grad"):
+        return f"{type(argument).__name__}{tuple(argument.shape)}"
+    return str(getattr(argument, "__qualname__", repr(argument)))
 
 
 def _make(factory: Callable[..., Made], args: tuple[Any, ...], named: dict[str, Any]) -> Made:

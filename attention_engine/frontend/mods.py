@@ -7,8 +7,8 @@ from typing import Any
 
 from attention_engine.errors import WrongResult
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
-from attention_engine.frontend.symbols import Symbol, convert, lift, wrap
-from attention_engine.frontend.tracing import call, place_of
+from attention_engine.frontend.symbols import convert, lift, wrap
+from attention_engine.frontend.tracing import call, is_number, place_of
 from attention_engine.ir.expr import Op, Type, const, substitute, topological
 from attention_engine.ir.linear import LinearProgram, X
 from attention_engine.ir.program import KV_IDX, Q_IDX
@@ -37,7 +37,7 @@ def _trace_mod(mod: Mod | None, name: str, custom: CustomInputs) -> Any:
     if mod is None:
         return X
     result = call(mod, "x", [wrap(X)], custom)
-    if not isinstance(result, (Symbol, bool, int, float)):
+    if not is_number(result):
         hint = " (is a `return` missing?)" if result is None else ""
         raise WrongResult(
             f"{place_of(mod)} returned {type(result).__name__}. {name}_mod returns a symbolic value, or a number{hint}."

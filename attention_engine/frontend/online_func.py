@@ -16,6 +16,11 @@ class Var:
     """The first value of a row state: a number, or its text ("-inf", "0.0")."""
 
     def __init__(self, value: str | float) -> None:
+        if hasattr(type(value), "requires_grad"):
+            raise BadInitialValue(
+                f"{where_from()}Var was given a tensor. A row state starts at a number: Var('0.0').\n"
+                "  Read the tensor where the state is used, in online_fwd or online_fwd_epilogue."
+            )
         try:
             self.value = float(value)
         except (TypeError, ValueError, OverflowError):

@@ -27,6 +27,7 @@ from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topologi
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 FP32_MOST, FP32_LEAST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least that is not taken as 0 in fast arithmetic
 RANKS = {Type.BOOL: 0, Type.INT: 1, Type.FLOAT: 2}
+CAPTURE: ContextVar[Any] = ContextVar("capture", default=None)  # the captured.Capture of the tracing that runs
 
 
 def where_from() -> str:
@@ -54,10 +55,12 @@ def without_reductions(where: str) -> Iterator[None]:
 
 
 def lift(value: object) -> Expr:
-    """A symbol's expression, or a Python number as a constant."""
+    """A symbol's expression, a Python number as a constant, or a tensor's one number: read at each call, in a trace."""
     if isinstance(value, Symbol):
         return value.expr
     number = value
+    if hasattr(type(value), "requires_grad") and (capture := CAPTURE.get()) is not None:
+        return capture.number(value)  # type: ignore[no-any-return]
     item, numel = getattr(value, "item", None), getattr(value, "numel", None)
     if item is not None and (numel() if numel is not None else getattr(value, "size", 1)) == 1:
         number = item()
@@ -72,7 +75,7 @@ def lift(value: object) -> Expr:
             return const(in_fp32(number))
     raise TensorInMod(
         f"{where_from()}a {type(value).__name__} can't be mixed with symbolic values.\n"
-        "  Use Python numbers, or pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."
+        "  Use Python numbers, tensors, or custom inputs: CustomIO({'name': axes}) and custom['name']."
     )
 
 
@@ -239,7 +242,7 @@ class Symbol:
     def _no_index(self) -> NoReturn:
         raise SymbolAsIndex(
             f"{where_from()}a symbolic value, {self.expr}, can't count or index: it has no number yet.\n"
-            "  Numbers for each head or place belong in a custom input: CustomIO({'name': axes}) and custom['name'][i]."
+            "  A list of numbers becomes a tensor, torch.tensor([...])[i], or a custom input: custom['name'][i]."
         )
 
     __index__ = _no_index
@@ -269,8 +272,8 @@ class Symbol:
         name = getattr(function, "__name__", str(function)).removeprefix("special_")
         if name == "__getitem__":
             raise SymbolAsIndex(
-                f"{where_from()}a tensor is read at a symbolic index, {args[1]}.\n"
-                "  Pass it as a custom input: CustomIO({'name': axes}), custom['name'][i], and the tensor in the call."
+                f"{where_from()}a tensor is read at a symbolic index, {args[1]}, outside of an engine's functions.\n"
+                "  Read it in score_mod, mask_mod or a method of OnlineFunc."
             )
         known = Symbol.FUNCTIONS.get(name)
         if known is None:

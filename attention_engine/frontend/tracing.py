@@ -85,9 +85,15 @@ def call(function: Callable[..., Any], arguments: str, values: list[Any], custom
     )
 
 
+def is_number(value: object) -> bool:
+    """May a function return it? A symbolic value, a Python number, or a captured tensor of one number."""
+    of_one = hasattr(type(value), "requires_grad") and getattr(value, "numel", lambda: 0)() == 1
+    return of_one or isinstance(value, (Symbol, bool, int, float))
+
+
 def _number(function: Callable[..., Any], what: str, value: object, allowed: frozenset[Axis] = PAIR_AXES) -> Expr:
     """A result as a float expression over the allowed axes."""
-    if not isinstance(value, (Symbol, bool, int, float)):
+    if not is_number(value):
         raise WrongResult(
             f"{place_of(function)} returned {type(value).__name__} as {what}. Return a symbolic value, or a number"
             f"{' (is a `return` missing?)' if value is None else ''}."
@@ -106,7 +112,8 @@ def _number(function: Callable[..., Any], what: str, value: object, allowed: fro
 def _mask(mask_mod: Callable[..., Any], custom: CustomInputs) -> Expr:
     with without_reductions("a mask_mod"):
         result = call(mask_mod, "b, h, q_idx, kv_idx", _indices(), custom)
-    expr = lift(result) if isinstance(result, (Symbol, bool)) else None
+    number = is_number(result) and type(result) not in (int, float)
+    expr = lift(result) if number else None
     if expr is None or expr.dtype is not Type.BOOL:
         shown = type(result).__name__ if expr is None else f"the number {expr}"
         raise MaskIsNoCondition(

@@ -16,6 +16,7 @@ from attention_engine.compiler import analyse
 from attention_engine.errors import BackwardNotDerived
 from attention_engine.passes.check_cuts import check_online, random_cuts
 from attention_engine.reference.dense import attend, attend_backward
+from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.launch import allows_tf32
 
 if TYPE_CHECKING:
@@ -93,8 +94,11 @@ def compare(
     """
     check_online(engine._program, tuple(random_cuts(random.Random(0), RANDOM_CUTS)))
     notes = [f"{RANDOM_CUTS} random cuts of a row into tiles give the same result"]
-    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
-    output, rows = engine(*leaves, block_mask=blocks, return_rowscales=True)
+    named = dict(zip(engine.custom_io.specs, custom, strict=True))
+    named |= dict(zip((c.name for c in engine._captured), tensors_now(engine._captured), strict=True))
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *named.values())]
+    given, captured = leaves[3 : 3 + len(custom)], leaves[3 + len(custom) :]
+    output, rows = engine._call(*leaves[:3], given, captured, blocks, True, {})
     torch.manual_seed(0)
     d_output = torch.randn_like(output)
     exact = _dense(engine, leaves, d_output, torch.float64, blocks)
@@ -106,7 +110,7 @@ def compare(
     except BackwardNotDerived as refusal:
         exact, eager = exact[: len(ours)], eager[: len(ours)]
         notes.append(f"gradients are not there to check: {refusal}")
-    floating = [n for n, c in zip(engine.custom_io.specs, custom, strict=True) if c.is_floating_point()]
+    floating = [n for n, c in named.items() if c.is_floating_point()]
     names = ["o", *rows, "dq", "dk", "dv", *(f"d{n}" for n in floating)][: len(ours)]
     made = [check_row(n, a, b, c) for n, a, b, c in zip(names, ours, exact, eager, strict=True)]
     formulas = tuple(_formulas(engine, leaves, d_output, blocks))

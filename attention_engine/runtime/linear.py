@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Target
 from attention_engine.errors import BadInput, NoDevice, NotYetSupported, UnknownOption
+from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.runtime import linear_op as op
+from attention_engine.runtime.captured import Axes, axes_now, capturing, check_captured, sizes_of, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import (
@@ -78,18 +81,47 @@ class LinearAttentionEngine(torch.nn.Module):
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
         self._keys: dict[object, str] = {}
+        self._first: tuple[Captured, ...] | None = None
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, True))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was given; what tracing found stays in its process, and with the objects that it was found in."""
+        return {n: value for n, value in super().__getstate__().items() if n not in ("_keys", "_first")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keys, self._first = {}, None
+
     def _trace(self, types: Mapping[str, Type], decay_given: bool) -> LinearProgram:
-        return trace_mods(self.mods, self.custom_io, types, decay_given)
+        return self._traced(types, decay_given)[0]
+
+    def _traced(
+        self, types: Mapping[str, Type], decay_given: bool
+    ) -> tuple[LinearProgram, tuple[Captured, ...]]:
+        with capturing(tuple(self.custom_io.specs), types) as capture:
+            program = trace_mods(self.mods, self.custom_io, types, decay_given)
+        return replace(program, custom=(*program.custom, *capture.names)), tuple(capture.captured.values())
+
+    @property
+    def _captured(self) -> tuple[Captured, ...]:
+        """The tensors that the mods captured, in the order met."""
+        if self._first is None:
+            self._first = self._traced(self._types, True)[1]
+        return self._first
+
+    def _specs(self, v: Tensor, captured: Sequence[Tensor]) -> list[CustomSpec]:
+        """The custom inputs, and the captured tensors as such."""
+        axes = axes_now(self._captured, captured, sizes_of(v, v))
+        return [*self.custom_io.specs.values(), *specs_of(self._captured, axes)]
 
     @torch.compiler.assume_constant_result  # torch.compile asks for the key and looks no further
-    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], decay_rank: int) -> str:
-        """The key of the attention that runs these calls; registered when first needed. decay_rank: 0 without one."""
-        variant = (backend, types, decay_rank)
+    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], decay_rank: int, axes: Axes) -> str:
+        """The key of the attention that runs these calls; registered when first needed. decay_rank: 0 without one;
+        axes: of captured tensors."""
+        variant = (backend, types, decay_rank, axes)
         if variant not in self._keys:
             program = self._trace(dict(types), decay_rank > 0)
-            specs = list(self.custom_io.specs.values())
+            specs = [*self.custom_io.specs.values(), *specs_of(self._captured, axes)]
             device = self.device.name if self.device else ""
             options = f"{backend} {device} {decay_rank} {[(s.name, s.axes) for s in specs]} {self.tuning}"
             key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
@@ -135,6 +167,13 @@ class LinearAttentionEngine(torch.nn.Module):
         tensors that don't fit.
         """
         tensors = order_custom(self.custom_io, custom, named)
+        return self._call(q, k, v, decay, [*tensors, *tensors_now(self._captured)], initial_state, output_final_state)
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, tensors: Sequence[Tensor],
+        initial_state: Tensor | None, output_final_state: bool,
+    ) -> Any:  # fmt: skip
+        """A call with these custom inputs, and these tensors in place of the captured ones behind them."""
         q, k, v, decay = self._tokens_first(q, k, v, decay)
         key = self._check(q, k, v, decay, initial_state, tensors)
         output, last = op.run(key, q, k, v, decay, initial_state, tensors, output_final_state)
@@ -147,7 +186,7 @@ class LinearAttentionEngine(torch.nn.Module):
 
         The given state is left as it is. Custom inputs are this token's: an axis "seq_len" has length 1.
         """
-        tensors = order_custom(self.custom_io, custom, named)
+        tensors = [*order_custom(self.custom_io, custom, named), *tensors_now(self._captured)]
         single = isinstance(q, Tensor) and q.ndim == 3
         if single:
             axis = ORDERS[self.layout].split(", ").index("length")
@@ -202,9 +241,12 @@ class LinearAttentionEngine(torch.nn.Module):
                 raise BadInput(f"{name} has shape {tuple(tensor.shape)}. With these q, k and v it must be {shape}.")
             if tensor.device != q.device:
                 raise BadInput(f"{name} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
-        check_custom(self.custom_io.specs.values(), custom, v, v)
-        types = tuple((s, type_of(t)) for s, t in zip(self.custom_io.specs, custom, strict=True))
-        return self._key(backend, types, rank)
+        count = len(self.custom_io.specs)
+        check_custom(self.custom_io.specs.values(), custom[:count], v, v)
+        check_captured(self._captured, custom[count:], q)
+        names = [*self.custom_io.specs, *[c.name for c in self._captured]]
+        types = tuple((n, type_of(t)) for n, t in zip(names, custom, strict=True))
+        return self._key(backend, types, rank, axes_now(self._captured, custom[count:], sizes_of(v, v)))
 
     def _check_qkv(self, kernels: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
         for name, tensor, meta in zip("qkv", (q, k, v), self.qkv_meta, strict=True):
@@ -289,9 +331,11 @@ class LinearAttentionEngine(torch.nn.Module):
         """The problem that the metas describe."""
         interpret = self.device is None and not torch.cuda.is_available()
         place = torch.device("cuda" if self.device is None and not interpret else "cpu")
-        dtype, specs = getattr(torch, self.qkv_meta[0].dtype_name), list(self.custom_io.specs.values())
+        dtype, held = getattr(torch, self.qkv_meta[0].dtype_name), tensors_now(self._captured)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
-        custom = [torch.empty(1, device=place) for _ in specs]
+        specs = self._specs(v, held)
+        custom = [torch.empty(1, device=place) for _ in self.custom_io.specs]
+        custom += [torch.empty(1, dtype=t.dtype, device=place) for t in held]
         program = self._trace(self._types, True)
         launcher = self._launcher(program, specs, interpret, per_channel=False)
         problem = launcher.problem(q, k, v, launcher.decay_of(torch.empty(1, 1, 1, device=place), v), custom)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention_engine.reference.linear import recur
 from attention_engine.reference.linear_pairs import attend_pairs
+from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.check import LIMITS, CheckReport, check_row
 from attention_engine.runtime.inputs import type_of
 
@@ -24,7 +25,8 @@ def compare_linear(
     initial_state: Tensor | None,
 ) -> CheckReport:  # fmt: skip
     """The engine, the recurrence in float64 and all pairs at once in the tensors' dtype, on the same gradients."""
-    specs = list(engine.custom_io.specs)
+    specs = [*engine.custom_io.specs, *[c.name for c in engine._captured]]
+    custom = [*custom, *tensors_now(engine._captured)]
     given = {"q": q, "k": k, "v": v, "decay": decay, "initial_state": initial_state, **dict(zip(specs, custom))}
     inputs = {n: t.detach() for n, t in given.items() if t is not None}
     types = {n: type_of(t) for n, t in zip(specs, custom, strict=True)}
@@ -38,7 +40,14 @@ def compare_linear(
 
         return run
 
-    ours = _results(lambda tensors: engine(**tensors, output_final_state=True), inputs, inputs)
+    def run_engine(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        first = [tensors.get(n) for n in ("q", "k", "v", "decay")]
+        found: tuple[Tensor, Tensor] = engine._call(
+            *first, [tensors[n] for n in specs], tensors.get("initial_state"), True  # type: ignore[arg-type]
+        )
+        return found
+
+    ours = _results(run_engine, inputs, inputs)
     double = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
     exact, eager = _results(maths(recur), double, inputs), _results(maths(attend_pairs), inputs, inputs)
     rows = tuple(check_row(n, ours[n], exact[n], eager[n]) for n in ours)

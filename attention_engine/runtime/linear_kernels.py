@@ -12,6 +12,7 @@ from attention_engine.compiler import Kernel, Target
 from attention_engine.errors import UnknownOption
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProblem, LinearTile
+from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.linear_channels import ChannelKernels, ChannelLauncher
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_plan import LinearKernels
@@ -75,7 +76,8 @@ def rehearse(engine: LinearAttentionEngine, device: Arch | None, per: str | None
         raise UnknownOption(f"decay is {per!r}. Choose 'token', 'channel' or None.")
     types = engine._types
     program = engine._trace(types, per is not None)
-    specs = list(engine.custom_io.specs.values())
+    held = tensors_now(engine._captured)
+    specs = engine._specs(torch.empty(1, 1, engine.qkv_meta[2].heads, 1, device="meta"), held)
     rehearsal = _ChannelRehearsal if per == "channel" else _Rehearsal
     launcher = rehearsal(program, specs, device is None, device)
     metas, place = engine.qkv_meta, torch.device("meta")
@@ -86,11 +88,12 @@ def rehearse(engine: LinearAttentionEngine, device: Arch | None, per: str | None
     rows = (*v.shape[:3], q.shape[3])[: RANKS[per]]
     decay = torch.empty(rows, device=place) if per else None
     sizes = {"batch": batch, "heads": v.shape[2], "seq_len": length, "seq_len_kv": length}
-    held = {True: torch.bool, False: torch.float32}
     custom = [
-        torch.empty([sizes.get(a, a) for a in s.axes], dtype=held[types.get(s.name) is Type.BOOL], device=place)
-        for s in specs
-    ]
+        torch.empty([sizes.get(a, a) for a in s.axes],
+                    dtype=torch.bool if types.get(s.name) is Type.BOOL else torch.float32, device=place)
+        for s in engine.custom_io.specs.values()
+    ]  # fmt: skip
+    custom += [torch.empty(t.shape, dtype=t.dtype, device=place) for t in held]
     state = torch.empty(batch, v.shape[2], q.shape[3], v.shape[3], device=place) if starts else None
     wanted = frozenset(["decay", *(s.name for s in specs)] if per else [s.name for s in specs])
     launcher.forward(q, k, v, decay, state, custom, starts)

@@ -11,8 +11,9 @@ from torch import Tensor
 from attention_engine.errors import BadInput
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.tracing import trace
-from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H, Program
 from attention_engine.reference.evaluate import Evaluator
+from attention_engine.runtime.captured import capturing, tensors_now
 
 Place = torch.device | str | None
 
@@ -32,18 +33,25 @@ def document_ids(lengths: Sequence[int] | Tensor, total: int | None = None, devi
     return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]
 
 
+def _trace(mask_mod: Callable[..., Any]) -> tuple[Program, dict[str, Tensor]]:
+    """The mask's program, and the tensors that it captured by name."""
+    with capturing((), {}) as capture:
+        program = trace(None, mask_mod, None, CustomIO())
+    return program, dict(zip(capture.names, tensors_now(list(capture.captured.values())), strict=True))
+
+
 def _evaluate(mask_mod: Callable[..., Any], batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    program = trace(None, mask_mod, None, CustomIO())
+    program, custom = _trace(mask_mod)
     shape = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
     if program.mask is None:
         return torch.ones(shape, dtype=torch.bool, device=query.device)
     values = {B: batch, H: head, Q_IDX: query, KV_IDX: key}
-    return Evaluator(values, {}, torch.float32, query.device)(program.mask).expand(shape)
+    return Evaluator(values, custom, torch.float32, query.device)(program.mask).expand(shape)
 
 
 def _sizes(mask_mod: Callable[..., Any], B_: int | None, H_: int | None) -> tuple[int, int]:
     """Batch and heads of a mask, 1 where it doesn't depend on them (or None was given)."""
-    mask = trace(None, mask_mod, None, CustomIO()).mask
+    mask = _trace(mask_mod)[0].mask
     axes = mask.axes if mask is not None else frozenset()
     return (B_ or 1) if B.axes <= axes else 1, (H_ or 1) if H.axes <= axes else 1
 

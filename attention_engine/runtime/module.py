@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from attention_engine.compiler import Maths, Target, Tiles, analyse
 from attention_engine.errors import (
     OptionsClash,
 )
+from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of
 from attention_engine.frontend.online_func import OnlineFunc
@@ -26,6 +28,15 @@ from attention_engine.ir.program import Program
 from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op, parts, transforms  # noqa: F401 - registers what transforms need
+from attention_engine.runtime.captured import (
+    Axes,
+    axes_now,
+    capturing,
+    check_captured,
+    sizes_of,
+    specs_of,
+    tensors_now,
+)
 from attention_engine.runtime.inputs import (
     BLOCKS,
     backend_for,
@@ -52,7 +63,7 @@ from attention_engine.runtime.watching import unwatched, watched
 from attention_engine.tuner.defaults import hints_matter
 
 MOST_SEEN = 4096
-OF_THIS_PROCESS = ("_program", "_keys", "_seen", "_again")
+OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again")
 
 
 class AttentionEngine(Shown):
@@ -113,7 +124,7 @@ class AttentionEngine(Shown):
         self._seen: dict[object, Seen] = {}  # by the signatures of calls that passed every check
         self._again: Again | None = None  # the last of them
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, None))
-        self._program = self._trace(self._types, None)
+        self._first: tuple[Program, tuple[Captured, ...]] | None = self._traced(self._types, None)
         check_online(self._program)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,11 +133,33 @@ class AttentionEngine(Shown):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._keys, self._seen, self._again = {}, {}, None
-        self._program = self._trace(self._types, None)
+        self._keys, self._seen, self._again, self._first = {}, {}, None, None
+
+    @property
+    def _program(self) -> Program:
+        return self._whole()[0]
+
+    @property
+    def _captured(self) -> tuple[Captured, ...]:
+        """The tensors that the functions captured, in the order met."""
+        return self._whole()[1]
+
+    def _whole(self) -> tuple[Program, tuple[Captured, ...]]:
+        """What tracing found; a copy traces when first asked, as the objects that its functions read must be whole."""
+        if self._first is None:
+            self._first = self._traced(self._types, None)
+        return self._first
 
     def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
-        return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(blocks), types, self.scale)
+        return self._traced(types, blocks)[0]
+
+    def _traced(
+        self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None
+    ) -> tuple[Program, tuple[Captured, ...]]:
+        io = self._io(blocks)
+        with capturing(tuple(io.specs), types) as capture:
+            program = trace(self.score_mod, self._mask(blocks), self.online_func, io, types, self.scale)
+        return replace(program, custom=(*program.custom, *capture.names)), tuple(capture.captured.values())
 
     def _io(self, blocks: tuple[bool, bool] | None) -> CustomIO:
         if blocks is None:
@@ -159,12 +192,14 @@ class AttentionEngine(Shown):
         """Which backend runs on this device; NoDevice where the one asked for can't."""
         return backend_for(self.backend, device)
 
-    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None) -> str:
-        """The key of the attention that runs these calls; registered when first needed."""
-        variant = (backend, types, blocks)
+    def _key(
+        self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None, axes: Axes
+    ) -> str:
+        """The key of the attention that runs these calls; registered when first needed. axes: of captured tensors."""
+        variant = (backend, types, blocks, axes)
         if variant not in self._keys:
             program = self._trace(dict(types), blocks)
-            specs = list(self._io(blocks).specs.values())
+            specs = [*self._io(blocks).specs.values(), *specs_of(self._captured, axes)]
             device = self.device.name if self.device else ""
             hints = hints_of(self.qkv_meta) if hints_matter(*(m.dim for m in self.qkv_meta[1:])) else ""
             inputs = [(s.name, s.axes) for s in specs]
@@ -200,10 +235,19 @@ class AttentionEngine(Shown):
         """o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}).
 
         q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
-        order, or by name. Raises BadInput for tensors that don't fit.
+        order, or by name; what the functions captured is read where it is. Raises BadInput for tensors that don't fit.
         """
-        asked = None
+        captured = tensors_now(self._captured)
+        return self._call(q, k, v, custom, captured, block_mask, return_rowscales, named)
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
+        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor],
+    ) -> Any:  # fmt: skip
+        """A call with these tensors in place of the captured ones."""
+        asked, given = None, custom
         if block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling():
+            custom = (*custom, *captured)
             again = self._again
             alike = again is not None and again.count == 3 + len(custom) and again.fits(q, k, v, *custom)
             if again is not None and alike and not watched():
@@ -220,7 +264,7 @@ class AttentionEngine(Shown):
                     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 found = op.run(seen.key, q, k, v, custom, return_rowscales, seen.direct)
                 return self._results(*found, return_rowscales)
-        tensors = order_custom(self.custom_io, custom, named)
+        tensors = order_custom(self.custom_io, given, named)
         check_ranks(self.layout, q, k, v)
         cast, q, k, v = is_cast(q), *follow_autocast(q, k, v)
         if self.layout == "bhsd":
@@ -232,8 +276,14 @@ class AttentionEngine(Shown):
         variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
         specs = self._io(variant).in_order
         check_custom(specs, tensors, q, k)
-        types = tuple((s.name, type_of(t)) for s, t in zip(specs, tensors, strict=True))
-        key = self._key(backend, types, variant)
+        axes: Axes = ()
+        if captured:
+            check_captured(self._captured, captured, q)
+            axes = axes_now(self._captured, captured, sizes_of(q, k))
+        names = [*[s.name for s in specs], *[c.name for c in self._captured]]
+        tensors = [*tensors, *captured]
+        types = tuple((n, type_of(t)) for n, t in zip(names, tensors, strict=True))
+        key = self._key(backend, types, variant, axes)
         if backend != "reference" and v.shape[3] > parts.WIDEST:
             return self._results(*parts.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
         if asked is not None and not cast and unwatched():  # nothing that others look at may be kept, nor fakes

@@ -11,16 +11,18 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernel, Kernels, Maths, analyse
 from attention_engine.errors import NoDevice, UnknownOption
+from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.ir.expr import Type
 from attention_engine.ir.program import Program
 from attention_engine.runtime import parts
+from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.cost import Cost, cost_of
 from attention_engine.runtime.explain import explain
-from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
+from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.plans import as_parameter
 from attention_engine.runtime.tuning import Asked, Tuning
@@ -44,7 +46,14 @@ class Shown(torch.nn.Module):
     deterministic: bool
     tuning: Tuning
     _types: dict[str, Type]
-    _program: Program
+
+    @property
+    def _program(self) -> Program:
+        raise NotImplementedError
+
+    @property
+    def _captured(self) -> tuple[Captured, ...]:
+        raise NotImplementedError
 
     def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
         raise NotImplementedError
@@ -110,10 +119,15 @@ class Shown(torch.nn.Module):
         dtype = getattr(torch, self.qkv_meta[0].dtype_name)
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
         v = v[..., : parts.width(v.shape[3])]
-        specs = list(self.custom_io.specs.values())
-        maths, tensors = self._maths(), given or stand_ins(specs, self._types, place)
+        declared = list(self.custom_io.specs.values())
+        maths, tensors = self._maths(), list(given) or stand_ins(declared, self._types, place)
+        held = tensors_now(self._captured)
         if given:
-            maths = analyse(self._trace({s.name: type_of(t) for s, t in zip(specs, given, strict=True)}, None))
+            types = {s.name: type_of(t) for s, t in zip(declared, given, strict=True)}
+            maths = analyse(self._trace(types | {c.name: type_of(t) for c, t in zip(self._captured, held)}, None))
+        sizes = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
+        specs = [*declared, *specs_of(self._captured, axes_now(self._captured, held, sizes))]
+        tensors += [torch.empty(1, dtype=t.dtype, device=place, requires_grad=t.requires_grad) for t in held]
         custom = [as_parameter(t) for t in tensors]
         launcher = Launcher(maths, specs, interpret, device, self.deterministic)
         lengths = lengths_of(self.qkv_meta, USUAL)
@@ -162,12 +176,13 @@ class Shown(torch.nn.Module):
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: Tensor | None
     ) -> tuple[Program, list[str], list[Tensor]]:
-        """The program of a call with these tensors, its custom inputs' names, and the blocks that stand among them."""
+        """The program of a call with these tensors (q, k, v, custom inputs, captured tensors), the names of all but the
+        first three, and the blocks, which are named last."""
         q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
         blocks = self._blocks(block_mask, q, k)
         extra = [] if blocks is None else [blocks]
         variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
-        names = list(self._io(variant).specs)
+        names = [*self.custom_io.specs, *[c.name for c in self._captured], *([BLOCKS] if extra else [])]
         types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
         return self._trace(types, variant), names, extra
 
@@ -185,7 +200,7 @@ class Shown(torch.nn.Module):
     ) -> Cost:
         """FLOPs of the pairs that a call with these tensors keeps, and bytes that must move, forward and backward."""
         check_ranks(self.layout, q, k, v)
-        tensors = [q, k, v, *order_custom(self.custom_io, custom, named)]
+        tensors = [q, k, v, *order_custom(self.custom_io, custom, named), *tensors_now(self._captured)]
         program, names, extra = self._dense_program(tensors, block_mask)
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))

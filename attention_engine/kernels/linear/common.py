@@ -93,7 +93,10 @@ class LinearSizes(Sizes):
     def custom(self) -> dict[str, Any]:
         """The parameters of the custom inputs."""
         lengths = {"batch": self.batch, "heads": self.problem.heads, "seq_len": self.length, "seq_len_kv": self.length}
-        shapes = {n: [lengths.get(a, a) for a in axes] for n, _, axes in self.problem.custom}
+        shapes = {
+            n: [a if isinstance(a, int) else lengths[a] if a in lengths else T.dynamic(f"{n}_{a}") for a in axes]
+            for n, _, axes in self.problem.custom
+        }
         return {f"custom_{n}": T.Tensor(shapes[n] or [1], dtype) for n, dtype, _ in self.problem.custom}
 
     def rows(self) -> Any:
