@@ -373,7 +373,7 @@ NO_NUMBER = (
 )
 NO_INDEX = (
     "a symbolic value, score, can't count or index: it has no number yet.\n"
-    "  Numbers for each head or place belong in a custom input: CustomIO({'name': axes}) and custom['name'][i]."
+    "  A list of numbers becomes a tensor, torch.tensor([...])[i], or a custom input: custom['name'][i]."
 )
 NO_OPERATOR = f"this operator has no meaning on a symbolic value, score.\n{KNOWN}"
 JOINED = (
@@ -392,13 +392,13 @@ REFUSED = {
     "count": (lambda: list(range(S)), NO_INDEX),
     "a tensor's index": (
         lambda: torch.ones(3)[S],
-        "a tensor is read at a symbolic index, score.\n"
-        "  Pass it as a custom input: CustomIO({'name': axes}), custom['name'][i], and the tensor in the call.",
+        "a tensor is read at a symbolic index, score, outside of an engine's functions.\n"
+        "  Read it in score_mod, mask_mod or a method of OnlineFunc.",
     ),
     "numpy function": (lambda: np.tan(S), f"numpy.tan has no meaning in a mod.\n{KNOWN}"),
     "numpy reduction": (lambda: np.add.reduce(S), f"numpy.add has no meaning in a mod.\n{KNOWN}"),
-    "array": (lambda: S * np.ones(3), "a ndarray can't be mixed with symbolic values.\n  Use Python numbers, or "
-              "pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."),
+    "array": (lambda: S * np.ones(3), "a ndarray can't be mixed with symbolic values.\n  Use Python numbers, "
+              "tensors, or custom inputs: CustomIO({'name': axes}) and custom['name']."),
     "in place": (lambda: S.mul_(2), "symbolic values have no `mul_`.\n"
                  "  Nothing is changed in place: use x = x.mul(...)."),
     "mean": (lambda: S.mean(), "symbolic values have no `mean`.\n"
@@ -433,10 +433,10 @@ REFUSED = {
     "& of both": (lambda: (I > J) & I, JOINED.format("q_idx is an integer")),
     "logical_and of ints": (lambda: I.logical_and(J), JOINED.format("q_idx is an integer")),
     "~ of a float": (lambda: ~S, JOINED.format("score is a float")),
-    "tensor": (lambda: S * torch.ones(3), "a Tensor can't be mixed with symbolic values.\n  Use Python numbers, or "
-               "pass the tensor as a custom input: CustomIO({'name': axes}) and custom['name']."),
-    "text": (lambda: S + "a", "a str can't be mixed with symbolic values.\n  Use Python numbers, or pass the tensor "
-             "as a custom input: CustomIO({'name': axes}) and custom['name']."),
+    "tensor": (lambda: S * torch.ones(3), "a Tensor can't be mixed with symbolic values.\n  Use Python numbers, "
+               "tensors, or custom inputs: CustomIO({'name': axes}) and custom['name']."),
+    "text": (lambda: S + "a", "a str can't be mixed with symbolic values.\n  Use Python numbers, tensors, or "
+             "custom inputs: CustomIO({'name': axes}) and custom['name']."),
     "reduction": (lambda: S.get_reduce("mean"),
                   'get_reduce("mean") is unknown. Choose "sum", "max", "min", "abssum" or "absmax".'),
     "reduced row": (lambda: M.get_reduce("sum"), 'get_reduce("sum") on state.m, which is the same for every key.\n'
