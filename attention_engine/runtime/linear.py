@@ -105,9 +105,16 @@ class LinearAttentionEngine(torch.nn.Module):
     @property
     def _captured(self) -> tuple[Captured, ...]:
         """The tensors that the mods captured, in the order met."""
+        self._has_traced()
+        assert self._first is not None
+        return self._first
+
+    @torch.compiler.assume_constant_result
+    def _has_traced(self) -> bool:
+        """True. A copy traces when first asked, as the objects that its mods read must be whole."""
         if self._first is None:
             self._first = self._traced(self._types, True)[1]
-        return self._first
+        return True
 
     def _specs(self, v: Tensor, captured: Sequence[Tensor]) -> list[CustomSpec]:
         """The custom inputs, and the captured tensors as such."""

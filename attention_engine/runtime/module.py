@@ -145,10 +145,18 @@ class AttentionEngine(Shown):
         return self._whole()[1]
 
     def _whole(self) -> tuple[Program, tuple[Captured, ...]]:
-        """What tracing found; a copy traces when first asked, as the objects that its functions read must be whole."""
+        """What tracing found."""
+        self._has_traced()
+        assert self._first is not None
+        return self._first
+
+    def _has_traced(self) -> bool:
+        """True. A copy traces when first asked, as the objects that its functions read must be whole."""
         if self._first is None:
             self._first = self._traced(self._types, None)
-        return self._first
+        return True
+
+    _has_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # as _key is
 
     def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
         return self._traced(types, blocks)[0]

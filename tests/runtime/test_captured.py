@@ -361,6 +361,12 @@ def test_compiled_without_a_break_and_once(counter, backend):
     assert counter.frame_count == 1
 
 
+def test_a_copy_that_was_not_called_compiles(counter):
+    layer, inputs = copy.deepcopy(Layer("reference")), qkv(S)
+    agree(torch.compile(layer, fullgraph=True, backend=counter), inputs, lambda: layer_right(layer, inputs),
+          [layer.temperature])  # fmt: skip
+
+
 def test_what_torch_makes_of_a_tensor_compiles_too(counter):
     t, table, inputs = number(), nn.Parameter(torch.randn(S, HEADS)), qkv(S)
     engine = build(score_mod=lambda s, c, b, h, i, j: s * t.exp() * 0.2 * table.T[h, i])
