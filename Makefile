@@ -1,5 +1,6 @@
 # make demo   set up, then the quick start: forward, backward, the derived program, the error, the kernel
-# make test   set up, then every check that needs no GPU
+# make test   set up, then the checks that need no GPU, but for the slow ones
+# make slow   the slow ones: kernels of many programs compiled by nvcc, and most cases of large tables
 # make lint   the style and type checks alone
 # make docs   the documents as a site, in build/site
 # make clean  remove what these targets made
@@ -24,13 +25,16 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test slow lint docs clean
 
 demo: $(READY)
 	$(RUN) attn_script/mha.py --show
 
 test: lint
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q -m "not slow"
+
+slow: $(READY)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q -m slow
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from hypothesis import settings
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
+
+# Files of many cases that each take seconds: `make test` runs one case in so many, by its name, and `make slow` the rest.
+SAMPLED = {
+    f"tests/kernels/test_{name}.py": 3
+    for name in ("hopper_interpret", "numerics_interpret", "linear_interpret", "key_items")
+}
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -25,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        of = SAMPLED.get(item.nodeid.split("::")[0], 1)
+        if "[" in item.nodeid and zlib.crc32(item.nodeid.encode()) % of:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -133,6 +133,8 @@ class Capture:
     def number(self, tensor: Any) -> Expr:
         """The tensor's one number."""
         shape = tuple(tensor.shape)
+        if tensor.is_complex():
+            raise TensorInMod(f"{where_from()}a complex {type(tensor).__name__} meets a symbolic value. Use its parts.")
         if any(n != 1 for n in shape):
             places = ", ".join(["h", "b", "q_idx", "kv_idx"][: len(shape)])
             raise TensorInMod(

@@ -32,7 +32,7 @@ def capturing(declared: Sequence[str], types: Mapping[str, Type]) -> Iterator[Ca
     capture = Capture(declared, types)
     token = CAPTURE.set(capture)
     try:
-        with torch.no_grad(), _Watch(capture):
+        with _Watch(capture):
             yield capture
     finally:
         CAPTURE.reset(token)
@@ -54,7 +54,8 @@ class _Watch(TorchFunctionMode):
             if name in OPERATORS:
                 return OPERATORS[name](wrap(lift(args[0])), args[1])
             return function(*args, **kwargs)
-        result = function(*args, **kwargs)
+        with torch.no_grad():  # here alone: torch.export notes each change of it
+            result = function(*args, **kwargs)
         if _holds(Tensor, (args, kwargs)) and _holds(Tensor, result) and not _in_place(name):
             self.capture.compute(function, args, kwargs, result)
         return result

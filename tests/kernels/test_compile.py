@@ -19,7 +19,12 @@ from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 from tests.kernels.together import assert_fits, compile_together
 
-pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
+
+
+def by_nvcc(test):
+    """A test that compiles kernels, which takes minutes."""
+    return pytest.mark.slow(pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")(test))
+
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 PLAIN = {"persistent": False, "lazy_rescale": False}
@@ -118,6 +123,12 @@ def lower_lists(dim, dtype, kv_heads):
 
 
 @functools.cache
+def lists_over_keys():
+    """The text of the kernel with persistent blocks."""
+    return lower_lists(128, HALF, 2).cuda
+
+
+@functools.cache
 def hopper():
     lowered = {name: lower(arch.H100(), *given) for name, given in HOPPER.items()}
     lowered.update({name: lower_case(*given) for name, given in ROOMY.items()})
@@ -129,6 +140,7 @@ def hopper():
     return compile_together({**lowered, **tables}, arch.H100())
 
 
+@by_nvcc
 def test_hopper_kernels_fit_and_use_its_instructions():
     for name, made in hopper().items():
         assert_fits(name, made, arch.H100())
@@ -137,6 +149,7 @@ def test_hopper_kernels_fit_and_use_its_instructions():
         assert ("AtomicAddx4" in made.cuda) is name.endswith("backward")
 
 
+@by_nvcc
 def test_hand_placed_kernels_run_products_while_they_compute():
     for name in ("forward", "wide_forward", "wide_backward"):
         cuda = hopper()[name].cuda
@@ -144,6 +157,7 @@ def test_hand_placed_kernels_run_products_while_they_compute():
         assert "const int warpgroup = __shfl_sync" in cuda
 
 
+@by_nvcc
 def test_backward_where_no_register_is_left_adds_to_dq_without_a_guard():
     """One that TileLang sets where it can't prove a bound spills 692 bytes."""
     for name in ("deep_backward", "ungrouped_deep_backward"):
@@ -151,6 +165,7 @@ def test_backward_where_no_register_is_left_adds_to_dq_without_a_guard():
         assert cuda[: cuda.index("AtomicAddx4")].splitlines()[-4].strip() == "}", name
 
 
+@by_nvcc
 def test_no_step_of_sums_of_diagonals_waits_for_the_additions_of_the_last():
     """As a fence before its first product would."""
     for name in ("table_backward", "ungrouped_table_backward"):
@@ -160,6 +175,7 @@ def test_no_step_of_sums_of_diagonals_waits_for_the_additions_of_the_last():
         assert len(fences) == 3 and all("warpgroup_arrive" not in lines[n - 1] for n in fences), name
 
 
+@by_nvcc
 def test_backward_of_wide_heads_hands_pairs_over_in_shared_memory():
     for name in IN_MEMORY:
         cuda = hopper()[name].cuda
@@ -167,6 +183,7 @@ def test_backward_of_wide_heads_hands_pairs_over_in_shared_memory():
         assert "const int warpgroup = __shfl_sync" in cuda
 
 
+@by_nvcc
 def test_backward_blocks_of_causal_masks_have_numbers_of_their_own():
     cuda = hopper()["wide_backward"].cuda
     assert "blockIdx.x" in cuda and "blockIdx.y" not in cuda
@@ -176,7 +193,7 @@ def test_backward_blocks_of_causal_masks_have_numbers_of_their_own():
 
 def test_a_lane_writes_an_items_numbers_when_its_warp_has_read_those_before():
     """What is read and written by lanes of one warp, a simulated warp does at once."""
-    lines = [line.strip() for line in hopper()["wide_lists_backward"].cuda.splitlines()]
+    lines = [line.strip() for line in lists_over_keys().splitlines()]
     writes = [n for n, line in enumerate(lines) if line.startswith("((int*)record)[")]
     branches = [n for n, line in enumerate(lines) if line == "if ((thread_again() % 32) == 0) {"]
     of_writes = {max(branch for branch in branches if branch < n) for n in writes}
@@ -186,7 +203,7 @@ def test_a_lane_writes_an_items_numbers_when_its_warp_has_read_those_before():
 def test_a_lane_speaks_for_a_spare_warp_when_all_of_its_lanes_have_read():
     """Lanes that parted at a wait need not be together again: those left behind would read the item after the next, or
     walk on by the numbers of another walk, and wait for ever for lanes that went on. A simulated warp has one lane."""
-    lines = [line.strip() for line in hopper()["wide_lists_backward"].cuda.splitlines()]
+    lines = [line.strip() for line in lists_over_keys().splitlines()]
     gives_back = [n for n, line in enumerate(lines) if line.startswith("read[") and line.endswith(".arrive();")]
     assert len(gives_back) == 4, "the copying warp, the spare ones, computing ones at their first item and at others"
     for n in gives_back:
@@ -197,6 +214,7 @@ def test_a_lane_speaks_for_a_spare_warp_when_all_of_its_lanes_have_read():
         assert "__syncwarp();" in lines[n - 4 : n], "all have left the walk before"
 
 
+@by_nvcc
 def test_warpgroups_take_turns_at_each_step_or_start_apart():
     for name, groups, turns in (("forward", 3, True), ("wide_forward", 2, True), ("capped_forward", 2, False)):
         cuda = hopper()[name].cuda
@@ -205,6 +223,7 @@ def test_warpgroups_take_turns_at_each_step_or_start_apart():
         assert "__named_barrier_arrive" in before and ("__named_barrier_arrive" in of_steps) is turns
 
 
+@by_nvcc
 def test_persistent_forward_kernels_copy_ahead_of_the_next_item():
     for name in ("persistent_forward", "deep_persistent_forward"):
         cuda = hopper()[name].cuda
@@ -215,6 +234,7 @@ def test_persistent_forward_kernels_copy_ahead_of_the_next_item():
         assert own_tile is not name.startswith("deep")  # which has no room for a tile of o
 
 
+@by_nvcc
 def test_a_warp_of_its_own_brings_queries_that_come_ahead():
     cuda = hopper()["ahead_forward"].cuda
     copying = cuda[cuda.index("warpgroup_reg_dealloc") : cuda.index("warpgroup_reg_alloc")]
@@ -223,6 +243,7 @@ def test_a_warp_of_its_own_brings_queries_that_come_ahead():
     assert "tma_load(q_desc" in queries and "k_desc" not in queries
 
 
+@by_nvcc
 def test_tiles_start_with_what_places_add_before_groups_wait_for_their_turns():
     """So that a turn issues products at once."""
     for name in ("sloped_forward", "narrow_sloped_forward", "narrow_causal_sloped_forward"):
@@ -230,11 +251,13 @@ def test_tiles_start_with_what_places_add_before_groups_wait_for_their_turns():
         assert "scores[" in before and "scores[" not in of_steps[: of_steps.index("tl::wgmma_ss<")], name
 
 
+@by_nvcc
 def test_the_output_is_rescaled_where_a_row_of_the_warp_has_a_new_maximum():
     for name, lazy in (("forward", False), ("wide_forward", False), ("persistent_forward", True)):
         assert (hopper()[name].cuda.count("if (__any_sync(") == 1) is lazy
 
 
+@by_nvcc
 def test_weights_are_made_before_the_wait_for_their_gradients():
     """What keeps compilers from moving that wait up: a fence on the weights, and a wait that is over."""
     cuda = hopper()["wide_backward"].cuda
@@ -243,6 +266,7 @@ def test_weights_are_made_before_the_wait_for_their_gradients():
     assert "warpgroup_fence_operand(reinterpret_cast<float*>(weights + 0), 40)" in between and ".wait(" in between
 
 
+@by_nvcc
 def test_fences_name_the_registers_that_a_thread_has():
     for name in ("forward", "wide_backward"):
         cuda = hopper()[name].cuda
@@ -251,6 +275,7 @@ def test_fences_name_the_registers_that_a_thread_has():
         assert len(fenced) > 4 and all(int(count) == held[name] for name, count in fenced)
 
 
+@by_nvcc
 def test_an_older_gpu_copies_by_cp_async():
     """In memory that all of them have."""
     made = compile_together({"forward": lower(arch.A100(), "forward", HALF, 64)}, arch.A100())["forward"]

@@ -24,7 +24,7 @@ from attention_engine.kernels.linear.common import COPYING, SM_REGISTERS, consum
 from attention_engine.target import compile as target_compile
 from tests.kernels.together import assert_fits, compile_together
 
-pytestmark = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")]
 
 PROGRAM = trace_mods({"v": lambda x, c: x * c["dt"]}, CustomIO({"dt": ("batch", "heads", "seq_len")}))
 SCALED = trace_mods({"q": lambda x, c: x * 0.0625}, CustomIO({}))
