@@ -14,7 +14,7 @@ from hypothesis import settings
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 
-# Files of many cases that each take seconds: `make test` runs one case in so many, by its name, and `make slow` the rest.
+# Files of many cases, each of seconds: `make test` runs one case in so many, by its name, and `make slow` the rest.
 SAMPLED = {
     f"tests/kernels/test_{name}.py": 3
     for name in ("hopper_interpret", "numerics_interpret", "linear_interpret", "key_items")

@@ -19,13 +19,6 @@ from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 from tests.kernels.together import assert_fits, compile_together
 
-
-
-def by_nvcc(test):
-    """A test that compiles kernels, which takes minutes."""
-    return pytest.mark.slow(pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")(test))
-
-
 HALF, BRAIN = torch.float16, torch.bfloat16
 PLAIN = {"persistent": False, "lazy_rescale": False}
 PERSISTENT, BOTH = {"persistent": True}, {"persistent": True, "lazy_rescale": True}
@@ -60,6 +53,11 @@ ROOMY = {
     "brief_forward": ("forward", "vit.softmax.full.1024"),
 }
 IN_MEMORY = ("deep_backward", "ungrouped_deep_backward", "widest_backward")
+
+
+def by_nvcc(test):
+    """A test that compiles kernels, which takes minutes."""
+    return pytest.mark.slow(pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")(test))
 
 
 def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None, heads=(4, 2)):
