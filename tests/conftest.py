@@ -16,9 +16,13 @@ GOLDEN = HERE / "golden"
 
 # Files of many cases, each of seconds: `make test` runs one case in so many, by its name, and `make slow` the rest.
 SAMPLED = {
-    f"tests/kernels/test_{name}.py": 3
-    for name in ("hopper_interpret", "numerics_interpret", "linear_interpret", "key_items")
-}
+    3: ("kernels/test_hopper_interpret", "kernels/test_numerics_interpret", "kernels/test_linear_interpret",
+        "kernels/test_key_items"),
+    2: ("kernels/test_lengths", "kernels/test_tile_map", "runtime/test_functions", "runtime/test_odd_programs",
+        "runtime/test_masks", "runtime/test_captured", "runtime/test_absent_pairs", "runtime/test_linear",
+        "runtime/test_custom_inputs", "passes/test_half_range", "test_fuzz"),
+}  # fmt: skip
+ONE_IN = {f"tests/{name}.py": of for of, names in SAMPLED.items() for name in names}
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -33,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        of = SAMPLED.get(item.nodeid.split("::")[0], 1)
+        of = ONE_IN.get(item.nodeid.split("::")[0], 1)
         if "[" in item.nodeid and zlib.crc32(item.nodeid.encode()) % of:
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
