@@ -15,6 +15,7 @@ from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
 from attention_engine.passes.absent_pairs import leave_out_absent
+from attention_engine.passes.bent_output import Bend, part_output
 from attention_engine.passes.by_hand import makes_delta, pairs_issue_much, starts_longest_first
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
@@ -127,13 +128,22 @@ def pass_configs(problem: Problem | LinearProblem, by_hand: bool = False) -> dic
 
 @dataclass(frozen=True)
 class Maths:
-    """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, if there is none."""
+    """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, if there is none.
+
+    bent: where the epilogue is no factor of the output, what runs in place of this program when gradients are wanted.
+    """
 
     program: Program
     backward: Backward | None
     refusal: BackwardNotDerived | None
     forward_schedule: ForwardSchedule
     backward_schedule: BackwardSchedule | None
+    bent: Bent | None = None
+
+    @property
+    def trained(self) -> Maths:
+        """What runs when gradients are wanted."""
+        return self if self.bent is None else self.bent.maths
 
     def forward_of(self, dtype: str) -> ForwardSchedule:
         """The forward pass in this dtype: in fp16 its weights may need a bound."""
@@ -182,9 +192,38 @@ class Maths:
         return replace(self, backward=backward, backward_schedule=schedule_backward(self.program, backward))
 
 
+@dataclass(frozen=True)
+class Bent:
+    """A program whose output `bend` makes the wanted one of."""
+
+    bend: Bend
+    maths: Maths
+
+
 def analyse(program: Program) -> Maths:
     """Derives the backward pass and puts both directions in order."""
     program = leave_out_absent(program)
+    bend = part_output(program)
+    if bend is None:
+        return _analyse(program)
+    inner = _analyse(bend.inner)
+    return Maths(program, None, _refusal_of(inner, bend), schedule_forward(program), None,
+                 Bent(bend, inner) if _refusal_of(inner, bend) is None else None)  # fmt: skip
+
+
+def _refusal_of(inner: Maths, bend: Bend) -> BackwardNotDerived | None:
+    """Why what is made of a program's output and rows can't be differentiated; None: it can."""
+    lacking = dict(inner.backward.undifferentiated) if inner.backward is not None else {}
+    reasons = [lacking[name] for name in bend.rows if name in lacking]
+    if not reasons:
+        return inner.refusal
+    return BackwardNotDerived(
+        f"the epilogue's output is {bend.whole.output}, and a row that it reads has no gradient: {reasons[0]}.\n"
+        "  Detach that row (`.detach()`)."
+    )
+
+
+def _analyse(program: Program) -> Maths:
     backward: Backward | None = None
     refusal: BackwardNotDerived | None = None
     try:

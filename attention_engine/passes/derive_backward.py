@@ -25,7 +25,6 @@ from attention_engine.ir.expr import (
     const,
     is_const,
     make,
-    rebuild,
     substitute,
     topological,
 )
@@ -43,8 +42,8 @@ from attention_engine.ir.program import (
 from attention_engine.ir.reach import may_be_far, may_be_infinite
 from attention_engine.passes.absent_pairs import guard_row
 from attention_engine.passes.differentiate import ZERO, differentiate, log_derivative
-from attention_engine.passes.row_values import RowValues, near, reductions_in
-from attention_engine.passes.simplify import add, construct, factor_out, factors, mul, simplify, split_coefficient
+from attention_engine.passes.row_values import RowValues, name_product, near, reductions_in
+from attention_engine.passes.simplify import add, factor_out, factors, mul, simplify, split_coefficient
 from attention_engine.passes.strength import LOG2_E, use_exp2
 
 Gradients = dict[Expr, Expr]
@@ -249,26 +248,6 @@ def merge_row_factor(weight: Expr, apart: bool = False) -> Expr:
     return mul(const(float(number)), *others, make(Op.EXP, add(inner.args[0], *logs)))
 
 
-def _name_weight(expr: Expr, weight: Expr) -> Expr:
-    """The expression with the final weight, wherever it stands whole or as part of a product, named WEIGHT."""
-    number, rest = split_coefficient(weight)
-    if rest is None:
-        return expr
-    wanted = factors(rest)
-    done: dict[Expr, Expr] = {}
-    for node in topological(expr):
-        have = factors(node)
-        if node is weight:
-            done[node] = WEIGHT
-        elif all(have.count(f) >= wanted.count(f) for f in wanted):
-            for factor in wanted:
-                have.remove(factor)
-            done[node] = mul(const(1.0 / number), WEIGHT, *(done.get(f, f) for f in have))
-        else:
-            done[node] = construct(rebuild(node, tuple(done[a] for a in node.args)))
-    return done[expr]
-
-
 def derive_backward(program: Program) -> Backward:
     """The backward pass; raises BackwardNotDerived, with what to do, where it can't be had."""
     closed = close(program)
@@ -285,7 +264,7 @@ def derive_backward(program: Program) -> Backward:
         for load in loads:
             of_pair, of_row = deriver.of_load(load)
             if of_pair is not None:
-                pair[load] = _name_weight(of_pair, closed.weight)
+                pair[load] = name_product(of_pair, closed.weight, WEIGHT)
             if of_row is not None:
                 by_row[load] = of_row
     if by_hand is not None:
@@ -293,7 +272,7 @@ def derive_backward(program: Program) -> Backward:
         undifferentiated = {n: "a `backward` written by hand doesn't say it" for n in closed.finals}
     else:
         assert deriver is not None
-        score_gradient = _name_weight(deriver.with_respect_to(SCORE), closed.weight)
+        score_gradient = name_product(deriver.with_respect_to(SCORE), closed.weight, WEIGHT)
     score_loads = _float_loads(program.score)
     by_score = differentiate(program.score, [PRODUCT, *score_loads], score_gradient)
     for load, gradient in zip(score_loads, by_score[1:], strict=True):

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from attention_engine.errors import BackwardNotDerived
-from attention_engine.ir.expr import Axis, Expr, Op, const, substitute, topological
+from attention_engine.ir.expr import Axis, Expr, Op, const, rebuild, substitute, topological
 from attention_engine.ir.program import DELTA, final_variable, row_variable
-from attention_engine.passes.simplify import mul, simplify, split_coefficient, terms
+from attention_engine.passes.simplify import add, construct, factors, mul, simplify, split_coefficient, terms
 
 
 def reductions_in(*roots: Expr) -> list[Expr]:
@@ -39,12 +39,25 @@ class RowValues:
     def in_states(self, expr: Expr) -> Expr:
         """The expression with row reductions as the final states that hold them."""
         expr = simplify(substitute(expr, self.by_states))[0]
+        if reductions_in(expr):
+            expr = simplify(substitute(expr, self._solved()))[0]
         if left := reductions_in(expr):
             raise BackwardNotDerived(
                 f"the backward pass needs {left[0]}, which no row state carries to the end of the row.\n"
                 "  Keep it in a state (online_rowscales), or write the static method `backward`."
             )
         return expr
+
+    def _solved(self) -> dict[Expr, Expr]:
+        """Reductions that states hold beside other terms: row_max(x) = m - a, where the state m is a + row_max(x)."""
+        found = {}
+        for value, state in self.by_states.items():
+            held = [term for term in terms(value) if reductions_in(term)]
+            number, reduction = split_coefficient(held[0]) if len(held) == 1 else (1.0, None)
+            if reduction is not None and reduction.op is Op.REDUCE and reduction not in self.by_states:
+                others = (mul(const(-1.0), term) for term in terms(value) if term is not held[0])
+                found[reduction] = mul(const(1.0 / number), add(state, *others))
+        return found
 
     def name(self, *roots: Expr) -> list[Expr]:
         """The roots, every row value in them (the largest whole) replaced by a row variable."""
@@ -109,3 +122,23 @@ def proportion(a: Expr, b: Expr) -> float | None:
         return None
     ratios = [ours[rest] / theirs[rest] for rest in ours]
     return ratios[0] if all(near(r, ratios[0]) for r in ratios) else None
+
+
+def name_product(expr: Expr, product: Expr, variable: Expr) -> Expr:
+    """The expression with a product, wherever it stands whole or as part of another, replaced by a variable."""
+    number, rest = split_coefficient(product)
+    if rest is None:
+        return expr
+    wanted = factors(rest)
+    done: dict[Expr, Expr] = {}
+    for node in topological(expr):
+        have = factors(node)
+        if node is product:
+            done[node] = variable
+        elif all(have.count(f) >= wanted.count(f) for f in wanted):
+            for factor in wanted:
+                have.remove(factor)
+            done[node] = mul(const(1.0 / number), variable, *(done.get(f, f) for f in have))
+        else:
+            done[node] = construct(rebuild(node, tuple(done[a] for a in node.args)))
+    return done[expr]

@@ -21,19 +21,29 @@ def explain(asked: Asked, tuning: Tuning) -> str:
     """A paragraph for each kernel of a problem."""
     _, queries, keys = asked.lengths
     head = f"{asked.problem.dtype}, {queries} queries and {keys} keys, on {gpu_name(asked.target)}"
+    trained = asked.trained
+    if isinstance(trained.maths.refusal, BackwardNotDerived):
+        lines = [head, f"no backward pass: {asked.maths.refusal}"]
+        return "\n".join([*lines, *_of_kernels(asked, tuning, forward=True, backward=False)])
+    if trained is asked:
+        return "\n".join([head, *_of_kernels(asked, tuning, forward=True, backward=True)])
+    return "\n".join([
+        head, *_of_kernels(asked, tuning, forward=True, backward=False),
+        "where gradients are wanted, torch makes the output of what these kernels make:",
+        *_of_kernels(trained, tuning, forward=True, backward=True),
+    ])  # fmt: skip
+
+
+def _of_kernels(asked: Asked, tuning: Tuning, *, forward: bool, backward: bool) -> list[str]:
     tiles = default_tiles(asked.problem, asked.maths, asked.target, asked.hints)
-    names: list[KernelName] = asked.kernels(False, tiles)
-    refusal: list[str] = []
-    if isinstance(asked.maths.refusal, BackwardNotDerived):
-        refusal = [f"no backward pass: {asked.maths.refusal}"]
-    else:
-        names += asked.kernels(True, tiles)
-    known = look_up(tuning, asked, tiles) if not refusal else {}
-    lines = [head, *refusal]
+    known = look_up(tuning, asked, tiles)
+    names: list[KernelName] = [*(asked.kernels(False, tiles) if forward else [])]
+    names += asked.kernels(True, tiles) if backward else []
+    lines = []
     for name in names:
         default = f"the default ({where_from(name, asked.problem, asked.target)})"
         lines += _of_kernel(asked, tuning, name, tiles, known.get(name), default)
-    return "\n".join(lines)
+    return lines
 
 
 def explain_linear(asked: LinearAsked, tuning: Tuning) -> str:

@@ -165,6 +165,17 @@ class Launcher:
         plan.kernels.forward.run(*plan.inputs(q, k, v, custom), *maps, output, *rows)
         return output, rows
 
+    def leaves_range(self, q: Tensor) -> bool:
+        """May final weights leave the range of the queries' dtype?"""
+        return q.dtype is torch.float16 and not self.maths.backward_fits_half
+
+    def forward_in_range(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same by fp32 kernels, and in fp32, where final weights may leave fp16's range."""
+        tensors = (q.float(), k.float(), v.float()) if self.leaves_range(q) else (q, k, v)
+        return self.forward(*tensors, custom)
+
     @staticmethod
     def _sums_of_dq(kernels: Kernels, q: Tensor, k: Tensor, length: int) -> tuple[list[Tensor], list[Tensor]]:
         """The sums of dQ, so many queries a head, and counters: where blocks over keys add to those, and use these."""
@@ -194,7 +205,7 @@ class Launcher:
         Where final weights may leave fp16's range, fp32 kernels make them.
         """
         given = (custom, output, rows, d_output, d_finals, wanted)
-        if q.dtype is not torch.float16 or self.maths.backward_fits_half:
+        if not self.leaves_range(q):
             return self._backward(q, k, v, *given)
         wide = (custom, output.float(), rows, d_output.float(), d_finals, wanted)
         dq, dk, dv, found = self._backward(q.float(), k.float(), v.float(), *wide)

@@ -215,10 +215,14 @@ class AttentionEngine(Shown):
             key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
             if key not in op.ATTENTIONS:
                 maths = analyse(program)
-                launcher = None
+                launcher, trained = None, None
                 if backend != "reference":
                     launcher = self._launcher(maths, specs, backend == "interpret")
-                op.ATTENTIONS[key] = op.Attention(maths, specs, launcher)
+                if maths.bent is not None and launcher is not None:
+                    trained, inner = f"{key} trained", maths.bent.maths
+                    of_inner = self._launcher(inner, specs, backend == "interpret")
+                    op.ATTENTIONS[trained] = op.Attention(inner, specs, of_inner, bend=maths.bent.bend)
+                op.ATTENTIONS[key] = op.Attention(maths, specs, launcher, trained)
             self._keys[variant] = key
         return self._keys[variant]
 

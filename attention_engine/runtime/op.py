@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,52 +15,13 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C._functorch import unwrap_if_dead
 from torch.compiler import is_compiling
 
-from attention_engine.compiler import Maths
-from attention_engine.errors import RowNotDifferentiable, UnknownProgram
-from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.program import Program
+from attention_engine.errors import RowNotDifferentiable
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
+from attention_engine.runtime.attentions import ATTENTIONS, Attention, find
+from attention_engine.runtime.bent import bend_output, bent_gradients
 from attention_engine.runtime.inputs import is_cast
-from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.plans import Direct
 from attention_engine.runtime.watching import in_forward_mode, unwatched
-
-
-@dataclass
-class Attention:
-    """One traced program with the way it runs: what a key of the ops stands for."""
-
-    maths: Maths
-    specs: Sequence[CustomSpec]
-    launcher: Launcher | None  # None: the reference
-    row_names: list[str] = field(init=False)  # that the forward op returns: the program's, then what is kept for later
-    returned: int = field(init=False)  # how many of them are the program's own
-
-    def __post_init__(self) -> None:  # attributes, not cached properties: a compiler can't follow their locks
-        self.row_names = [n for n, _ in self.maths.forward_schedule.rows]
-        self.returned = len(self.program.finals)
-
-    @property
-    def program(self) -> Program:
-        return self.maths.program
-
-    def named(self, custom: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Custom inputs by name."""
-        return {s.name: c for s, c in zip(self.specs, custom, strict=True)}
-
-
-ATTENTIONS: dict[str, Attention] = {}  # a plain one: torch.compile guards on the key alone
-
-
-def _find(key: str) -> Attention:
-    """What an op was called with; UnknownProgram where a graph came from another process."""
-    if key not in ATTENTIONS:
-        raise UnknownProgram(
-            f"no attention with the key {key} has been built in this process.\n"
-            "  Build the same AttentionEngine and call it once before an exported or loaded graph runs."
-        )
-    return ATTENTIONS[key]
-
 
 LIBRARY = torch.library.Library("attention_engine", "DEF")
 LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
@@ -89,30 +49,34 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = _find(key)
-    if attention.launcher is not None and q.numel() and k.numel() and v.numel():
+    attention = find(key)
+    if attention.launcher is None or not (q.numel() and k.numel() and v.numel()):
+        return _forward_dense(q, k, v, custom, attention)
+    if attention.bend is None:
         return attention.launcher.forward(q, k, v, custom)
-    return _forward_dense(q, k, v, custom, attention)
+    inner, rows = attention.launcher.forward_in_range(q, k, v, custom)
+    output = bend_output(attention.bend, inner, attention.named_rows(rows), attention.named(custom))
+    return output.to(q.dtype), [*rows, inner]
 
 
 @_outside_autocast
 def _forward_dense(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], attention: Attention
 ) -> tuple[Tensor, list[Tensor]]:
-    every = attention.program.returning(attention.maths.forward_schedule.rows)
+    every = attention.maths.program.returning(attention.maths.forward_schedule.rows)
     output, rows = attend(every, *_heads_first(q, k, v), attention.named(custom))
-    return output.transpose(1, 2).contiguous(), [r.contiguous() for r in rows]
+    output, rows = output.transpose(1, 2).contiguous(), [r.contiguous() for r in rows]
+    return output, rows if attention.bend is None else [*rows, torch.zeros_like(output, dtype=attention.inner_dtype(q))]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = _find(key)
+    attention = find(key)
     rows = (
         compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
     )
-    return (
-        q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3]),
-        [q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=rows) for _ in attention.row_names],
-    )
+    output = q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    made = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=rows) for _ in attention.row_names]
+    return output, made if attention.bend is None else [*made, torch.empty_like(output, dtype=attention.inner_dtype(q))]
 
 
 def _backward(
@@ -120,11 +84,17 @@ def _backward(
     d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
-    attention = _find(key)
+    attention = find(key)
     d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)} if given else {}
     if attention.launcher is not None and q.numel() and k.numel() and v.numel():
         names = [attention.specs[n].name for n in wanted]
+        if attention.bend is not None:
+            *rows, o = rows
+            bent = bent_gradients(attention.bend, o, attention.named_rows(rows), attention.named(custom), d_o)
+            d_o, d_finals = bent.output, d_finals | {n: d + d_finals.get(n, 0.0) for n, d in bent.rows.items()}
         dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals, names)
+        if attention.bend is not None:
+            found |= {n: d + found.get(n, 0.0) for n, d in bent.custom.items()}
         d_custom = [
             found[s.name].to(c.dtype) if s.name in found else torch.zeros_like(c)
             for s, c in zip(attention.specs, custom, strict=True)
@@ -357,7 +327,8 @@ def run(
     """The output and, where asked for, the program's rows; differentiable. direct: the launch, where it is known."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in custom])
     wanted = wanted and torch.is_grad_enabled()
-    if direct is not None and unwatched():
+    trained = ATTENTIONS[key].trained if wanted else None
+    if direct is not None and trained is None and unwatched():
         if wanted:
             q, k, v, *custom = map(unwrap_if_dead, (q, k, v, *custom))
         return run_unwatched(key, q, k, v, custom, with_rows, direct, wanted)
@@ -365,6 +336,8 @@ def run(
     if in_forward_mode(q, k, v, *custom):
         output, rows = _forward_dense(q, k, v, list(custom), attention)
         return output, rows[: attention.returned]
+    if trained is not None:
+        key, attention = trained, ATTENTIONS[trained]
     if wanted:
         transformed = not is_compiling() and _are_functorch_transforms_active()
         function = TransformableFunction if transformed else AttentionFunction
@@ -381,6 +354,8 @@ def run_unwatched(
 ) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
     """The same by a launch that is known, of tensors that no transform has wrapped, where nothing watches."""
     if with_gradients:
+        if ATTENTIONS[key].trained is not None:
+            return run(key, q, k, v, custom, with_rows)
         output, *rows = _apply_once(key, with_rows, direct, q, k, v, *custom)
         return output, rows
     output, rows = direct(q, k, v, custom)

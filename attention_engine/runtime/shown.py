@@ -16,6 +16,7 @@ from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.ir.expr import Type
+from attention_engine.ir.pretty import lines
 from attention_engine.ir.program import Program
 from attention_engine.runtime import parts
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
@@ -69,9 +70,14 @@ class Shown(torch.nn.Module):
 
     def program(self) -> str:
         """The traced maths and the derived backward pass, as numbered lines."""
-        maths = self._maths()
-        backward = maths.backward if maths.backward is not None else f"# no backward pass: {maths.refusal}"
-        return f"# {self._spell_scale()}\n{maths.program}\n\n{backward}"
+        maths, bent = self._maths(), ""
+        if maths.bent is not None:
+            gradients = [(f"d_{target}", gradient) for target, gradient in maths.bent.bend.gradients]
+            told = lines([("output", maths.bent.bend.output), *gradients], prefix="b")
+            bent = "\n".join(["\n\n# with gradients: this program, and what is made of its o and rows",
+                              str(maths.bent.maths.program), *told])  # fmt: skip
+        backward = maths.trained.backward or f"# no backward pass: {maths.refusal}"
+        return f"# {self._spell_scale()}\n{maths.program}{bent}\n\n{backward}"
 
     def _spell_scale(self) -> str:
         """What multiplies q . k before score_mod, in words."""
@@ -94,7 +100,7 @@ class Shown(torch.nn.Module):
         return self._source_kernel(kernel, form).source(form)
 
     def _source_kernel(self, kernel: str, form: str) -> Kernel:
-        kernels = self._kernels(form)
+        kernels = self._kernels(form, kernel != "forward")
         match kernel:
             case "backward_preprocess":
                 return kernels.preprocess(())
@@ -105,13 +111,14 @@ class Shown(torch.nn.Module):
                 assert isinstance(found, Kernel)
                 return found
 
-    def _kernels(self, form: str) -> Kernels:
+    def _kernels(self, form: str, trained: bool = False) -> Kernels:
         interpret = form == "tilelang" and self.device is None and not torch.cuda.is_available()
         if form == "cuda" and self.device is None and not torch.cuda.is_available():
             raise NoDevice(
                 "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
             )
-        return self._asked(self.device, interpret).kernels_as_known(self.tuning)
+        asked = self._asked(self.device, interpret)
+        return (asked.trained if trained else asked).kernels_as_known(self.tuning)
 
     def _asked(self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = ()) -> Asked:
         """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
@@ -169,9 +176,12 @@ class Shown(torch.nn.Module):
 
     def _all_kernels(self, device: Arch, given: Sequence[Tensor] = ()) -> dict[str, Kernel]:
         """The kernels of both directions on a GPU, by name."""
-        kernels = self._asked(device, False, given).kernels_as_known(self.tuning)
+        asked = self._asked(device, False, given)
+        kernels, trained = (each.kernels_as_known(self.tuning) for each in (asked, asked.trained))
         both = kernels.of_forward()
-        return both if kernels.maths.backward is None else both | kernels.of_backward()
+        if asked.maths.bent is not None:
+            both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward().items()}
+        return both if trained.maths.backward is None else both | trained.of_backward()
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: Tensor | None

@@ -83,6 +83,13 @@ class Asked:
     wanted: tuple[str, ...] = ()  # the custom inputs whose gradients are asked for; maths holds no others
     hints: Lengths | None = None  # batch, queries and keys that the metas name, if all
 
+    @property
+    def trained(self) -> Asked:
+        """The problem of what runs when gradients are wanted."""
+        if self.maths.bent is None:
+            return self
+        return dataclasses.replace(self, maths=self.maths.trained.wanting(self.wanted))
+
     def over_queries(self, tiles: Tiles) -> bool:
         """Is dQ made by a kernel of its own?"""
         return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic).over_queries
