@@ -223,7 +223,7 @@ class Launcher:
             assert self.maths.refusal is not None
             raise self.maths.refusal
         rows_by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
-        saved = [rows_by_name[n] for n, _ in backward.saved]
+        output, saved = output.contiguous(), [rows_by_name[n].contiguous() for n, _ in backward.saved]
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
         batch, queries, heads, _ = q.shape
         length = padded_rows(queries, kernels.row_pad)

@@ -20,6 +20,7 @@ from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.runtime import linear_op as op
+from attention_engine.runtime import transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.captured import Axes, axes_now, capturing, check_captured, sizes_of, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport
 from attention_engine.runtime.explain import explain_linear
@@ -204,8 +205,7 @@ class LinearAttentionEngine(torch.nn.Module):
             raise BadInput(f"step takes one token, and q has a length of {q.shape[1]}. Call the engine for more.")
         key = self._check(q, k, v, decay, state, tensors)
         given = (q, k, v, decay, state, *tensors)
-        wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-        if wanted or in_forward_mode(*given):
+        if op.follows(*given) or in_forward_mode(*given):
             output, last = op.run(key, q, k, v, decay, state, tensors, True)
         else:
             output, last = op.STEP(q, k, v, decay, state, tensors, key)

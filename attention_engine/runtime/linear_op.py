@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.linear import recur
+from attention_engine.runtime.batched import gradients_of, takes_batches
 from attention_engine.runtime.linear_launch import LinearLauncher
-from attention_engine.runtime.op import LIBRARY
+from attention_engine.runtime.op import LIBRARY, runs_opaque
 from attention_engine.runtime.op import _outside_autocast as outside_autocast
 from attention_engine.runtime.watching import in_forward_mode
 
@@ -111,9 +113,8 @@ def _backward(
             d_decay = torch.zeros_like(decay) if found.decay is None else found.decay.to(decay.dtype)
         return found.q, found.k, found.v, d_decay, d_initial, d_custom
     given = (q, k, v, decay, initial, *custom)
-    with torch.enable_grad():
-        leaves = [None if t is None else t.detach().requires_grad_(t.is_floating_point()) for t in given]
-        gradients = differentiable_gradients(attention, leaves, d_o, d_last, again=False)
+    with torch.no_grad():
+        gradients = differentiable_gradients(attention, given, d_o, d_last)
     made = [
         q.new_empty(0) if t is None else torch.zeros_like(t) if g is None else g.contiguous()
         for g, t in zip(gradients, given, strict=True)
@@ -162,21 +163,17 @@ STEP = torch.ops.attention_engine.linear_step.default
 
 
 def differentiable_gradients(
-    attention: LinearAttention, leaves: Sequence[Tensor | None], d_o: Tensor | None, d_last: Tensor | None, again: bool
+    attention: LinearAttention, leaves: Sequence[Tensor | None], d_o: Tensor | None, d_last: Tensor | None
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v, decay, the initial state and the custom inputs by the reference; None where there is none.
+    """Gradients of q, k, v, decay, the initial state and the custom inputs by the reference, differentiable too."""
 
-    again: so that they can be differentiated too.
-    """
-    q, k, v, decay, initial, *custom = leaves
-    output, last = attention.recur(q, k, v, decay, initial, custom)  # type: ignore[arg-type]
-    pairs = [(o, g.to(o.dtype)) for o, g in ((output, d_o), (last, d_last)) if g is not None and o.requires_grad]
-    wanted = [t for t in leaves if t is not None and t.requires_grad]
-    if not pairs or not wanted:
-        return [None] * len(leaves)
-    outputs, arriving = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, arriving, create_graph=again, allow_unused=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in leaves]
+    def make(
+        q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, *custom: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return attention.recur(q, k, v, decay, initial, custom)
+
+    floats = [t is not None and t.is_floating_point() for t in leaves]
+    return gradients_of(make, leaves, floats, (d_o, d_last))
 
 
 class LinearFunction(torch.autograd.Function):
@@ -196,23 +193,93 @@ class LinearFunction(torch.autograd.Function):
         return output, last
 
     @staticmethod
-    def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        attention = LINEAR_ATTENTIONS[ctx.key]
+    @takes_batches
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_o, d_last = arriving
         q, k, v, decay, initial, *custom = ctx.saved_tensors
-        if not ctx.ends:
-            d_last = None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: the reference can
-            leaves = (q, k, v, decay, initial, *custom)
-            with torch.autocast(q.device.type, enabled=False):
-                return (None, None, *differentiable_gradients(attention, leaves, d_o, d_last, again=True))
+        needs = ctx.needs_input_grad[2:]
+        wanted = (bool(needs[3]), *(bool(n) for n in needs[5:]))
         if d_o is None:
             d_o = torch.zeros_like(v)
-        needs = ctx.needs_input_grad[2:]
-        wanted = [bool(needs[3]), *(bool(n) for n in needs[5:])]
-        opaque = attention.launcher is not None or torch.compiler.is_compiling()
-        run_backward = BACKWARD if opaque else _backward
-        *first, d_custom = run_backward(q, k, v, decay, initial, custom, d_o, d_last, wanted, ctx.key)
-        return (None, None, *(g if n else None for g, n in zip([*first, *d_custom], needs, strict=True)))
+        given = (q, k, v, decay, initial, d_o, d_last if ctx.ends else None, *custom)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            found = LinearGradientFunction.apply(ctx.key, wanted, *given)
+        else:
+            found = _gradients(ctx.key, wanted, *given)
+        return (None, None, *(g if n else None for g, n in zip(found, needs, strict=True)))
+
+
+class TransformableLinearFunction(LinearFunction):
+    """The same under torch.func's transforms, which want contexts set up apart."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        key: str, ends: bool, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None,
+        *custom: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return FORWARD(q, k, v, decay, initial, list(custom), ends, key)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.key, ctx.ends, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        if not ctx.ends:
+            ctx.mark_non_differentiable(output[1])
+
+
+class LinearGradientFunction(torch.autograd.Function):
+    """(key, wanted, q, k, v, decay, initial state, d_o, d_last, custom...) -> (dq, dk, dv, d_decay, d_initial,
+    d_custom...).
+
+    wanted: the gradients of decay and of each custom input. Its own gradient is the reference's, differentiable as
+    often as is asked for.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(key: str, wanted: tuple[bool, ...], *given: Tensor) -> tuple[Tensor, ...]:
+        return _gradients(key, wanted, *given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.key, _, *given = inputs
+        ctx.save_for_backward(*given)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @takes_batches
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        attention = LINEAR_ATTENTIONS[ctx.key]
+        given, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+
+        def make(*given: Tensor | None) -> list[Tensor | None]:
+            return differentiable_gradients(attention, (*given[:5], *given[7:]), *given[5:7])
+
+        with torch.autocast(given[0].device.type, enabled=False):
+            return (None, None, *gradients_of(make, given, wanted, arriving))
+
+
+def _gradients(
+    key: str, wanted: Sequence[bool], q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None,
+    d_o: Tensor, d_last: Tensor | None, *custom: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    opaque = LINEAR_ATTENTIONS[key].launcher is not None or runs_opaque()
+    run_backward = BACKWARD if opaque else _backward
+    *first, d_custom = run_backward(q, k, v, decay, initial, list(custom), d_o, d_last, list(wanted), key)
+    return (*first, *d_custom)
+
+
+def _transformed() -> bool:
+    return not torch.compiler.is_compiling() and _are_functorch_transforms_active()
+
+
+def follows(*tensors: Tensor | None) -> bool:
+    """Does autograd follow a call with these tensors? Those that a transform has wrapped don't tell."""
+    return torch.is_grad_enabled() and (_transformed() or any(t is not None and t.requires_grad for t in tensors))
 
 
 def run(
@@ -222,6 +289,7 @@ def run(
     """The output and, where asked for, the last state; differentiable."""
     if in_forward_mode(q, k, v, decay, initial, *custom):
         return outside_autocast(LINEAR_ATTENTIONS[key].recur)(q, k, v, decay, initial, custom)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, decay, initial, *custom)):
-        return LinearFunction.apply(key, ends, q, k, v, decay, initial, *custom)  # type: ignore[no-any-return]
+    if follows(q, k, v, decay, initial, *custom):
+        function = TransformableLinearFunction if _transformed() else LinearFunction
+        return function.apply(key, ends, q, k, v, decay, initial, *custom)  # type: ignore[no-any-return]
     return FORWARD(q, k, v, decay, initial, list(custom), ends, key)  # type: ignore[no-any-return]

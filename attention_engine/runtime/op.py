@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from attention_engine.errors import RowNotDifferentiable
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
 from attention_engine.runtime.attentions import ATTENTIONS, Attention, find
+from attention_engine.runtime.batched import gradients_of, takes_batches
 from attention_engine.runtime.bent import bend_output, bent_gradients
 from attention_engine.runtime.inputs import is_cast
 from attention_engine.runtime.plans import Direct
@@ -109,9 +110,9 @@ def _backward_dense(
     q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor],
     wanted: list[int], attention: Attention,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom)]
-        gradients = differentiable_gradients(attention, leaves, d_o, d_finals, again=False)
+    leaves = (q, k, v, *custom)
+    with torch.no_grad():
+        gradients = differentiable_gradients(attention, leaves, d_o, d_finals)
     dq, dk, dv, *d_custom = (torch.zeros_like(t) if g is None else g for g, t in zip(gradients, leaves, strict=True))
     asked = [d_custom[n].contiguous() for n in wanted]
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), _spread(asked, custom, wanted)
@@ -143,28 +144,31 @@ def skips_dispatch(attention: Attention) -> bool:
     return attention.launcher is not None and unwatched()
 
 
+def runs_opaque() -> bool:
+    """May the reference run inside an op? Under a dispatch mode that is below autograd, by which it differentiates."""
+    return is_compiling() or not _len_torch_dispatch_stack()
+
+
 def differentiable_gradients(
-    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor], again: bool = True
+    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v and the custom inputs by the reference; `again`: so that they can be differentiated too."""
+    """Gradients of q, k, v and the custom inputs by the reference, which can be differentiated too."""
     q, k, v, *custom = leaves
-    program, named = attention.program, attention.named(custom)
-    heads = _heads_first(q, k, v)
+    program, named, heads = attention.program, attention.named(custom), _heads_first(q, k, v)
     if program.backward is not None and attention.maths.backward is not None:
         backward = attention.maths.backward
         output, saved = attend(program.returning(backward.saved), *heads, named)
         delta = (output.to(saved[0].dtype if saved else output.dtype) * d_o.transpose(1, 2)).sum(-1)
         found = attend_backward(program, backward, *heads, named, saved, delta, d_o.transpose(1, 2), d_finals)
         return [*_heads_first(found.q, found.k, found.v), *(found.custom.get(s.name) for s in attention.specs)]
-    output, rows = attend(program, *heads, named)
-    outputs, arriving = [output], [d_o.transpose(1, 2)]
-    for (name, _), row in zip(program.finals, rows, strict=True):
-        if name in d_finals and row.requires_grad:
-            outputs.append(row)
-            arriving.append(d_finals[name].to(row.dtype))
-    wanted = [t for t in leaves if t.requires_grad]
-    found_all = iter(torch.autograd.grad(outputs, wanted, arriving, create_graph=again, allow_unused=True))
-    return [next(found_all) if t.requires_grad else None for t in leaves]
+    finals = [n for n, _ in program.finals]
+
+    def make(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> list[Tensor]:
+        output, rows = attend(program, *_heads_first(q, k, v), attention.named(custom))
+        return [output, *rows]
+
+    arriving = [d_o.transpose(1, 2), *(d_finals.get(n) for n in finals)]
+    return gradients_of(make, leaves, [t.is_floating_point() for t in leaves], arriving)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -186,6 +190,7 @@ class AttentionFunction(torch.autograd.Function):
         return (output, *rows[: attention.returned]) if with_rows else (output,)
 
     @staticmethod
+    @takes_batches
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
         attention = ATTENTIONS[ctx.key]
         q, k, v, *rest = ctx.saved_tensors
@@ -266,28 +271,19 @@ class GradientFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @takes_batches
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
         attention = ATTENTIONS[ctx.key]
-        q, k, v, d_o, *others = ctx.saved_tensors
-        wanted = (*ctx.needs_input_grad[3:7], *ctx.needs_input_grad[8 : 8 + len(others)])
-        again = torch.is_grad_enabled()
-        with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-            saved = (q, k, v, d_o, *others)
-            # views, where the graph goes on: what leads from d_o to q is not counted twice
-            fresh = [
-                t.view_as(t) if again else t.detach().requires_grad_(w) for t, w in zip(saved, wanted, strict=True)
-            ]
-            q, k, v, d_o, *others = fresh
+        saved = ctx.saved_tensors
+        wanted = (*ctx.needs_input_grad[3:7], *ctx.needs_input_grad[8 : 4 + len(saved)])
+
+        def make(q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, *others: Tensor) -> list[Tensor | None]:
             custom, d_rows, _ = _parted(others, len(attention.specs), len(ctx.given))
             d_finals = {attention.row_names[n]: d for n, d in zip(ctx.given, d_rows, strict=True)}
-            made = differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals)
-            both = [(m, a) for m, a in zip(made, arriving, strict=True) if m is not None and a is not None]
-            both = [(m, a) for m, a in both if m.requires_grad]
-            asked = [t for t, w in zip(fresh, wanted, strict=True) if w]
-            outputs, arrived = [m for m, _ in both], [a for _, a in both]
-            found = iter(torch.autograd.grad(outputs, asked, arrived, create_graph=again, allow_unused=True)
-                         if both else [None] * len(asked))  # fmt: skip
-        gradients = [next(found) if w else None for w in wanted]
+            return differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals)
+
+        with torch.autocast(saved[0].device.type, enabled=False):
+            gradients = gradients_of(make, saved, wanted, arriving)
         return (None, None, None, *gradients[:4], None, *gradients[4:], *[None] * ctx.rows)
 
 
@@ -300,8 +296,7 @@ def _gradients(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], output: Tensor, rows: list[Tensor],
     d_o: Tensor, d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    # under a dispatch mode an op is below autograd, by which the reference differentiates: there run its insides
-    opaque = attention.launcher is not None or is_compiling() or not _len_torch_dispatch_stack()
+    opaque = attention.launcher is not None or runs_opaque()
     run_backward = BACKWARD if opaque and not skips_dispatch(attention) else _backward
     return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, wanted, key)  # type: ignore[no-any-return]
 
@@ -325,8 +320,9 @@ def run(
     direct: Direct | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
     """The output and, where asked for, the program's rows; differentiable. direct: the launch, where it is known."""
-    wanted = q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in custom])
-    wanted = wanted and torch.is_grad_enabled()
+    transformed = not is_compiling() and _are_functorch_transforms_active()  # whose wrapped tensors don't tell
+    wanted = transformed or q.requires_grad or k.requires_grad or v.requires_grad
+    wanted = (wanted or any([t.requires_grad for t in custom])) and torch.is_grad_enabled()
     trained = ATTENTIONS[key].trained if wanted else None
     if direct is not None and trained is None and unwatched():
         if wanted:
@@ -339,7 +335,6 @@ def run(
     if trained is not None:
         key, attention = trained, ATTENTIONS[trained]
     if wanted:
-        transformed = not is_compiling() and _are_functorch_transforms_active()
         function = TransformableFunction if transformed else AttentionFunction
         output, *rows = function.apply(key, with_rows, None, q, k, v, *custom)
         return output, rows[: attention.returned]

@@ -1,8 +1,8 @@
-"""What torch's transforms ask of the two ops: how vmap batches them, and how many FLOPs they are."""
+"""What torch's transforms ask of the ops: how vmap batches them, and how many FLOPs they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from attention_engine.ir.expr import topological
 from attention_engine.ir.program import B
+from attention_engine.runtime import linear_op
+from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
 from attention_engine.runtime.op import ATTENTIONS, BACKWARD, FORWARD, LIBRARY
 
 Dims = Any  # for each argument a dim, None, or a list of those, as torch.library.register_vmap gives them
@@ -18,7 +20,7 @@ Dims = Any  # for each argument a dim, None, or a list of those, as torch.librar
 
 def _folds(key: str, custom_dims: Sequence[int | None]) -> bool:
     """May entries become more batches of one call? Not where a batch is told from another, or has its own inputs."""
-    attention = ATTENTIONS[key]
+    attention = LINEAR_ATTENTIONS.get(key) or ATTENTIONS[key]
     if any(d is not None for d in custom_dims) or any("batch" in spec.axes for spec in attention.specs):
         return False
     return B not in topological(*(e for _, e in attention.program.named()))
@@ -86,8 +88,30 @@ def _vmap_backward(info: Any, dims: Dims, *given: Any) -> Any:
     return found, _zeros(found)
 
 
-torch.library.register_vmap(FORWARD, _vmap_forward, lib=LIBRARY)
-torch.library.register_vmap(BACKWARD, _vmap_backward, lib=LIBRARY)
+def _vmap_linear(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an op of linear attention, whose sixth argument are the custom inputs, and the last the key."""
+
+    def rule(info: Any, dims: Dims, *given: Any) -> Any:
+        count, custom = info.batch_size, given[5]
+        apart = custom and run is linear_op.BACKWARD  # each entry has its own gradients of them
+        if not apart and _folds(given[-1], dims[5]):
+            folded = [_fold(count, t, d) if isinstance(t, Tensor) else t for t, d in zip(given, dims, strict=True)]
+            found = _apart(count, run(*folded))
+        else:
+            found = _stack([run(*each) for each in _entries(count, dims, given)])
+        return found, _zeros(found)
+
+    return rule
+
+
+for _op, _rule in (
+    (FORWARD, _vmap_forward),
+    (BACKWARD, _vmap_backward),
+    (linear_op.FORWARD, _vmap_linear(linear_op.FORWARD)),
+    (linear_op.BACKWARD, _vmap_linear(linear_op.BACKWARD)),
+    (linear_op.STEP, _vmap_linear(linear_op.STEP)),
+):
+    torch.library.register_vmap(_op, _rule, lib=LIBRARY)
 
 
 @register_flop_formula(torch.ops.attention_engine.forward)
@@ -100,3 +124,25 @@ def forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any,
 def backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
     """Five products over all pairs: scores again, dO . v, dV, dQ and dK."""
     return 2 * q[0] * q[2] * q[1] * k[1] * (3 * q[3] + 2 * v[3])
+
+
+def _state_products(q: Sequence[int], v: Sequence[int], products: int) -> int:
+    return products * 2 * v[0] * v[1] * v[2] * q[3] * v[3]
+
+
+@register_flop_formula(torch.ops.attention_engine.linear_forward)
+def linear_forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """Two products of a token with the state: k^T v and q h; not the pairs by which kernels make some of them."""
+    return _state_products(q, v, 2)
+
+
+@register_flop_formula(torch.ops.attention_engine.linear_backward)
+def linear_backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """Five: the state and its gradient, k^T v and q^T dO, and of those dQ, dK and dV."""
+    return _state_products(q, v, 5)
+
+
+@register_flop_formula(torch.ops.attention_engine.linear_step)
+def linear_step_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """As many as the forward pass of a token."""
+    return _state_products(q, v, 2)
