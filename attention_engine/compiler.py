@@ -118,11 +118,13 @@ def pass_configs(problem: Problem | LinearProblem, by_hand: bool = False) -> dic
     """What TileLang is told: 16-bit problems may approximate (exp2, tanh ...), fp32 ones may not.
 
     tf32 products on wgmma want operands that fp32 tiles don't have in both orders; mma takes them all.
-    Kernels placed by hand have their own barriers.
+    Kernels placed by hand have their own barriers. A bulk copy wants rows that begin at whole 16 bytes: where strides
+    may be anything there is none, and no warps of its own for it (TileLang would give those bulk copies all the same).
     """
+    narrow = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": True} if problem.stride_unit == 1 else {}
     if problem.dtype == "float32":
-        return {"tl.disable_wgmma": True, "tl.disable_warp_specialized": True}
-    fast = {"tl.enable_fast_math": True}
+        return {"tl.disable_wgmma": True, "tl.disable_warp_specialized": True, **narrow}
+    fast = {"tl.enable_fast_math": True, **narrow}
     return {**fast, "tl.disable_thread_storage_sync": True} if by_hand else fast
 
 

@@ -103,7 +103,8 @@ def _largest(weights: Expr) -> Expr:
             return make(Op.ABS, substitute(weights, {SCORE: highest}))
         if up == down and all(above == sorted(above) for above in up):
             farthest = make(Op.REDUCE, make(Op.ABS, SCORE), arg="max")
-            return make(Op.ABS, substitute(weights, {SCORE: farthest}))
+            kept = make(Op.MAXIMUM, farthest, const(0.0))  # a tile of which a row keeps nothing has the lowest number
+            return make(Op.ABS, substitute(weights, {SCORE: kept}))
     return make(Op.REDUCE, make(Op.ABS, weights), arg="max")
 
 

@@ -91,47 +91,51 @@ class CustomGradients:
 
     def collect(self, saved: Sequence[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients by name, from the sums and from rows: saved ones, delta, and gradients that arrive at rows."""
-        self._from_rows(saved, delta)
+        backward = self.kernels.maths.backward
+        assert backward is not None
+        if self.row_plan.gradients or backward.row_gradients:
+            values = self._rows_of(saved, delta, d_finals)
+            self._from_rows(values)
+            self._from_outside(values)
         for (read, _), total in zip(self.plan.of_keys, self.of_keys, strict=True):
             self._add(read, total[:, :, None], self._indices())
         places = torch.arange(1 - self.keys, self.queries + 1, device=self.device).view(1, 1, 1, -1)
         for (read, _), total in zip(self.plan.diagonals, self.diagonals, strict=True):
             place = {**self._indices(), Q_IDX: places, KV_IDX: torch.zeros_like(places)}
             self._add(read, total.sum(2, keepdim=True), place)
-        self._from_outside(saved, delta, d_finals)
         return self.found
 
-    def _from_rows(self, saved: Sequence[Tensor], delta: Tensor) -> None:
-        """Gradients of reads that a row sums up, corrected for the rounding of the output (row_sums.py)."""
-        plan, backward = self.row_plan, self.kernels.maths.backward
-        if not plan.gradients:
-            return
+    def _rows_of(self, saved: Sequence[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]) -> dict[Expr, Tensor]:
+        """What an expression of rows may read, each with an axis of one key: saved rows, delta, arriving gradients."""
+        backward, program = self.kernels.maths.backward, self.kernels.maths.program
         assert backward is not None
-        rows = {final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)}
-        evaluate = self._evaluator({**self._indices(), **rows})
+        found = {final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)}
+        found[DELTA] = delta[..., : self.queries, None]
+        nothing = torch.zeros_like(found[DELTA])
+        for name, _ in program.finals:
+            arriving = d_finals.get(name)
+            found[final_gradient(name)] = nothing if arriving is None else arriving[..., None].float()
+        return found
+
+    def _from_rows(self, values: Mapping[Expr, Tensor]) -> None:
+        """Gradients of reads that a row sums up, corrected for the rounding of the output (row_sums.py)."""
+        plan = self.row_plan
+        evaluate = self._evaluator({**self._indices(), **values})
         for gradient in plan.gradients:
             total = self.rows[gradient.index]
             if plan.delta is not None:
-                rounding = self.rows[plan.delta] - delta[..., : self.queries]
+                rounding = self.rows[plan.delta] - values[DELTA][..., 0]
                 for correction in gradient.corrections:
                     slope = evaluate(correction.slope).expand(*rounding.shape, 1)[..., 0]
                     total = total + torch.where(rounding == 0, 0.0, rounding * slope * self.rows[correction.index])
             self._add(gradient.load, total[..., None], self._indices())
 
-    def _from_outside(self, saved: Sequence[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]) -> None:
+    def _from_outside(self, values: Mapping[Expr, Tensor]) -> None:
         """Gradients of reads outside the sums (a sink): from rows alone, so torch makes them."""
         maths = self.kernels.maths
         assert maths.backward is not None
-        if not maths.backward.row_gradients:
-            return
-        named = zip(maths.backward.saved, saved, strict=True)
-        values: dict[Expr, Tensor] = {final_variable(n): r[..., None] for (n, _), r in named}
-        values[DELTA] = delta[..., : self.queries, None]
         silent = values[DELTA] == 0
         for name, _ in maths.program.finals:
-            arriving = d_finals.get(name)
-            nothing = torch.zeros_like(values[DELTA])
-            values[final_gradient(name)] = nothing if arriving is None else arriving[..., None].float()
             silent = silent & (values[final_gradient(name)] == 0)
         evaluate = self._evaluator({**self._indices(), **values})
         for load, expr in maths.backward.row_gradients:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -106,7 +107,9 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     tilelang = load_tilelang()
     configs, rewriting, flags = _prepare(arch, pass_configs)
     try:
-        with rewriting:
+        with rewriting, warnings.catch_warnings():
+            # TileLang would have each copy say that it is no bulk copy; we say it of a whole kernel.
+            warnings.filterwarnings("ignore", "`tl.disable_tma_lower` is deprecated", DeprecationWarning)
             kernel = with_quick_proofs(
                 lambda: tilelang.compile(
                     prim_func,

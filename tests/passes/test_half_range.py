@@ -106,6 +106,25 @@ def test_fp16_is_right_where_weights_leave_its_range(func, backend, size):
         assert error <= 2e-3 * right.abs().mean(), (name, float(error / right.abs().mean()))
 
 
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+@pytest.mark.parametrize("func", [Power, ConstantMaximum, Bumps])
+def test_fp16_rows_that_keep_no_key_of_their_first_tile_are_right(func, backend):
+    """A tile of which a row keeps nothing has no largest score; the last queries see keys of the second tile alone."""
+    length, dim = 300, 32
+    q, k, v = (0.3 * torch.randn(1, length, 2, dim) for _ in range(3))
+    engine = AttentionEngine((meta_tensor(1, 2, length, dim, dtype=torch.float16),) * 3, None, None,
+                             lambda b, h, i, j: (i >= j + 5) & ((i < 250) | (j > 200)), func(), scale=1.0,
+                             backend=backend)  # fmt: skip
+    o = engine(q.half(), k.half(), v.half())
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    keep = (i >= j + 5) & ((i < 250) | (j > 200))
+    wide = [x.half().double() for x in (q, k, v)]
+    w = torch.where(keep, func.weigh(torch.einsum("bqhd,bkhd->bhqk", *wide[:2])), 0.0)
+    right = torch.einsum("bhqk,bkhd->bqhd", (w / w.sum(-1, keepdim=True)).nan_to_num(0.0), wide[2])
+    assert not o[:, :5].any()
+    assert (o.double() - right).abs().mean() <= 2e-3 * right.abs().mean()
+
+
 @pytest.mark.parametrize("func", [OnlineSoftmax, OnlineSigmoid])
 def test_kernels_of_bounded_weights_are_as_they_were(func):
     engine = AttentionEngine((meta_tensor(1, 2, 64, 64, dtype=torch.float16),) * 3, None, None, causal, func())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attention_engine import OnlineFunc
 from attention_engine.errors import BadCustomInput, BadInput
 from attention_engine.library import OnlineSoftmax
 from tests.programs import SinkSoftmax
@@ -293,3 +294,39 @@ def test_a_bias_of_whole_16_byte_rows_is_staged(axes):
         agrees({"x": axes}, *inputs, x, score_mod=biased, deterministic=deterministic)
         launchers = [a.launcher for a in op.ATTENTIONS.values() if a.launcher is not None]
         assert [k.problem.staged for k in launchers[0]._kernels.values()] == [("x",)] * 2
+
+
+class Exponentials(OnlineFunc):
+    """exp(x / 2) over one more than its row sum: a sum that may be infinite, and whose gradient then is held at 0."""
+
+    def __init__(self):
+        super().__init__({"r": 0.0}, {"r": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, rows, b, h, q_idx):
+        weights = (0.5 * scores).exp()
+        return weights, {"r": rows["r"] + weights.get_reduce("sum")}, 1.0
+
+    @staticmethod
+    def online_fwd_epilogue(o, rows, b, h, q_idx):
+        return o / (rows["r"] + 1), {"r": rows["r"]}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_of_a_rows_input_is_corrected_by_what_arrives_at_a_returned_row(backend):
+    q, k, v = qkv(Q_LEN, KV_LEN)
+    heat = torch.rand(2, HEADS, Q_LEN, requires_grad=True)
+    d_o, d_r = torch.randn(*q.shape[:3], v.shape[3]), torch.randn(2, HEADS, Q_LEN)
+    engine = build({"heat": ("batch", "heads", "seq_len")}, score_mod=lambda s, c, b, h, i, j: 0.25 * s * c["heat"],
+                   online_func=Exponentials(), mask_mod=None, backend=backend)  # fmt: skip
+    o, rows = engine(q, k, v, heat, return_rowscales=True)
+    found = torch.autograd.grad([o, rows["r"]], [q, k, v, heat], [d_o, d_r])
+
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, heat)]
+    copies = HEADS // k.shape[2]
+    of_k, of_v = (x.repeat_interleave(copies, 2) for x in wide[1:3])
+    weights = (0.125 * torch.einsum("bqhd,bkhd->bhqk", wide[0], of_k) * wide[3][..., None]).exp()
+    r = weights.sum(-1)
+    plain = torch.einsum("bhqk,bkhd->bqhd", weights / (r[..., None] + 1), of_v)
+    exact = torch.autograd.grad([plain, r], wide, [d_o.double(), d_r.double()])
+    close([o, *found], [plain, *exact], 1e-4)

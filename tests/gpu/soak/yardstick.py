@@ -15,6 +15,7 @@ from tests import plain
 from tests.gpu.soak.programs import Program
 
 BLOCK = 1 << 24
+ROUNDING = "dq by rounding"
 Named = dict[str, Tensor]
 
 
@@ -33,8 +34,8 @@ class Inputs:
 def rows_of(
     program: Program, given: Inputs, batch: int, kv_heads: slice, rows: Tensor, keys: slice, learned: Named,
     leaves: Named, double: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """o (heads, rows, dim_v) and the row's log, if there is one, of the query heads of these key heads.
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """o (heads, rows, dim_v), the row's log or None, scores and weights, of the query heads of these key heads.
 
     leaves: q (heads, rows, dim), k, v (key heads, keys, dim) that gradients are asked of.
     """
@@ -49,7 +50,21 @@ def rows_of(
     x = program.scores(products, batch, h, i, j, custom)
     keep = program.keeps(batch, h, i, j, custom).expand(x.shape)
     weights, lse = plain.WEIGHTS[program.kind](x.to(torch.float64 if double else torch.float32), keep)
-    return (weights.to(v.dtype).view(k.shape[0], group * count, -1) @ v).view(heads, count, -1), lse
+    o = (weights.to(v.dtype).view(k.shape[0], group * count, -1) @ v).view(heads, count, -1)
+    return o, lse, x, weights
+
+
+def _by_rounding(program: Program, d_o: Tensor, o: Tensor, scores: Tensor, weights: Tensor, q: Tensor) -> Tensor:
+    """How far dq is off where the row sum of o * dO is taken of an o rounded to q's dtype, as every fused kernel does.
+
+    Such a row sum is subtracted from each pair's gradient. Eager PyTorch sums over weights instead, which is luckier in
+    rows of one large weight.
+    """
+    if program.kind != "softmax":
+        return torch.zeros_like(q)
+    off = ((o.to(program.dtype).to(o.dtype) - o) * d_o).sum(-1, keepdim=True)
+    (found,) = torch.autograd.grad(scores, q, (-off * weights).detach().to(scores.dtype), retain_graph=True)
+    return found
 
 
 def sampled_rows(program: Program, given: Inputs, rows: Tensor, double: bool) -> Named:
@@ -58,9 +73,11 @@ def sampled_rows(program: Program, given: Inputs, rows: Tensor, double: bool) ->
     kv_heads, keys = slice(0, program.kv_heads), slice(0, given.k.shape[1])
     for b in range(given.q.shape[0]):
         leaves = _leaves(given, b, kv_heads, rows, keys, program.group, double)
-        o, lse = rows_of(program, given, b, kv_heads, rows, keys, {}, leaves, double)
-        (dq,) = _gradients(program, given, b, slice(0, program.heads), rows, o, lse, [leaves["q"]])
-        found.append({"o": o.detach(), "dq": dq} | ({} if lse is None else {"lse": lse.detach()}))
+        heads = slice(0, program.heads)
+        o, lse, x, weights = rows_of(program, given, b, kv_heads, rows, keys, {}, leaves, double)
+        off = _by_rounding(program, _arriving(given, b, heads, rows, o), o, x, weights, leaves["q"])
+        (dq,) = _gradients(program, given, b, heads, rows, o, lse, [leaves["q"]])
+        found.append({"o": o.detach(), "dq": dq, ROUNDING: off} | ({} if lse is None else {"lse": lse.detach()}))
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
@@ -77,14 +94,15 @@ def whole_head(program: Program, given: Inputs, batches: list[int], kv_head: int
         parts = []
         for rows, keys in _blocks(program, given, b, heads):
             leaves = _leaves(given, b, kv_heads, rows, keys, program.group, double)
-            o, lse = rows_of(program, given, b, kv_heads, rows, keys, learned, leaves, double)
+            o, lse, x, weights = rows_of(program, given, b, kv_heads, rows, keys, learned, leaves, double)
+            off = _by_rounding(program, _arriving(given, b, heads, rows, o), o, x, weights, leaves["q"])
             wanted = [*leaves.values(), *learned.values()]
             dq, dk_part, dv_part, *rest = _gradients(program, given, b, heads, rows, o, lse, wanted)
             dk[keys] += dk_part[0]
             dv[keys] += dv_part[0]
             for name, gradient in zip(learned, rest, strict=True):
                 totals[name] += gradient
-            parts.append({"o": o.detach(), "dq": dq} | ({} if lse is None else {"lse": lse.detach()}))
+            parts.append({"o": o.detach(), "dq": dq, ROUNDING: off} | ({} if lse is None else {"lse": lse.detach()}))
         joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
         found.append(joined | {"dk": dk, "dv": dv})
     return {n: torch.stack([one[n] for one in found]) for n in found[0]} | {f"d{n}": x for n, x in totals.items()}
@@ -99,11 +117,15 @@ def _leaves(
     return {n: (x.double() if double else x.clone()).detach().requires_grad_() for n, x in found.items()}
 
 
+def _arriving(given: Inputs, b: int, heads: slice, rows: Tensor, o: Tensor) -> Tensor:
+    return given.d_o[b, rows, heads].transpose(0, 1).to(o.dtype)
+
+
 def _gradients(
     program: Program, given: Inputs, b: int, heads: slice, rows: Tensor, o: Tensor, lse: Tensor | None,
     wanted: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    outputs, arriving = [o], [given.d_o[b, rows, heads].transpose(0, 1).to(o.dtype)]
+    outputs, arriving = [o], [_arriving(given, b, heads, rows, o)]
     if program.rows:
         assert lse is not None
         outputs.append(torch.where(lse.isfinite(), lse, 0.0))
