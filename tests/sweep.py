@@ -3,7 +3,7 @@
     python -m tests.sweep --arch H100 --part 3/8 -n 2
 
 A program that the constructor accepts must compile for every architecture. One line for each problem that does not,
-then how many had each outcome, and the slowest. Kernels are not kept. `--lower` stops before nvcc, in seconds a
+then how many had each outcome, and the slowest. `--lower` stops before nvcc, in seconds a
 problem instead of a minute; `--only TEXT` takes the problems whose name holds it; `--list` names them.
 """
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import os
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.target import compile as target_compile
 from attention_engine.tuner.worker import RemoteError, call_all, worker_count
 from tests import cases, programs
+from tests.kernels.together import compile_together
 
 DIMS = (32, 64, 128, 256)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -74,22 +73,27 @@ def jobs() -> list[Job]:
 def run(job: Job, arch_name: str, lower: bool, limit: int | None, only: Collection[str] = ()) -> tuple[str, float]:
     """The outcome of a problem (or these kernels of it), and its seconds of a core.
 
-    limit: seconds of a core for each kernel; one that takes more ends the process. None: as many as it takes.
+    Kernels whose flags are the same go to nvcc together: headers are most of what a call takes.
+    limit: seconds of a core for each kernel; where all take more, the process ends. None: as many as they take.
     """
     device = getattr(arch, arch_name)()
     started = cpu_seconds()
-    kernels = job.engine(device)._all_kernels(device)
+    chosen = {
+        name: kernel
+        for name, kernel in job.engine(device)._all_kernels(device).items()
+        if not only or kernel.builder.rsplit(".", 1)[1] in only
+    }
+    if limit is not None:
+        allow_cpu_seconds(limit * len(chosen))
+    lowered = {
+        f"n{number}": target_compile.lower_kernel(kernel.prim_func, device, pass_configs=kernel.configs)
+        for number, kernel in enumerate(chosen.values())
+    }
+    names = dict(zip(lowered, chosen, strict=True))
     spills = []
-    for name, kernel in kernels.items():
-        if only and kernel.builder.rsplit(".", 1)[1] not in only:
-            continue
-        if limit is not None:
-            allow_cpu_seconds(limit)
-        if lower:
-            target_compile.lower_kernel(kernel.prim_func, device, pass_configs=kernel.configs)
-        else:
-            _ = kernel.compiled
-            spills += [name] if kernel.resources.spills else []
+    for flags in () if lower else dict.fromkeys(k.flags for k in lowered.values()):
+        made = compile_together({n: k for n, k in lowered.items() if k.flags == flags}, device)
+        spills += [names[n] for n, kernel in made.items() if kernel.used.spills]
     outcome = f"ok, spills in {', '.join(spills)}" if spills else "ok"
     return outcome, cpu_seconds() - started
 
@@ -137,14 +141,12 @@ def main() -> int:
     outcomes: collections.Counter[str] = collections.Counter()
     times: list[tuple[float, Job]] = []
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["ATTENTION_ENGINE_CACHE_DIR"] = folder  # for the processes
-        for job, outcome, seconds in sweep(chosen, args.arch, args.n, args.lower, args.limit):
-            kind = outcome.split(":")[0].split(" in ")[0]
-            outcomes[kind] += 1
-            times.append((seconds, job))
-            if kind != "ok":
-                print(f"{job}: {outcome}", flush=True)
+    for job, outcome, seconds in sweep(chosen, args.arch, args.n, args.lower, args.limit):
+        kind = outcome.split(":")[0].split(" in ")[0]
+        outcomes[kind] += 1
+        times.append((seconds, job))
+        if kind != "ok":
+            print(f"{job}: {outcome}", flush=True)
     print(f"{args.arch}, {len(chosen)} problems in {time.perf_counter() - started:.0f} s:", dict(outcomes))
     for seconds, job in sorted(times, key=lambda timed: -timed[0])[:3]:
         print(f"  {seconds:.0f} s of a core: {job}")
