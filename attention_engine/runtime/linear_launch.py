@@ -193,7 +193,8 @@ class _Pass:
     def _decays(self, chunk: int) -> list[Tensor]:
         """The sums of decays in chunks of this length, where there are decays."""
         if self.program.decays and chunk not in self.sums:
-            sums = self._new(self.batch, self.heads, -(-self.length // chunk) * chunk)
+            parts = [2] if self.problem.splits else []
+            sums = self._new(*parts, self.batch, self.heads, -(-self.length // chunk) * chunk)
             self.kernels.sum_decays(chunk).compiled(*_strided_decay(self.decay), *self.custom, sums)
             self.sums[chunk] = [sums]
         return self.sums.get(chunk, [])

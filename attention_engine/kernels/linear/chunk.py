@@ -40,6 +40,7 @@ from attention_engine.kernels.linear.common import (
     StateOperand,
     add_product,
     add_state_product,
+    load_decays,
     load_source,
     load_state,
     reduce_sum,
@@ -124,7 +125,7 @@ class _Chunk(RoleKernel):
                 scores = Accumulator("scores", problem, (chunk, chunk))
                 pairs = Accumulator("pairs", problem, (chunk, chunk)) if self.decay_rows else None
                 result = Accumulator("result", problem, (chunk, width))
-                rows = Rows(chunk, width, self.needs_own)
+                rows = Rows(problem, chunk, width, self.needs_own)
                 total = T.alloc_fragment([chunk, width], FLOAT) if self.sums_heads else None
                 index, column0 = place // self.width_tiles, (place % self.width_tiles) * width
                 first = Block(buffers, sizes, batch, shared_head * self.heads, index * chunk)
@@ -141,7 +142,7 @@ class _Chunk(RoleKernel):
                     head = shared_head * self.heads + number
                     block = Block(buffers, sizes, batch, head, index * chunk)
                     if self.decays:
-                        T.copy(buffers["sums"][batch, head, index * chunk : (index + 1) * chunk], rows.sums)
+                        load_decays(rows.sums, buffers, batch, head, index)
                     self.find_factors(block, rows)
                     T.clear(scores.sum)
                     T.clear(result.sum)
@@ -200,9 +201,16 @@ class _Chunk(RoleKernel):
         self.keep_rows(block, rows.added, block.buffers["of_state"], place)
 
     def sum_pairs(self, block: Block, pairs: Any, weights: Any, rows: Rows, place: Any) -> None:
-        """of_pairs = what a row's pairs add, decayed product of q . k and do . v; pairs: the products of own and z."""
+        """of_pairs = what a row's pairs add, decayed product of q . k and do . v; pairs: the products of own and z.
+
+        No decay stands between a token and itself: the pair is in dq's rows and in dk's. In fp32 it is left out of
+        both, as nothing may be left of their difference but its rounding where decays are strong.
+        """
+
         def entry(i: Any, j: Any) -> None:
             value = pairs[i, j] * weights[i, j]
+            if self.problem.splits:
+                value = T.if_then_else(i == j, 0.0, value)
             store(pairs, value * rows.own[i] if self.by_own else value, i, j)
 
         over_pairs(self.tile.chunk, self.tile.chunk, entry)

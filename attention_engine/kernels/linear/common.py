@@ -2,7 +2,8 @@
 
 Tokens are cut into chunks. `sums` holds, for each (batch, head, token), the sum of log2 decays from the chunk's first
 token to this one; only differences of it are exponentiated, later less earlier, so nothing overflows where decays are
-at most 1. It is padded to whole chunks by tokens that keep everything.
+at most 1. It is padded to whole chunks by tokens that keep everything. Where results are as exact as fp32, it comes in
+two parts: of a sum of -1000 alone, what is left of a token one place before would have four digits.
 """
 
 from __future__ import annotations
@@ -102,6 +103,11 @@ class LinearSizes(Sizes):
     def rows(self) -> Any:
         """A parameter with one fp32 number for each (batch, head, token), padded to whole chunks."""
         return T.Tensor([self.batch, self.problem.heads, self.chunks * self.chunk], FLOAT)
+
+    def decay_sums(self) -> Any:
+        """The parameter with the sums of decays: whole parts and low ones where there are two."""
+        shape = self.rows().shape
+        return T.Tensor([2, *shape], FLOAT) if self.problem.splits else T.Tensor(shape, FLOAT)
 
     def states(self) -> Any:
         """A parameter with a state before (or after) each chunk, in `problem.state_dtype`."""
@@ -216,6 +222,34 @@ class Block:
 
         over_rows(self.sizes.chunk, entry)
         copy(held, target)
+
+
+class DecaySums:
+    """The sums of a chunk's log2 decays, in shared memory."""
+
+    def __init__(self, problem: LinearProblem, chunk: int, name: str) -> None:
+        self.chunk = chunk
+        self.whole = named(name, T.alloc_shared([chunk], FLOAT))
+        self.low = named(f"{name}_low", T.alloc_shared([chunk], FLOAT)) if problem.splits else None
+
+    def upto(self, i: Any) -> Any:
+        """The sum at token i."""
+        return self.whole[i] if self.low is None else self.whole[i] + self.low[i]
+
+    def between(self, earlier: Any, later: Any) -> Any:
+        """The sum at one token less that at another: what stands between them."""
+        difference = self.whole[later] - self.whole[earlier]
+        return difference if self.low is None else difference + (self.low[later] - self.low[earlier])
+
+
+@T.macro
+def load_decays(sums: DecaySums, buffers: Any, batch: Any, head: Any, index: Any) -> None:
+    """Fills the sums of a chunk."""
+    if sums.low is None:
+        T.copy(buffers["sums"][batch, head, index * sums.chunk : (index + 1) * sums.chunk], sums.whole)
+    else:
+        T.copy(buffers["sums"][0, batch, head, index * sums.chunk : (index + 1) * sums.chunk], sums.whole)
+        T.copy(buffers["sums"][1, batch, head, index * sums.chunk : (index + 1) * sums.chunk], sums.low)
 
 
 def product_of(*sources: Source) -> Expr:

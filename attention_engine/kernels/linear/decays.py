@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tilelang.language as T
@@ -34,24 +35,42 @@ def _entry(buffers: Any, sizes: LinearSizes, block: Block, i: Any) -> Any:
     return T.cast(buffers["decay"][block.batch, token, block.head], FLOAT)
 
 
-def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threads: int = 128) -> Any:
-    """The PrimFunc: ([decay], custom..., sums): log2 decays summed from each chunk's first token on."""
-    sizes = LinearSizes(problem, chunk)
-    parameters = {**decay_parameter(sizes, problem), **sizes.custom(), "sums": sizes.rows()}
+def unit_of(chunk: int) -> float:
+    """A power of two of which the sum of a chunk's log2 decays is at most 2**24: fp32 sums multiples of it exactly."""
+    return float(2.0 ** (math.ceil(math.log2(-DECAY_LIMIT * LOG2_E * chunk)) - 24))
 
-    def read(buffers: Any, block: Block, logs: Any) -> None:
+
+def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threads: int = 128) -> Any:
+    """The PrimFunc: ([decay], custom..., sums): log2 decays summed from each chunk's first token on.
+
+    Where sums have two parts, each decay is cut: into the nearest multiple of a unit, whose sums and their differences
+    are exact, and what is left, of which a chunk's sum is small.
+    """
+    sizes = LinearSizes(problem, chunk)
+    parameters = {**decay_parameter(sizes, problem), **sizes.custom(), "sums": sizes.decay_sums()}
+    unit = T.float32(unit_of(chunk))
+
+    def read(buffers: Any, block: Block, logs: Any, lows: Any) -> None:
         def entry(n: Any, c: Any) -> None:
             i = n * chunk + c
             (value,) = block.splice(i, _entry(buffers, sizes, block, i))(program.decay)
             value = T.max(value, T.float32(DECAY_LIMIT)) * T.float32(LOG2_E)
-            store(logs, T.if_then_else(block.token0 + i < sizes.length, value, 0.0), n, c)
+            value = T.if_then_else(block.token0 + i < sizes.length, value, 0.0)
+            if lows is None:
+                store(logs, value, n, c)
+            else:
+                store(logs, T.round(value / unit) * unit, n, c)
+                store(lows, value - logs[n, c], n, c)
 
         over_pairs(CHUNKS, chunk, entry)
 
-    def write(buffers: Any, block: Block, logs: Any) -> None:
+    def write(buffers: Any, block: Block, logs: Any, lows: Any) -> None:
         def entry(n: Any, c: Any) -> None:
             token = block.token0 + n * chunk + c
-            write_where(token < sizes.chunks * chunk, buffers["sums"], (block.batch, block.head, token), logs[n, c])
+            at = (block.batch, block.head, token)
+            parts = [(at, logs)] if lows is None else [((0, *at), logs), ((1, *at), lows)]
+            for place, part in parts:
+                write_where(token < sizes.chunks * chunk, buffers["sums"], place, part[n, c])
 
         over_pairs(CHUNKS, chunk, entry)
 
@@ -66,10 +85,13 @@ def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threa
             part, head, batch
         ):  # fmt: skip
             logs = T.alloc_shared([CHUNKS, chunk], FLOAT)
+            lows = T.alloc_shared([CHUNKS, chunk], FLOAT) if problem.splits else None
             block = Block(buffers, sizes, batch, head, part * CHUNKS * chunk)
-            read(buffers, block, logs)
+            read(buffers, block, logs, lows)
             T.cumsum(logs, dim=1)
-            write(buffers, block, logs)
+            if problem.splits:
+                T.cumsum(lows, dim=1)
+            write(buffers, block, logs, lows)
 
     return build("sum_decays", parameters, body)
 

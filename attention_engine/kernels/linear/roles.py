@@ -27,6 +27,7 @@ from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, L
 from attention_engine.kernels.common import FLOAT, named, over_pairs, over_rows, store
 from attention_engine.kernels.linear.common import (
     Block,
+    DecaySums,
     HeldTile,
     LinearSizes,
     Source,
@@ -60,9 +61,10 @@ def read_sums(program: LinearProgram, own: Source, reads: tuple[Expr, ...]) -> l
 class Rows:
     """Numbers of the chunk's tokens, and what they are summed in."""
 
-    def __init__(self, chunk: int, width: int, sums: bool) -> None:
-        names = ("sums_tile", "row_factors", "column_factors", "own_factors", "row_weights")
-        self.sums, self.x, self.yz, self.own, self.weights = (named(n, T.alloc_shared([chunk], FLOAT)) for n in names)
+    def __init__(self, problem: LinearProblem, chunk: int, width: int, sums: bool) -> None:
+        self.sums = DecaySums(problem, chunk, "sums_tile")
+        names = ("row_factors", "column_factors", "own_factors", "row_weights")
+        self.x, self.yz, self.own, self.weights = (named(n, T.alloc_shared([chunk], FLOAT)) for n in names)
         self.added = self.scaled = self.products = None
         if sums:
             self.added, self.scaled = (named(n, T.alloc_fragment([chunk], FLOAT)) for n in ("added", "scaled"))
@@ -93,7 +95,7 @@ class RoleKernel:
         """The parameters of the role's tensors, each once, the custom inputs and the sums of decays."""
         role = self.role
         names = dict.fromkeys([role.rows, role.columns, role.others, *([role.own] if role.own else [])])
-        sums = {"sums": self.sizes.rows()} if self.decays else {}
+        sums = {"sums": self.sizes.decay_sums()} if self.decays else {}
         return {**self.sizes.inputs(*names), **self.sizes.custom(), **sums}
 
     def row_sums(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ class RoleKernel:
             block.factors(rows.own, self.own)
         if self.decays:
             sums, last = rows.sums, self.tile.chunk - 1
-            kept = (lambda i: sums[last] - sums[i]) if self.role.over_keys else (lambda i: sums[i])
+            kept = (lambda i: sums.between(i, last)) if self.role.over_keys else sums.upto
             block.rows(rows.weights, lambda i: rows.x[i] * T.exp2(kept(i)) if self.by_row else T.exp2(kept(i)))
         elif self.by_row:
             rows.weights = rows.x
@@ -136,7 +138,7 @@ class RoleKernel:
                 value = value * rows.yz[j]
             if self.decays:
                 sums = rows.sums
-                value = value * T.exp2(sums[j] - sums[i] if self.role.over_keys else sums[i] - sums[j])
+                value = value * T.exp2(sums.between(i, j) if self.role.over_keys else sums.between(j, i))
             store(scores, T.if_then_else(j >= i if self.role.over_keys else i >= j, value, 0.0), i, j)
 
         over_pairs(self.tile.chunk, self.tile.chunk, entry)

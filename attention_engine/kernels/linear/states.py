@@ -15,10 +15,12 @@ from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile,
 from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, over_pairs, store
 from attention_engine.kernels.linear.common import (
     Block,
+    DecaySums,
     LinearSizes,
     Source,
     SourceTile,
     add_product,
+    load_decays,
     load_source,
     product_of,
     share_sm,
@@ -51,7 +53,7 @@ def states(
     decays = program.decays
     parameters = {**sizes.inputs(*names), **sizes.custom()}
     if decays:
-        parameters["sums"] = sizes.rows()
+        parameters["sums"] = sizes.decay_sums()
     parameters |= sizes.of_states_walk(starts, initial, [tiles] if overlaps else None)
 
     def weigh(block: Block, sums: Any, weights: Any) -> None:
@@ -60,7 +62,7 @@ def states(
 
         def entry(i: Any) -> Any:
             (value,) = block.splice(i)(whole)
-            return value * T.exp2(sums[i] if reverse else sums[tile.chunk - 1] - sums[i]) if decays else value
+            return value * T.exp2(sums.upto(i) if reverse else sums.between(i, tile.chunk - 1)) if decays else value
 
         block.rows(weights, entry)
 
@@ -94,7 +96,7 @@ def states(
         T.copy(across, each)
         T.reduce_sum(each, whole, dim=0)
         for i in T.Parallel(1):
-            buffers["overlap"][batch, head, chunk, part] = whole[i] * T.exp2(sums[tile.chunk - 1])
+            buffers["overlap"][batch, head, chunk, part] = whole[i] * T.exp2(sums.upto(tile.chunk - 1))
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -104,7 +106,7 @@ def states(
             raw = T.alloc_shared([tile.chunk, dim_v], problem.dtype)
             weighted = T.alloc_fragment([tile.chunk, dim_v], FLOAT)
             right = Operand("right", problem, (tile.chunk, dim_v))
-            sums = T.alloc_shared([tile.chunk], FLOAT)
+            sums = DecaySums(problem, tile.chunk, "sums")
             weights = T.alloc_shared([tile.chunk], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
             staged = T.alloc_shared([dim, dim_v], problem.state_dtype)  # from there rows leave whole
@@ -122,7 +124,7 @@ def states(
                 load_source(left, block, d0)
                 T.copy(block.window(right_source, v0, dim_v), raw)
                 if decays:
-                    T.copy(buffers["sums"][batch, head, chunk * tile.chunk : (chunk + 1) * tile.chunk], sums)
+                    load_decays(sums, buffers, batch, head, chunk)
                 if overlaps:
                     note_overlap(buffers, held, sums, batch, head, chunk, part, d0, v0)
                 weigh(block, sums, weights)
@@ -130,7 +132,7 @@ def states(
                 load(right, weighted)
                 if decays:
                     for i, j in T.Parallel(dim, dim_v):
-                        held[i, j] *= T.exp2(sums[tile.chunk - 1])
+                        held[i, j] *= T.exp2(sums.upto(tile.chunk - 1))
                 add_product(left.operand, right, state, transpose_A=True, rows=False)
             T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
 

@@ -22,6 +22,7 @@ from attention_engine.kernels.linear.common import (
     add_product,
     add_state_product,
     copy,
+    load_decays,
     load_source,
     load_state,
     share_sm,
@@ -83,7 +84,7 @@ class _Walk(RoleKernel):
                 state = Accumulator("state", problem, (self.dim, width))
                 staged = values.whole if self.reuses else T.alloc_shared([chunk, width], problem.dtype)
                 held, made = state.sum, result.sum
-                rows = Rows(chunk, width, self.needs_own)
+                rows = Rows(problem, chunk, width, self.needs_own)
                 column_weights = named("column_weights", T.alloc_shared([chunk], FLOAT))
                 column0 = part * width
                 if self.starts:
@@ -99,7 +100,7 @@ class _Walk(RoleKernel):
                     if self.needs_own:
                         T.copy(block.window(self.own, column0, width), own.held)
                     if self.decays:
-                        T.copy(buffers["sums"][batch, head, index * chunk : (index + 1) * chunk], rows.sums)
+                        load_decays(rows.sums, buffers, batch, head, index)
                     self.find_factors(block, rows)
                     self.find_column_weights(block, rows, column_weights)
                     load_state(before, held)
@@ -116,7 +117,7 @@ class _Walk(RoleKernel):
                         load(values, weighted)
                     if self.decays:
                         for i, j in T.Parallel(self.dim, width):
-                            held[i, j] *= T.exp2(rows.sums[chunk - 1])
+                            held[i, j] *= T.exp2(rows.sums.upto(chunk - 1))
                     add_product(y.operand, values if self.weighs else z.operand, state, transpose_A=True, rows=False)
                     if len(self.reads) > 0:
                         self.sum_reads(block, own, made, rows, part)
@@ -136,7 +137,7 @@ class _Walk(RoleKernel):
         """What decay leaves of a column in M past the chunk, with the column's own factor."""
         if self.decays:
             sums, last = rows.sums, self.tile.chunk - 1
-            left = (lambda i: sums[i]) if self.role.over_keys else (lambda i: sums[last] - sums[i])
+            left = sums.upto if self.role.over_keys else (lambda i: sums.between(i, last))
             block.rows(target, lambda i: rows.yz[i] * T.exp2(left(i)) if self.by_column else T.exp2(left(i)))
 
     def weigh_others(self, z: SourceTile, weights: Any, weighted: Any) -> None:
