@@ -18,9 +18,11 @@ from attention_engine.target.program_arguments import Arguments
 from attention_engine.target.tile_buffers import MASK, ROLE, Lanes
 from attention_engine.target.tile_expressions import ExpressionCompiler
 from attention_engine.target.tile_ops import SILENT_OPS, TILE_OPS
-from attention_engine.target.tile_windows import Frame, Run, Window, scatter
+from attention_engine.target.tile_windows import Frame, Jump, Run, Window, scatter
 from attention_engine.target.tir_nodes import handle_of, kind_of, variables_of
+from attention_engine.target.warp_lanes import STORED
 from attention_engine.target.warp_ops import WARP_OPS, enter_block, split
+from attention_engine.target.warp_watch import watch_elements, watch_tile
 
 PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane
 BODIES = {"For": "body", "While": "body", "AttrStmt": "body", "SBlock": "body", "SBlockRealize": "block"}
@@ -53,19 +55,19 @@ class Interpreter:
             torch.set_num_threads(threads)
 
 
-class _BreakLoop(Exception):
+class _BreakLoop(Jump):
     pass
 
 
-class _ContinueLoop(Exception):
+class _ContinueLoop(Jump):
     pass
 
 
-class _EndBlock(Exception):
+class _EndBlock(Jump):
     pass
 
 
-JUMPS: dict[str, type[Exception]] = {
+JUMPS: dict[str, type[Jump]] = {
     "tl.loop_break": _BreakLoop,
     "tirx.break_loop": _BreakLoop,
     "tirx.continue_loop": _ContinueLoop,
@@ -210,7 +212,7 @@ class _StatementCompiler(ExpressionCompiler):
         if not self.axes or spans is None or {s.axis for s in spans if s.axis is not None} != open_axes:
             return self._store_anywhere(place, value.run, add=add)
         window = self.window(info, spans, self.rank)
-        return self._store_window(window, value.run, add=add)
+        return watch_tile(window, STORED, self._store_window(window, value.run, add=add))
 
     def _store_window(self, window: Window, value: Run, *, add: bool) -> Run:
         if add:
@@ -245,7 +247,7 @@ class _StatementCompiler(ExpressionCompiler):
             where = [index(frame) for index in indices]
             scatter(info, frame[info.slot], where, result, frame[MASK], lanes, accumulate=add)
 
-        return run
+        return watch_elements(info, indices, STORED, run, one=not axes)
 
     def _condition(self, node: Any) -> Run:
         if any(handle_of(variable) in self.threads for variable in variables_of(node.condition)):
@@ -285,7 +287,9 @@ class _StatementCompiler(ExpressionCompiler):
         return run
 
     def _while_loop(self, node: Any) -> Run:
+        self.polls = is_nothing(node.body)
         condition = self.shared_expression(node.condition)
+        self.polls = False
         if condition.lanes:
             raise NotInterpretable("a while loop whose condition differs between lanes")
         if is_nothing(node.body):

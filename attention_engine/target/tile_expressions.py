@@ -23,6 +23,16 @@ from attention_engine.target.scalar_ops import (
 from attention_engine.target.tile_buffers import MASK, ROLE, BufferCompiler, Code, constant
 from attention_engine.target.tile_windows import BufferInfo, Frame, Run, gather
 from attention_engine.target.tir_nodes import handle_of, kind_of, nodes_used_twice
+from attention_engine.target.warp_lanes import READ, STORED
+from attention_engine.target.warp_watch import (
+    tell,
+    vote,
+    watch_count,
+    watch_counter,
+    watch_elements,
+    watch_tile,
+    watch_variable,
+)
 
 
 class ExpressionCompiler(BufferCompiler):
@@ -33,6 +43,7 @@ class ExpressionCompiler(BufferCompiler):
         self.threads: set[int] = set()  # variables that hold a thread's index
         self.asks_thread = False  # within a condition on it
         self.waits = 0  # for barriers, so far
+        self.polls = False  # within the condition of a loop that does nothing
         self._twice: set[int] = set()
         self._compiled: dict[int, Code] = {}
         self._memory: list[int] = []  # the slots of the values that this statement keeps
@@ -234,17 +245,18 @@ class ExpressionCompiler(BufferCompiler):
                 return bits._replace(run=lambda frame: bits.run(frame).item())
             case "tl.any_sync":  # of the threads that run together here, more than a warp: where one asks, all do
                 code = self.expression(arguments[1])
-                return Code(lambda frame: int(torch.as_tensor(code.run(frame)).any()), dtype)
+                return Code(vote(code.run), dtype)
             case "tl.shfl_sync":  # here no lane has a value of its own
                 code = self.expression(arguments[1])
                 if code.lanes:
                     raise NotInterpretable("a shuffle within T.Parallel")
-                return code
+                return code if code.const is not None else code._replace(run=tell(code.run))
             case "tirx.fma" | "tl.fma":
                 a, b, c = (self.expression(argument) for argument in arguments[:3])
                 return Code(lambda f: a.run(f) * b.run(f) + c.run(f), dtype, a.lanes | b.lanes | c.lanes)
             case "tl.atomic_load_elem_op":
-                return self.expression(arguments[0].args[0])
+                code = self.expression(arguments[0].args[0])
+                return code if self.polls else code._replace(run=watch_counter(code.run))
             case "tl.atomic_add_ret_elem_op":
                 return self._fetch_and_add(arguments[0].args[0], arguments[1])
         raise NotInterpretable(f"the call {name}{self._callee(node)}")
@@ -263,12 +275,16 @@ class ExpressionCompiler(BufferCompiler):
         indices = [self.expression(index) for index in node.indices]
         lanes = frozenset().union(*(index.lanes for index in indices))
         if not lanes:
-            return Code(self._load_one(info, [index.run for index in indices]), info.dtype, may_be_view=True)
+            runs = [index.run for index in indices]
+            load = watch_elements(info, runs, READ, self._load_one(info, runs), one=True)
+            return Code(load, info.dtype, may_be_view=True)
         spans = self.spans(node.indices)
         if spans is not None:
-            read: Run = self.window(info, spans, self.rank).read
+            window = self.window(info, spans, self.rank)
+            read = watch_tile(window, READ, window.read)
         else:
-            read = self._load_anywhere(info, [index.run for index in indices])
+            runs = [index.run for index in indices]
+            read = watch_elements(info, runs, READ, self._load_anywhere(info, runs), one=False)
         if info.dtype in UNSIGNED_MASKS:
             return Code(lambda frame: read(frame).to(torch.int64), info.dtype, lanes)
         return Code(read, info.dtype, lanes, may_be_view=True)
@@ -308,7 +324,7 @@ class ExpressionCompiler(BufferCompiler):
     def _private_load(self, info: BufferInfo, indices: Sequence[Any]) -> Code:
         slot, place = info.slot, self._private_index(info, indices)
         if not self.axes:
-            return Code(lambda frame: frame[slot][place(frame)], info.dtype)
+            return Code(watch_variable(info, place, READ, lambda frame: frame[slot][place(frame)]), info.dtype)
         dtype = compute_dtype(info.dtype)
         open_axes = frozenset(lanes.axis for lanes in self.axes)
         return Code(lambda frame: lift(frame[slot][place(frame)], dtype), info.dtype, open_axes)
@@ -330,7 +346,7 @@ class ExpressionCompiler(BufferCompiler):
                 result = result.clone()
             values[where] = result
 
-        return run
+        return watch_variable(info, place, STORED, run)
 
     def _fetch_and_add(self, place: Any, value_node: Any) -> Code:
         info, value = self.buffer(place.buffer), self.expression(value_node)
@@ -345,7 +361,7 @@ class ExpressionCompiler(BufferCompiler):
             frame[info.slot][tuple(index(frame) for index in runs)] = held + value.run(frame)
             return held
 
-        return Code(run, info.dtype)
+        return Code(watch_count(run), info.dtype)
 
     _translations: ClassVar[dict[str, Callable[[ExpressionCompiler, Any], Code]]] = {
         "IntImm": _integer,

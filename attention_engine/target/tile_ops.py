@@ -180,7 +180,6 @@ SILENT_OPS = frozenset(
         "tl.annotate_producer_reg_dealloc",
         "tl.annotate_consumer_reg_alloc",
         "tl.tma_store_arrive",
-        "tl.sync_warp",
         "tl.pdl_trigger",
         "tl.pdl_sync",
         "tirx.ptx_commit_group",

@@ -15,6 +15,11 @@ Frame = list[Any]  # the values of one run, by slot
 Run = Callable[[Frame], Value]
 Crop = tuple[slice, ...]
 
+
+class Jump(Exception):
+    """The end of a loop, of one of its steps, or of a block."""
+
+
 ON_CHIP_PREFIXES = ("shared", "local")
 
 

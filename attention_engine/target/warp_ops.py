@@ -7,13 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from attention_engine.errors import HazardInKernel
+from attention_engine.errors import HazardInKernel, NotInterpretable
 from attention_engine.target.scalar_ops import poison
 from attention_engine.target.tile_buffers import ROLE
 from attention_engine.target.tile_ops import TILE_OPS
-from attention_engine.target.tile_windows import Frame, Run, Window
+from attention_engine.target.tile_windows import Frame, Jump, Run, Window
 from attention_engine.target.tir_nodes import handle_of, kind_of
-from attention_engine.target.warp_simulator import WARP, Barrier, Role, Turns
+from attention_engine.target.warp_lanes import READ, STORED, WARP, Lanes
+from attention_engine.target.warp_simulator import Barrier, Role, Turns
+from attention_engine.target.warp_watch import watched
 
 Cases = tuple[Run, Run]
 
@@ -67,6 +69,17 @@ def split(test: Run, then: Run, otherwise: Run | None, both_wait: bool) -> Run:
     """A condition on the thread's index: two roles where both cases have threads, else a part of this one. A role's
     own cases run one after another, or beside each other where both wait for barriers."""
 
+    def part(frame: Frame, role: Role, case: Run, threads: torch.Tensor) -> None:
+        everybody = role.threads
+        role.narrow(threads)
+        try:
+            case(frame)
+        except Jump as jump:
+            if len(threads) < len(everybody):
+                raise NotInterpretable("a jump that only some threads take") from jump
+            raise
+        role.narrow(everybody)
+
     def run(frame: Frame) -> None:
         role: Role = frame[ROLE]
         chosen = torch.as_tensor(test(frame)).expand(role.threads.shape)
@@ -80,9 +93,7 @@ def split(test: Run, then: Run, otherwise: Run | None, both_wait: bool) -> Run:
                 return
         for case, threads in ((then, everybody[chosen]), (otherwise, everybody[~chosen])):
             if case is not None and len(threads):
-                role.threads = threads
-                case(frame)
-        role.threads = everybody
+                part(frame, role, case, threads)
 
     return run
 
@@ -107,7 +118,7 @@ def _fork(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
     roles: list[Role] = []
     turns = Turns([start(cases[0], role.threads[chosen]), start(cases[1], role.threads[~chosen])])
     for part in roles:
-        part.turns = turns
+        part.turns, part.lanes = turns, Lanes(turns.accesses, part.threads)
     turns.run()
 
 
@@ -116,7 +127,7 @@ def _fork_off(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> N
 
     def start(threads: torch.Tensor) -> Callable[[], None]:
         own = _own(frame)
-        own[ROLE] = Role(threads, turns)
+        own[ROLE] = Role(threads, turns, Lanes(turns.accesses, threads, lanes.released()))
 
         def run() -> None:
             otherwise(own)
@@ -125,12 +136,14 @@ def _fork_off(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> N
         return run
 
     then, otherwise = cases
-    everybody, turns = role.threads, role.turns
-    assert turns is not None
+    everybody, turns, lanes = role.threads, role.turns, role.lanes
+    assert turns is not None and lanes is not None
     others = [start(threads) for threads in everybody[~chosen].split(WARP)]
     role.threads = everybody[chosen]
+    lanes.name(role.threads)
     turns.beside(others, lambda: then(frame))
     role.threads = everybody
+    lanes.name(everybody)
 
 
 def _barrier(compiler: Compiler, node: Any) -> Run:
@@ -141,7 +154,7 @@ def _barrier(compiler: Compiler, node: Any) -> Run:
 
 def _arrive(compiler: Compiler, call: Any) -> Run:
     barrier = _barrier(compiler, call.args[0])
-    return lambda frame: barrier(frame).arrive(len(frame[ROLE].threads))
+    return lambda frame: frame[ROLE].arrive(barrier(frame))
 
 
 def _wait(compiler: Compiler, call: Any) -> Run:
@@ -150,9 +163,12 @@ def _wait(compiler: Compiler, call: Any) -> Run:
     return lambda frame: frame[ROLE].wait(barrier(frame), parity(frame))
 
 
+_copy_tiles = watched("tl.tileop.copy", 0, 1)
+
+
 def _copy(compiler: Compiler, call: Any) -> Run:
     """A copy by all threads; what it stores in shared memory, or hands on from there, is theirs to order."""
-    copy = TILE_OPS["tl.tileop.copy"](compiler, call)
+    copy = _copy_tiles(compiler, call)
     source, target = (compiler.region(argument) for argument in call.args[:2])
     from_shared = source.buffer.scope.startswith("shared") and target.buffer.scope == "global"
     if target.buffer.scope.startswith("shared") and source.buffer.scope != "global":
@@ -170,6 +186,7 @@ def _copy(compiler: Compiler, call: Any) -> Run:
     return hand_on if from_shared else copy
 
 
+ELECTION = "an election of one of them, for a copy"
 TMA_ALIGNMENT = 128  # bytes, of an address in shared memory (CUDA driver API, tensor maps)
 
 
@@ -182,7 +199,11 @@ def _tma_copy(compiler: Compiler, call: Any) -> Run:
     source, bad = compiler.region(call.args[0]), poison(target.buffer.dtype)
 
     def run(frame: Frame) -> None:
+        role: Role = frame[ROLE]
+        role.meet_in_warps(ELECTION)
         tile, view = source.read(frame).clone(), target.read(frame)
+        if role.lanes is not None:
+            role.lanes.access(STORED, target.buffer.name, view, by_one=True)
         start = view.storage_offset() * view.element_size()
         if start % TMA_ALIGNMENT:
             raise HazardInKernel(f"a TMA copy to byte {start} of a buffer, which is no multiple of {TMA_ALIGNMENT}")
@@ -193,20 +214,26 @@ def _tma_copy(compiler: Compiler, call: Any) -> Run:
 
 
 def _tma_store(compiler: Compiler, call: Any) -> Run:
-    copy, source = _copy(compiler, call), compiler.region(call.args[0])
+    copy, source = TILE_OPS["tl.tileop.copy"](compiler, call), compiler.region(call.args[0])
     scopes = [int(value) for name, value in call.annotations.items() if str(name) == "leader_scope_threads"]
     scope = scopes[0] if scopes else None
 
     def run(frame: Frame) -> None:
+        role: Role = frame[ROLE]
+        role.meet_in_warps(ELECTION)
+        tile = source.read(frame)
+        role.check_handed_over(tile, "a copy reads")
+        if role.lanes is not None:
+            role.lanes.access(READ, source.buffer.name, tile, by_one=True)
         copy(frame)
-        frame[ROLE].copy_out(source.read(frame), scope)
+        role.copy_out(source.buffer.name, tile, scope)
 
     return run
 
 
 def _wait_stores(compiler: Compiler, call: Any) -> Run:
-    left = int(call.args[0])
-    return lambda frame: frame[ROLE].wait_stores(left)
+    left, written = int(call.args[0]), len(call.args) > 1 and not int(call.args[1])
+    return lambda frame: frame[ROLE].wait_stores(left, written=written)
 
 
 def _product(compiler: Compiler, call: Any) -> Run:
@@ -218,6 +245,7 @@ def _product(compiler: Compiler, call: Any) -> Run:
     def run(frame: Frame) -> None:
         tiles = [window.read(frame) for window in shared]
         role: Role = frame[ROLE]
+        role.meet_in_warps("a product")
         role.issue(total.read(frame), left.read(frame), right.read(frame), transposed, bool(clear(frame)), tiles)
 
     return run
@@ -225,7 +253,12 @@ def _product(compiler: Compiler, call: Any) -> Run:
 
 def _wait_products(compiler: Compiler, call: Any) -> Run:
     left = int(call.args[0])
-    return lambda frame: frame[ROLE].wait_products(left)
+
+    def run(frame: Frame) -> None:
+        frame[ROLE].meet_in_warps("a wait for products")
+        frame[ROLE].wait_products(left)
+
+    return run
 
 
 def _fence(compiler: Compiler, call: Any) -> Run:
@@ -234,14 +267,21 @@ def _fence(compiler: Compiler, call: Any) -> Run:
 
 def _meet(compiler: Compiler, call: Any) -> Run:
     if len(call.args) > 2 and kind_of(call.args[1]) != "IntImm":  # each group at its own: turns, no meeting
-        return lambda frame: None
+        return lambda frame: frame[ROLE].meet_in_warps("a barrier of threads", of_memory=True)
     threads = int(call.args[2]) if len(call.args) > 2 else None
     barrier = int(call.args[1]) if len(call.args) > 2 else 0
     return lambda frame: frame[ROLE].meet(threads, barrier)
 
 
+def _meet_in_warps(compiler: Compiler, call: Any) -> Run:
+    return lambda frame: frame[ROLE].meet_in_warps("a sync_warp", of_memory=True)
+
+
 WARP_OPS: dict[str, Callable[[Any, Any], Run]] = {
     "tl.tileop.copy": _copy,
+    "tl.tileop.fill": watched("tl.tileop.fill", None, 0),
+    "tl.tileop.reduce": watched("tl.tileop.reduce", 0, 1),
+    "tl.tileop.transpose": watched("tl.tileop.transpose", 0, 1),
     "tl.tileop.tma_copy": _tma_copy,
     "tl.tileop.wgmma_gemm": _product,
     "tl.wait_wgmma": _wait_products,
@@ -250,5 +290,6 @@ WARP_OPS: dict[str, Callable[[Any, Any], Run]] = {
     "tirx.ptx_arrive_barrier": _arrive,
     "tl.fence_proxy_async": _fence,
     "tirx.tvm_storage_sync": _meet,
+    "tl.sync_warp": _meet_in_warps,
     "tl.named_barrier_arrive": lambda compiler, call: lambda frame: None,
 }

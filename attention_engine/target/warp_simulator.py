@@ -4,7 +4,8 @@ Where a condition splits a block's threads in two, its cases run as roles, in tu
 barrier that is not there yet. A copy lands when a barrier that it arrives at is waited for, a product is there when it
 is waited for; until then their targets are NaN. Raises HazardInKernel for a deadlock, a wait that could miss a phase,
 an operand that changes while a product or a copy reads it, a product or copy nobody waits for, and shared memory handed
-over without a fence or a meeting of threads.
+over without a fence or a meeting of threads; and where lanes of a warp that are late, or early, might find in shared
+memory what others have stored too soon or too late, or would not meet each other (warp_lanes.py).
 
 Not modelled: the layout of tiles, and races between the threads of one role other than by shared memory.
 """
@@ -19,8 +20,8 @@ import torch
 
 from attention_engine.errors import HazardInKernel
 from attention_engine.target.scalar_ops import as_matrix_operand
+from attention_engine.target.warp_lanes import READ, WARP, Accesses, Clock, Lanes, join
 
-WARP = 32  # threads
 Extent = tuple[int, int]  # first byte, and one past the last, of memory on chip
 
 
@@ -47,6 +48,8 @@ class Turns:
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._done: set[int] = set()
         self._met: dict[int, int] = {}  # threads that came to a named barrier, over all meetings there
+        self._told: dict[tuple[int, int], Clock] = {}  # at each meeting there
+        self.accesses = Accesses()
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -66,11 +69,15 @@ class Turns:
         own()
         self.wait(lambda: self._done.issuperset(numbers), f"for roles {numbers.start} to {numbers.stop - 1}")
 
-    def meet(self, barrier: int, coming: int, expected: int) -> None:
-        """So many threads come to a named barrier, where so many are expected each time."""
+    def meet(self, barrier: int, coming: int, expected: int, clock: Clock) -> Clock:
+        """So many threads come to a named barrier, where so many are expected each time; what they and the others told
+        there."""
         over = self._met.get(barrier, 0) // expected + 1
         self._met[barrier] = self._met.get(barrier, 0) + coming
+        told = self._told.setdefault((barrier, over), {})
+        join(told, clock)
         self.wait(lambda: self._met[barrier] >= over * expected, f"{coming} threads meet at a barrier of {expected}")
+        return told
 
     def _start(self, role: int) -> threading.Thread:
         thread = threading.Thread(target=self._run, args=(role,), daemon=True)
@@ -128,18 +135,21 @@ class _Stopped(Exception):
 
 @dataclass
 class Barrier:
-    """One mbarrier: `phase` counts the phases that are over."""
+    """One mbarrier: `phase` counts the phases that are over, of which `over` is what those who arrived had done."""
 
     name: str
     count: int
     phase: int = 0
     arrived: int = 0
     copies: list[Callable[[], None]] = field(default_factory=list)
+    arriving: Clock = field(default_factory=dict)
+    over: Clock = field(default_factory=dict)
 
-    def arrive(self, threads: int) -> None:
+    def arrive(self, threads: int, clock: Clock | None = None) -> None:
         """So many threads arrive in this phase."""
         self._turn()
         self.arrived += threads
+        join(self.arriving, clock or {})
         if self.arrived > self.count:
             raise HazardInKernel(f"{self.arrived} threads arrive at {self.name}, which counts {self.count}")
 
@@ -156,6 +166,8 @@ class Barrier:
             for land in self.copies:
                 land()
             self.copies.clear()
+            join(self.over, self.arriving)
+            self.arriving.clear()
             self.phase, self.arrived = self.phase + 1, 0
 
 
@@ -185,6 +197,7 @@ class Product:
 class Store:
     """A copy out of shared memory on its way: the tile must stay as it is. One of the threads issued it."""
 
+    name: str
     tile: torch.Tensor
     seen: torch.Tensor
     threads: torch.Tensor
@@ -201,11 +214,27 @@ class Role:
 
     threads: torch.Tensor
     turns: Turns | None = None
+    lanes: Lanes | None = None  # where roles run in turns
     products: list[Product] = field(default_factory=list)
     unfenced: list[Extent] = field(default_factory=list)  # stored by threads, unseen by copies and products
     unmet: list[Extent] = field(default_factory=list)  # stored since the threads last met
     read: list[Extent] = field(default_factory=list)  # by products and copies, since they last met
     stores: list[Store] = field(default_factory=list)
+
+    def narrow(self, threads: torch.Tensor) -> None:
+        """Those that run the present piece of code."""
+        self.threads = threads
+        if self.lanes is not None:
+            self.lanes.narrow(threads)
+
+    def arrive(self, barrier: Barrier) -> None:
+        """The threads arrive at a barrier."""
+        barrier.arrive(len(self.threads), None if self.lanes is None else self.lanes.released())
+
+    def meet_in_warps(self, what: str, *, of_memory: bool = False) -> None:
+        """The lanes of each warp meet."""
+        if self.lanes is not None:
+            self.lanes.meet(what, of_memory=of_memory)
 
     def wait(self, barrier: Barrier, parity: int) -> None:
         """Until a barrier's phase is over."""
@@ -214,6 +243,8 @@ class Role:
             self.turns.wait(lambda: barrier.passed(parity), what)
         elif not barrier.passed(parity):
             raise HazardInKernel(f"a deadlock: {what}")
+        if self.lanes is not None:
+            self.lanes.learn(barrier.over)
 
     def issue(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, transposed: tuple[bool, bool],
               clear: bool, shared: Sequence[torch.Tensor]) -> None:  # fmt: skip
@@ -233,18 +264,23 @@ class Role:
             if any(extent_of(p.total) == extent_of(product.total) for p in self.products):
                 product.total.fill_(torch.nan)
 
-    def copy_out(self, tile: torch.Tensor, scope: int | None) -> None:
+    def copy_out(self, name: str, tile: torch.Tensor, scope: int | None) -> None:
         """Start a copy out of shared memory; scope: by a lane of the first warp of so many threads each."""
         issuing = self.threads if scope is None else self.threads[self.threads % scope < WARP]
-        self.stores.append(Store(tile, tile.clone(), issuing))
+        self.stores.append(Store(name, tile, tile.clone(), issuing))
 
-    def wait_stores(self, left: int) -> None:
-        """Until no more than so many copies have still to be read, of those that only these threads can have issued."""
+    def wait_stores(self, left: int, *, written: bool = False) -> None:
+        """Until no more than so many copies have still to be read, of those that only these threads can have issued;
+        written: and are in memory, too."""
         mine = [s for s in self.stores if torch.isin(s.threads, self.threads).all()]
         for store in mine[: len(mine) - left]:
             store.complete()
             self.read.append(extent_of(store.tile))
+            if self.lanes is not None:  # only the lane that issued it knows by its wait
+                self.lanes.access(READ, store.name, store.tile, by_one=True)
             self.stores.remove(store)
+        if written and self.lanes is not None:
+            self.lanes.know_written()
 
     def store(self, tile: torch.Tensor) -> None:
         """The threads stored a tile in shared memory; TileLang orders that itself where threads don't split."""
@@ -271,10 +307,13 @@ class Role:
             return
         if threads is None or threads % len(self.threads):
             raise HazardInKernel(f"{len(self.threads)} threads meet at a barrier of {threads or 'the whole block'}")
+        self.meet_in_warps("a barrier of threads", of_memory=True)
         if threads != len(self.threads):
             if self.turns is None:
                 raise HazardInKernel(f"{len(self.threads)} threads meet at a barrier of {threads}")
-            self.turns.meet(barrier, len(self.threads), threads)
+            told = self.turns.meet(barrier, len(self.threads), threads, self.lanes.released() if self.lanes else {})
+            if self.lanes is not None:
+                self.lanes.learn(told)
         self.unmet.clear()
         self.read = [extent_of(tile) for p in self.products for tile in p.operands]
 

@@ -1,0 +1,132 @@
+"""Tells the lanes of a simulated role which shared memory its statements read and store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attention_engine.target.tile_buffers import ROLE
+from attention_engine.target.tile_ops import TILE_OPS, Compiler
+from attention_engine.target.tile_windows import BufferInfo, Frame, Run, Window
+from attention_engine.target.warp_lanes import READ, STORED
+from attention_engine.target.warp_simulator import Role
+
+
+def watch_tile(window: Window, kind: int, run: Run) -> Run:
+    """The same of what reads a tile, or stores it: if in shared memory, by all lanes that run together."""
+    if not window.buffer.scope.startswith("shared"):
+        return run
+
+    def watching(frame: Frame) -> Any:
+        role: Role | None = frame[ROLE]
+        if role is not None and role.lanes is not None:
+            role.lanes.access(kind, window.buffer.name, window.locate(frame)[0])
+        return run(frame)
+
+    return watching
+
+
+def watch_elements(buffer: BufferInfo, indices: Sequence[Run], kind: int, run: Run, *, one: bool) -> Run:
+    """The same of one element, or of elements at any indices: of all that differ in those alone that are no numbers."""
+    if not buffer.scope.startswith("shared"):
+        return run
+
+    def watching(frame: Frame) -> Any:
+        role: Role | None = frame[ROLE]
+        if role is None or role.lanes is None:
+            return run(frame)
+        tensor, where = frame[buffer.slot], [index(frame) for index in indices]
+        if not one:
+            tile = tuple(slice(None) if isinstance(index, torch.Tensor) else index for index in where)
+            role.lanes.access(kind, buffer.name, tensor[tile])
+            return run(frame)
+        if not all(0 <= index < limit for index, limit in zip(where, tensor.shape, strict=True)):
+            return run(frame)
+        held = tensor[tuple(where)].item() if kind == STORED else None
+        value = run(frame)
+        role.lanes.access_one(kind, buffer.name, tensor, where, kind == STORED and held == tensor[tuple(where)].item())
+        return value
+
+    return watching
+
+
+def watch_variable(buffer: BufferInfo, place: Run, kind: int, run: Run) -> Run:
+    """The same of a variable that each thread has for itself."""
+    slot = buffer.slot
+
+    def watching(frame: Frame) -> Any:
+        role: Role | None = frame[ROLE]
+        lanes = None if role is None else role.lanes
+        if lanes is not None and lanes.own and kind == READ:
+            lanes.read_variable((slot, place(frame)), buffer.name)
+        value = run(frame)
+        if lanes is not None and kind == STORED and (lanes.own or lanes.alone):
+            lanes.set_variable((slot, place(frame)))
+        return value
+
+    return watching
+
+
+def watch_counter(value: Run) -> Run:
+    """A number that other blocks change meanwhile: a lane has to read it, and tell it, or lanes would part."""
+
+    def run(frame: Frame) -> Any:
+        role: Role | None = frame[ROLE]
+        if role is not None and role.lanes is not None:
+            role.lanes.read_counter()
+        return value(frame)
+
+    return run
+
+
+def watch_count(count: Run) -> Run:
+    """The same of an addition to a counter."""
+
+    def run(frame: Frame) -> Any:
+        role: Role | None = frame[ROLE]
+        if role is not None and role.lanes is not None:
+            role.lanes.count()
+        return count(frame)
+
+    return run
+
+
+def tell(value: Run) -> Run:
+    """A shuffle by which lanes get what lane 0 has; here no lane has a value of its own."""
+
+    def run(frame: Frame) -> Any:
+        role: Role | None = frame[ROLE]
+        if role is None or role.lanes is None:
+            return value(frame)
+        outer, role.lanes.telling = role.lanes.telling, True
+        told = value(frame)
+        role.lanes.telling = outer
+        role.meet_in_warps("a shuffle")
+        return told
+
+    return run
+
+
+def vote(value: Run) -> Run:
+    """Is it so for any of the threads that run together, more than a warp: where one asks, all do?"""
+
+    def run(frame: Frame) -> int:
+        result = int(torch.as_tensor(value(frame)).any())
+        role: Role | None = frame[ROLE]
+        if role is not None:
+            role.meet_in_warps("a vote")
+        return result
+
+    return run
+
+
+def watched(name: str, reads: int | None, stores: int) -> Callable[[Compiler, Any], Run]:
+    """A tile operation, and which of its arguments it reads and stores."""
+
+    def build(compiler: Compiler, call: Any) -> Run:
+        run = watch_tile(compiler.region(call.args[stores]), STORED, TILE_OPS[name](compiler, call))
+        return run if reads is None else watch_tile(compiler.region(call.args[reads]), READ, run)
+
+    return build
