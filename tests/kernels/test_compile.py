@@ -200,7 +200,7 @@ def test_a_lane_writes_an_items_numbers_when_its_warp_has_read_those_before():
 
 def test_a_lane_speaks_for_a_spare_warp_when_all_of_its_lanes_have_read():
     """Lanes that parted at a wait need not be together again: those left behind would read the item after the next, or
-    walk on by the numbers of another walk, and wait for ever for lanes that went on. test_lanes.py leaves meetings out."""
+    walk on by the numbers of another walk, and wait for ever for lanes that went on. See test_lanes.py."""
     lines = [line.strip() for line in lists_over_keys().splitlines()]
     gives_back = [n for n, line in enumerate(lines) if line.startswith("read[") and line.endswith(".arrive();")]
     assert len(gives_back) == 4, "the copying warp, the spare ones, computing ones at their first item and at others"
