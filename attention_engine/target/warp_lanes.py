@@ -109,7 +109,8 @@ class Lanes:
         """Which threads run the role from now on."""
         self.warps = len(threads) // WARP
         span = f"threads {int(threads[0])} to {int(threads[-1])}"
-        for part, lanes in zip(self.parts, ("lane 0", "the other lanes"), strict=True):
+        first = "lane 0" if self.warps < 2 else "lanes 0"
+        for part, lanes in zip(self.parts, (first, "the other lanes"), strict=True):
             self.block.parts[part] = f"{lanes} of {span}"
         self.narrow(threads)
 
@@ -212,7 +213,7 @@ class Lanes:
         """The present lanes read or store a tile together; by_one: any lane does, all of it."""
         width, memory = view.element_size(), view.untyped_storage().data_ptr()
         steps, first = tuple(step * width for step in view.stride()), view.storage_offset() * width
-        tile, now = (memory, view.shape, steps, first), (self.block.changes, self.active)
+        tile, now = (memory, view.shape, steps, first, by_one), (self.block.changes, self.active)
         if kind == READ and self._read.get(tile) == now:
             return  # nothing has changed since they read it
         cells = self.block.cells(view)

@@ -38,11 +38,12 @@ def watch_elements(buffer: BufferInfo, indices: Sequence[Run], kind: int, run: R
         if role is None or role.lanes is None:
             return run(frame)
         tensor, where = frame[buffer.slot], [index(frame) for index in indices]
+        tile = tuple(slice(None) if isinstance(index, torch.Tensor) else index for index in where)
+        numbers = ((n, limit) for n, limit in zip(tile, tensor.shape, strict=True) if not isinstance(n, slice))
+        if not all(0 <= number < limit for number, limit in numbers):
+            return run(frame)  # outside
         if not one:
-            tile = tuple(slice(None) if isinstance(index, torch.Tensor) else index for index in where)
             role.lanes.access(kind, buffer.name, tensor[tile])
-            return run(frame)
-        if not all(0 <= index < limit for index, limit in zip(where, tensor.shape, strict=True)):
             return run(frame)
         held = tensor[tuple(where)].item() if kind == STORED else None
         value = run(frame)
