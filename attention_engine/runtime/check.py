@@ -17,6 +17,7 @@ from attention_engine.errors import BackwardNotDerived
 from attention_engine.passes.check_cuts import check_online, random_cuts
 from attention_engine.reference.dense import attend, attend_backward
 from attention_engine.runtime.captured import tensors_now
+from attention_engine.runtime.doubts import doubts_of
 from attention_engine.runtime.launch import allows_tf32
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Formula:
 class CheckReport:
     """A table of CheckRows. `ok`: every ratio is within the limit of the dtype, and so are the user's own formulas.
 
-    notes: what else was looked at, or could not be.
+    notes: what else was looked at, or could not be; and what may be a mistake: those begin with "warning:".
     """
 
     rows: tuple[CheckRow, ...]
@@ -114,6 +115,10 @@ def compare(
     names = ["o", *rows, "dq", "dk", "dv", *(f"d{n}" for n in floating)][: len(ours)]
     made = [check_row(n, a, b, c) for n, a, b, c in zip(names, ours, exact, eager, strict=True)]
     formulas = tuple(_formulas(engine, leaves, d_output, blocks))
+    program, every, extra = engine._dense_program(leaves, blocks)
+    heads = [t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:2]]
+    with torch.no_grad():
+        notes += doubts_of(program, *heads, dict(zip(every, [*leaves[3:], *extra], strict=True)))
     return CheckReport(tuple(made), LIMITS.get(q.dtype, 10.0), formulas, tuple(notes))
 
 

@@ -218,7 +218,7 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
         batches, lengths = (", ".join(str(t.shape[n]) for t in (q, k, v)) for n in (0, 1))
         raise LengthsDiffer(
             f"q, k, v have batches {batches} and lengths {lengths}.\n"
-            "  Batches must be equal, and so must the lengths of k and v."
+            "  Batches must be equal, but k and v may have one for all; the lengths of k and v must be equal."
         )
     if not q.is_floating_point():
         raise NotFloating(f"q, k and v are {q.dtype}. Give floating tensors.")
@@ -226,6 +226,12 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
         raise WrongDtype(
             f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
         )
+
+
+def share_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v for every batch of q, where they have one for all; their gradients are sums."""
+    shared = [t.expand(q.shape[0], *t.shape[1:]) if t.shape[0] == 1 else t for t in (k, v)]
+    return shared[0], shared[1]
 
 
 def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor) -> None:

@@ -12,6 +12,7 @@ from attention_engine.reference.linear import recur
 from attention_engine.reference.linear_pairs import attend_pairs
 from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.check import LIMITS, CheckReport, check_row
+from attention_engine.runtime.doubts import linear_doubts_of
 from attention_engine.runtime.inputs import type_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ def compare_linear(
     double = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
     exact, eager = _results(maths(recur), double, inputs), _results(maths(attend_pairs), inputs, inputs)
     rows = tuple(check_row(n, ours[n], exact[n], eager[n]) for n in ours)
-    return CheckReport(rows, LIMITS.get(q.dtype, 10.0))
+    first = engine._tokens_first(q.detach(), k.detach(), v.detach(), None if decay is None else decay.detach())
+    with torch.no_grad():
+        notes = tuple(linear_doubts_of(program, *first, {n: inputs[n] for n in specs}))
+    return CheckReport(rows, LIMITS.get(q.dtype, 10.0), notes=notes)
 
 
 def _results(run: Run, tensors: Mapping[str, Tensor], seeds: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -52,6 +52,7 @@ from attention_engine.runtime.inputs import (
     guess_types,
     is_cast,
     order_custom,
+    share_keys,
     signature,
     type_of,
 )
@@ -281,6 +282,8 @@ class AttentionEngine(Shown):
         cast, q, k, v = is_cast(q), *follow_autocast(q, k, v)
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
+            (k, v), asked = share_keys(q, k, v), None  # what is seen is not what runs
         backend = self._backend_for(q.device)
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         blocks = self._blocks(block_mask, q, k)
