@@ -35,6 +35,21 @@ def _softplus(x: Any) -> Any:
     return T.max(x, T.float32(0)) + T.log1p(T.exp2(T.abs(x) * -1.4426950408889634))
 
 
+def _fast_power(a: Any, b: Any, may_be_negative: bool) -> Any:
+    """a ** b where nvcc's fast math makes pow exp2(b * log2(a)), which has NaN for a negative base, and for 0 ** 0.
+
+    As IEEE has it: a negative base has a power where the exponent is whole, and anything to the power of 0 is 1.
+    """
+    a, b = name_value(a), name_value(b)
+    power = T.if_then_else(tirx.EQ(b, T.float32(0)), T.float32(1), T.pow(T.abs(a) if may_be_negative else a, b))
+    if not may_be_negative:
+        return power
+    power, half = name_value(power), name_value(b * 0.5)
+    of_negative = T.if_then_else(tirx.EQ(T.floor(half), half), power, -power)
+    of_negative = T.if_then_else(tirx.EQ(T.floor(b), b), of_negative, T.sqrt(a))  # NaN
+    return T.if_then_else(a < T.float32(0), of_negative, power)
+
+
 def _shift_left(a: Any, b: Any) -> Any:
     bits = DataType(a.dtype).bits
     return a * 0 if isinstance(b, tirx.IntImm) and b.value >= bits else T.shift_left(a, b)
@@ -96,6 +111,28 @@ TILELANG: dict[Op, Callable[..., Any]] = {
     Op.DETACH: lambda a: a,
 }
 
+NEVER_NEGATIVE = frozenset({Op.ABS, Op.EXP, Op.EXP2, Op.SIGMOID, Op.SOFTPLUS, Op.SQRT, Op.RSQRT})
+
+
+def never_negative(expr: Expr) -> bool:
+    """Is an expression 0 or more, whatever it reads? No says only that this is not plain to see."""
+    match expr.op:
+        case Op.CONST:
+            return float(expr.value) >= 0
+        case Op.MAXIMUM:
+            return any(map(never_negative, expr.args))
+        case Op.ADD | Op.MINIMUM:
+            return all(map(never_negative, expr.args))
+        case Op.MUL:
+            return expr.args[0] is expr.args[1] or all(map(never_negative, expr.args))
+        case Op.WHERE:
+            return all(map(never_negative, expr.args[1:]))
+        case Op.CAST | Op.DETACH:
+            return never_negative(expr.args[0])
+        case _:
+            return expr.op in NEVER_NEGATIVE
+
+
 Reader = Callable[[str, list[Any], Type], Any]
 
 
@@ -132,7 +169,8 @@ class Splice:
     """Emits expressions at one place of a kernel.
 
     values: what the variables are there; read: how a custom input is read (name, indices, type). Operands that several
-    expressions of one splice share are computed once. approximate: may reciprocals be off by a unit of the last place?
+    expressions of one splice share are computed once. approximate: may reciprocals be off by a unit of the last place,
+    and does nvcc make powers of logarithms?
     """
 
     def __init__(self, values: Mapping[Expr, Any], read: Reader, approximate: bool = False) -> None:
@@ -163,4 +201,6 @@ class Splice:
             return T.cast(operands[0], DTYPES[node.dtype])
         if node.op is Op.RECIP and self.approximate:
             return T.fast_rcp(operands[0])
+        if node.op is Op.POW and self.approximate:
+            return _fast_power(*operands, may_be_negative=not never_negative(node.args[0]))
         return TILELANG[node.op](*operands)

@@ -168,3 +168,35 @@ def test_a_learned_exponent_is_differentiated_twice():
 
 def test_a_choice_by_where_takes_the_functions_too():
     assert isinstance(where(Symbol.FUNCTIONS["sign"](1.0) > 0, 1.0, 2.0), Symbol)
+
+
+BASES = [-3.0, -1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 2.0]
+EXPONENTS = [-2.0, -1.0, 0.0, 0.5, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_power_of_any_base_to_any_exponent_is_torchs(dtype, backend):
+    pairs = [(a, p) for a in BASES for p in EXPONENTS if not (a == 0 and p < 0) and not (a < 0 and p == 0.5)]
+    bases, exponents = (torch.tensor(x, dtype=dtype) for x in zip(*pairs, strict=True))
+    io = CustomIO({"p": ("seq_len_kv",)})
+    found, _ = probe(lambda s, c, b, h, i, j: s ** c["p"], bases, backend, exponents.float(), io=io)
+    torch.testing.assert_close(found.double(), bases.double() ** exponents.double(), rtol=2e-3, atol=1e-6)
+
+
+def test_fast_math_takes_no_power_of_a_negative_number():
+    """nvcc makes such a power of logarithms: NaN for every negative base, whatever the exponent."""
+    pytest.importorskip("tilelang")
+    from attention_engine import arch
+    from attention_engine.target import compile as target_compile
+
+    def text(score_mod: Callable[..., Any]) -> str:
+        metas = (meta_tensor(1, 1, 64, 64, dtype=torch.float16),) * 3
+        engine = AttentionEngine(metas, CustomIO({"p": ("heads",)}), score_mod, None, OnlineFunc(), device=arch.A100())
+        kernel = engine._source_kernel("forward", "cuda")
+        return target_compile.lower_kernel(kernel.prim_func, arch.A100(), pass_configs=kernel.configs).cuda
+
+    of_any = text(lambda s, c, b, h, i, j: s ** c["p"])
+    assert "powf(" in of_any and all(part.startswith("fabsf(") for part in of_any.split("powf(")[1:])
+    of_none_below_0 = text(lambda s, c, b, h, i, j: s.exp() ** c["p"])
+    assert "powf(" in of_none_below_0 and "fabsf(" not in of_none_below_0
