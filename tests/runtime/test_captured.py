@@ -534,3 +534,19 @@ def test_captured_tensors_of_a_linear_engine_compile(counter):
         agree(compiled, (q, k, v),
               lambda: recurrence(q.double() * t.double(), k.double(), v.double(), torch.zeros(2, S, 2)), [t], 2e-4)
     assert counter.frame_count == 1
+
+
+def test_an_exported_linear_engine_repeats_what_torch_makes_of_captured_tensors():
+    rate = nn.Parameter(torch.tensor([0.1, 0.3]))
+    engine = LinearAttentionEngine(
+        [meta_tensor(1, 2, 9, 16, dtype=torch.float32)] * 3, decay_mod=lambda a, c: -rate.exp()[0] * a.sigmoid(),
+        backend="interpret",
+    )  # fmt: skip
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    decay = torch.randn(1, 9, 2)
+    exported = torch.export.export(engine, (q, k, v, decay)).module()
+    want = engine(q, k, v, decay)
+    assert torch.equal(exported(q, k, v, decay), want)
+    rate.data.add_(1.0)
+    assert not torch.allclose(engine(q, k, v, decay), want)
+    assert torch.equal(exported(q, k, v, decay), engine(q, k, v, decay))  # what was exported reads it anew too
