@@ -24,7 +24,7 @@ class UnknownReduction(UnsupportedOperation):
 
 
 class NumberTooLarge(UnsupportedOperation):
-    """An integer constant that has no room in the integers of kernels."""
+    """An integer of more than 64 bits, which torch has no room for either."""
 
 
 class MisplacedReduction(UnsupportedOperation):

@@ -109,8 +109,8 @@ MISTAKES = [
     Mistake(E.MisplacedReduction, "a reduction of the row outside online_fwd", *(
         score("return score - score.get_reduce('max')", "")[0],
         "engine = AttentionEngine(qkv_meta, online_func=library.OnlineSoftmax())")),
-    Mistake(E.NumberTooLarge, "an integer that kernels have no room for", *mask(
-        "return q_idx * 2**40 >= kv_idx", "return q_idx * 2**20 >= kv_idx")),
+    Mistake(E.NumberTooLarge, "an integer of more than 64 bits", *mask(
+        "return q_idx < 2**70", "return q_idx < 2**62")),
     Mistake(E.UnsupportedOperation, "the softmax inside the score", *(
         score("return torch.softmax(score, -1)", "")[0],
         "engine = AttentionEngine(qkv_meta, online_func=library.OnlineSoftmax())")),

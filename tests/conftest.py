@@ -20,7 +20,7 @@ SAMPLED = {
         "kernels/test_key_items"),
     2: ("kernels/test_lengths", "kernels/test_tile_map", "runtime/test_functions", "runtime/test_odd_programs",
         "runtime/test_masks", "runtime/test_captured", "runtime/test_absent_pairs", "runtime/test_linear",
-        "runtime/test_custom_inputs", "passes/test_half_range", "test_fuzz"),
+        "runtime/test_custom_inputs", "passes/test_half_range", "test_fuzz", "runtime/test_integers"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in SAMPLED.items() for name in names}
 

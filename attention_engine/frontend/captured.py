@@ -125,6 +125,7 @@ class Capture:
         self._computed: dict[int, tuple[Any, Computed]] = {}  # by id; the tensor is held, so that its id stays its own
         self._inputs: dict[str, CustomInput] = {}
         self._held: list[Any] = []
+        self.wide: set[str] = set()  # the names of those that hold int64
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,7 +194,9 @@ class Capture:
         if key not in self.captured:
             self.captured[key] = captured = Captured(self._free_name(source.name), source, rank)
             spec = CustomSpec(captured.name, tuple(f"size{n}" for n in range(rank)))
-            self._inputs[key] = CustomInput(spec, self._types.get(captured.name, type_of(tensor)), self._declared)
+            dtype = self._types.get(captured.name, type_of(tensor))
+            self.wide |= {captured.name} if dtype is Type.LONG else set()
+            self._inputs[key] = CustomInput(spec, dtype, self._declared)
         return _Noting(self._inputs[key], self.captured[key])
 
     def _free_name(self, hint: str) -> str:
@@ -268,7 +271,7 @@ def type_of(tensor: Any) -> Type:
     """What a tensor holds."""
     if tensor.is_floating_point():
         return Type.FLOAT
-    return Type.BOOL if str(tensor.dtype) == "torch.bool" else Type.INT
+    return {"torch.bool": Type.BOOL, "torch.int64": Type.LONG}.get(str(tensor.dtype), Type.INT)
 
 
 # ---- where a tensor stands in the user's code

@@ -69,8 +69,9 @@ class CustomInput:
     """What a mod sees of one custom input: a value (at this b, h, q, kv), which can also be read at other indices."""
 
     def __init__(self, spec: CustomSpec, dtype: Type, untyped: Collection[str] = ()) -> None:
-        """untyped: custom inputs of which only a call's tensors will say whether they are integers."""
-        self.spec, self.dtype, self.untyped = spec, dtype, untyped
+        """untyped: custom inputs of which only a call's tensors will say whether they are integers. Tracing has one
+        integer type, INT; which need 64 bits is told afterwards (passes/widths.py)."""
+        self.spec, self.dtype, self.untyped = spec, Type.INT if dtype is Type.LONG else dtype, untyped
 
     def read(self, indices: Sequence[object]) -> Expr:
         """The read at these indices, one a dimension."""

@@ -8,11 +8,12 @@ from typing import Any
 from attention_engine.errors import WrongResult
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.symbols import convert, lift, wrap
-from attention_engine.frontend.tracing import call, is_number, place_of
+from attention_engine.frontend.tracing import call, is_number, place_of, wide_inputs
 from attention_engine.ir.expr import Op, Type, const, substitute, topological
 from attention_engine.ir.linear import LinearProgram, X
 from attention_engine.ir.program import KV_IDX, Q_IDX
 from attention_engine.passes.simplify import simplify
+from attention_engine.passes.widths import widen
 
 Mod = Callable[..., Any]
 
@@ -30,7 +31,9 @@ def trace_mods(
     traced = {name: _trace_mod(mods.get(name), name, custom) for name in ("q", "k", "v", "decay")}
     if not decay_given:
         (traced["decay"],) = simplify(substitute(traced["decay"], {X: const(0.0)}))
-    return LinearProgram(**traced, custom=tuple(custom_io.specs))
+    wide = wide_inputs(custom_types or {})
+    typed = {name: widen(expr, wide=wide)[0] for name, expr in traced.items()}
+    return LinearProgram(**typed, custom=tuple(custom_io.specs))
 
 
 def _trace_mod(mod: Mod | None, name: str, custom: CustomInputs) -> Any:

@@ -65,7 +65,7 @@ def lift(value: object) -> Expr:
     if item is not None and (numel() if numel is not None else getattr(value, "size", 1)) == 1:
         number = item()
     match number:
-        case bool() | int() if abs(number) < 2**63:
+        case bool() | int() if -(2**63) <= number < 2**63:
             return const(number)
         case int():
             raise NumberTooLarge(f"{where_from()}an integer of {number.bit_length()} bits. Write it as a float.")

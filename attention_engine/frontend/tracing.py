@@ -14,7 +14,6 @@ from attention_engine.errors import (
     MissingState,
     NotAFunction,
     NotReduced,
-    NumberTooLarge,
     StatesNotDeclared,
     UnknownState,
     WrongArity,
@@ -22,8 +21,8 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
-from attention_engine.frontend.symbols import Symbol, convert, lift, without_reductions, wrap
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, topological
+from attention_engine.frontend.symbols import CAPTURE, Symbol, convert, lift, without_reductions, wrap
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const
 from attention_engine.ir.program import (
     DELTA,
     KV_IDX,
@@ -43,6 +42,7 @@ from attention_engine.ir.program import (
 )
 from attention_engine.passes.index_ranges import settle_comparisons
 from attention_engine.passes.simplify import simplify
+from attention_engine.passes.widths import widen
 
 ALL_AXES = frozenset(Axis)
 PAIR_AXES = ALL_AXES - {Axis.CHANNEL}
@@ -247,7 +247,8 @@ def trace(
 ) -> Program:
     """The program that the user's functions write; every expression in normal form.
 
-    custom_types says of each custom input whether it holds floats, ints or bools (floats where it says nothing).
+    custom_types says of each custom input whether it holds floats, bools, int64 (LONG) or narrower integers (INT);
+    floats where it says nothing.
     scale multiplies q . k before score_mod. Without an online_func the scores are the weights.
     """
     custom = CustomInputs(custom_io, custom_types or {})
@@ -256,14 +257,17 @@ def trace(
         with without_reductions("a score_mod"):
             result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(score), custom, *_indices()], None)
         score = _number(score_mod, "the score", result)
-    mask = None if mask_mod is None else settle_comparisons(_mask(mask_mod, custom))
+    mask = None if mask_mod is None else _mask(mask_mod, custom)
     online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)
-    states = list(online.initial)
-    roots = simplify(score, *online.updates.values(), online.weights, online.rescale, online.output,
-                     *(e for _, e in online.final_exprs))  # fmt: skip
+    states, wide = list(online.initial), wide_inputs(custom_types or {})
+    mask = None if mask is None else settle_comparisons(mask, wide)
+    roots = widen(*simplify(score, *online.updates.values(), online.weights, online.rescale, online.output,
+                            *(e for _, e in online.final_exprs)), wide=wide)  # fmt: skip
     score, updates, (weights, rescale, output, *finals) = roots[0], roots[1 : 1 + len(states)], roots[1 + len(states) :]
-    optional = [simplify(e)[0] if e is not None else None for e in (mask, online.forward, online.backward)]
-    program = Program(
+    optional = [
+        widen(*simplify(e), wide=wide)[0] if e is not None else None for e in (mask, online.forward, online.backward)
+    ]
+    return Program(
         score=score,
         mask=None if optional[0] is not None and optional[0] is const(True) else optional[0],
         states=tuple(State(n, online.initial[n], u) for n, u in zip(states, updates, strict=True)),
@@ -275,16 +279,9 @@ def trace(
         backward=optional[2],
         custom=tuple(custom_io.specs),
     )
-    _check_integers(program)
-    return program
 
 
-def _check_integers(program: Program) -> None:
-    """NumberTooLarge for an integer constant that kernels can't hold."""
-    for what, expr in program.named():
-        for node in topological(expr):
-            if node.op is Op.CONST and node.dtype is Type.INT and not -(2**31) <= node.value < 2**31:
-                raise NumberTooLarge(
-                    f"`{what}` is {expr}, in which {node.value} is an integer of more than 32 bits.\n"
-                    "  Integers have 32 in kernels: write a smaller one, or a float."
-                )
+def wide_inputs(types: Mapping[str, Type]) -> set[str]:
+    """The names of the custom inputs that hold int64: declared ones, by their types, and those that were captured."""
+    capture = CAPTURE.get()
+    return {name for name, kind in types.items() if kind is Type.LONG} | (set() if capture is None else capture.wide)

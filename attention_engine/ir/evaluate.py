@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attention_engine.ir.expr import Expr, Number, Op, Type, topological
+from attention_engine.ir.expr import INTEGERS, Expr, Number, Op, Type, in_64_bits, topological
 
 LOWEST = -1e30  # stands for -inf where a row starts: below every score, yet finite, so that x - LOWEST is never NaN
 WIDEST = 64  # bits of an integer
@@ -97,15 +97,23 @@ PYTHON: dict[Op, Callable[..., Number]] = {
     Op.BIT_OR: lambda a, b: a | b,
     Op.BIT_XOR: lambda a, b: a ^ b,
     Op.SHIFT_LEFT: lambda a, b: a << b if 0 <= b < WIDEST else 0,
-    Op.SHIFT_RIGHT: lambda a, b: a >> b if b >= 0 else 0,
+    Op.SHIFT_RIGHT: lambda a, b: a >> (b if 0 <= b < WIDEST else WIDEST - 1),
     Op.WHERE: lambda c, a, b: a if c else b,
     Op.DETACH: lambda a: a,
 }
+
+
+def _whole(x: Number) -> int:
+    return in_64_bits(int(x)) if math.isfinite(x) else 0
+
+
 CASTS: dict[Type, Callable[[Number], Number]] = {
     Type.BOOL: bool,
-    Type.INT: lambda x: int(x) if math.isfinite(x) else 0,
+    Type.INT: _whole,
+    Type.LONG: _whole,
     Type.FLOAT: float,
 }
+MAY_WRAP = frozenset({Op.ADD, Op.MUL, Op.FLOORDIV, Op.ABS, Op.SHIFT_LEFT})  # of integers
 FOLDS: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": _guard(math.fsum),
     "max": lambda row: max([LOWEST, *row]),
@@ -118,7 +126,10 @@ def function_of(expr: Expr) -> Callable[..., Number]:
     if expr.op is Op.CAST:
         assert isinstance(expr.arg, Type)
         return CASTS[expr.arg]
-    return PYTHON[expr.op]
+    function = PYTHON[expr.op]
+    if expr.dtype in INTEGERS and expr.op in MAY_WRAP:
+        return lambda *args: in_64_bits(int(function(*args)))
+    return function
 
 
 def evaluate(expr: Expr, values: Mapping[Expr, Value], length: int = 1) -> Value:

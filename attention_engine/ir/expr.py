@@ -11,10 +11,15 @@ from weakref import WeakValueDictionary
 
 
 class Type(Enum):
-    """What kind of number an expression is; widths are chosen by the kernels (float is fp32 there)."""
+    """What kind of number an expression is (float is fp32 in kernels).
+
+    Integers are torch's int64 and wrap as it does. Functions are traced with INT for all of them; passes/widths.py
+    leaves it to those that 32 bits hold, whatever the indices and inputs are, and makes the others LONG.
+    """
 
     BOOL = "bool"
     INT = "int"
+    LONG = "long"
     FLOAT = "float"
 
 
@@ -78,6 +83,7 @@ class Op(Enum):
 
 
 LEAVES = frozenset({Op.CONST, Op.VAR})
+INTEGERS = frozenset({Type.INT, Type.LONG})
 Number = bool | int | float
 Argument = Number | str | Type | tuple[str, frozenset[Axis]] | None
 
@@ -152,7 +158,8 @@ _SAME = frozenset({Op.ADD, Op.MUL, Op.MAXIMUM, Op.MINIMUM, Op.MOD, Op.FLOORDIV, 
 _TRUTHS = frozenset({Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.AND, Op.OR, Op.NOT})
 
 
-def _dtype(op: Op, args: tuple[Expr, ...], arg: Argument, dtype: Type | None) -> Type:
+def dtype_of(op: Op, args: tuple[Expr, ...], arg: Argument = None, dtype: Type | None = None) -> Type:
+    """The type of an operation on these operands, unless one is given."""
     if dtype is not None:
         return dtype
     if op is Op.CAST:
@@ -181,7 +188,7 @@ def _spell(arg: Argument) -> str:
 
 def make(op: Op, *args: Expr, arg: Argument = None, dtype: Type | None = None) -> Expr:
     """The one node for this operation on these operands."""
-    kind = _dtype(op, args, arg, dtype)
+    kind = dtype_of(op, args, arg, dtype)
     text = f"{op.value} {_spell(arg)} {kind.value} {' '.join(a.digest for a in args)}"
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     with _lock:
@@ -203,8 +210,13 @@ def _restore(op: Op, args: tuple[Expr, ...], arg: Argument, dtype: Type) -> Expr
 def const(value: Number, dtype: Type | None = None) -> Expr:
     """A number. Without a dtype the Python type says which."""
     kind = dtype or (Type.BOOL if isinstance(value, bool) else Type.INT if isinstance(value, int) else Type.FLOAT)
-    value = {Type.BOOL: bool, Type.INT: int, Type.FLOAT: float}[kind](value)
+    value = in_64_bits(int(value)) if kind in INTEGERS else {Type.BOOL: bool, Type.FLOAT: float}[kind](value)
     return make(Op.CONST, arg=value, dtype=kind)
+
+
+def in_64_bits(value: int) -> int:
+    """What int64 arithmetic makes of an integer: its last 64 bits, with a sign."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def var(name: str, axes: Iterable[Axis], dtype: Type = Type.FLOAT) -> Expr:

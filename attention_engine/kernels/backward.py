@@ -36,6 +36,7 @@ from attention_engine.kernels.common import (
     store,
     where_partial,
     window,
+    within,
 )
 from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.ends import at_ends
@@ -351,7 +352,7 @@ class PairMaths:
             keep = self._keep(place, i, j)
             for index, length in zip(indices, target.shape, strict=True):
                 keep = T.And(keep, T.And(index >= 0, index < length))
-            safe = [T.max(T.min(i, n - 1), 0) for i, n in zip(indices, target.shape, strict=True)]
+            safe = [within(i, n) for i, n in zip(indices, target.shape, strict=True)]
             add_atomically(target, safe, T.if_then_else(keep, value, T.float32(0)))
 
         self._over_pairs(entry, expr, self.schedule.mask)

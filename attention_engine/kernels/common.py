@@ -124,13 +124,18 @@ def reader(buffers: Buffers, inside: Inside = ()) -> Reader:
         for index, length in zip(indices, buffer.shape, strict=True):
             if is_safe(index, length):
                 continue
-            within = T.And(index >= 0, index < length)
-            asked = within if asked is None else T.And(asked, within)
-        safe = [i if is_safe(i, n) else T.max(T.min(i, n - 1), 0) for i, n in zip(indices, buffer.shape, strict=True)]
+            guard = T.And(index >= 0, index < length)
+            asked = guard if asked is None else T.And(asked, guard)
+        safe = [i if is_safe(i, n) else within(i, n) for i, n in zip(indices, buffer.shape, strict=True)]
         value = T.cast(buffer[tuple(safe)], DTYPES[dtype])
         return value if asked is None else T.if_then_else(asked, value, T.cast(0, DTYPES[dtype]))
 
     return read
+
+
+def within(index: Any, length: Any) -> Any:
+    """An index of any width, or the nearest that there is, in 32 bits."""
+    return T.cast(T.max(T.min(index, length - 1), 0), "int32")
 
 
 def _same_length(a: Any, b: Any) -> bool:

@@ -2,22 +2,23 @@
 
 A subexpression of queries alone, or of keys alone (a read of document ids, q_idx // 64), is a *cut*: its least and
 greatest value in a tile are found entry by entry. What joins the two sides is bounded by rules. Bounds are int64, so
-that sums of int32 values can't wrap.
+that sums of int32 values can't wrap; where int64 values may, a bound that does says nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Axis, Expr, Op, Type, substitute, topological, var
+from attention_engine.ir.expr import INTEGERS, Axis, Expr, Op, Type, substitute, topological, var
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
-from attention_engine.kernels.splice import Reader, name_value
+from attention_engine.kernels.splice import DTYPES, WRAPPING, Reader, name_value, wrapping
+from attention_engine.passes.index_ranges import NARROW, WIDE, Ranges
 from attention_engine.passes.row_values import largest
 
-INT_LOWEST, INT_HIGHEST = -(2**31), 2**31 - 1
 Range = tuple[Any, Any]  # of numbers: least and greatest; of truths: must it hold, may it hold
 
 
@@ -38,7 +39,7 @@ class MaskRanges:
     def __init__(self, places: Mapping[Expr, Range], read: Reader) -> None:
         """places: the ranges of all variables, the cuts' too."""
         self.done: dict[Expr, Range | None] = dict(places)
-        self.read = read
+        self.read, self.may_be = read, Ranges()
 
     def __call__(self, mask: Expr) -> Range:
         """(must every pair be kept, may any pair be kept)"""
@@ -69,7 +70,8 @@ class MaskRanges:
         known = [r for r in ranges if r is not None]
         if rule is None or len(known) < len(ranges):
             return _anything(node)
-        return rule(node, known)
+        wraps = node.op in WRAPPING and self.may_be.wraps(node)
+        return _wrapped(node, known) if wraps else rule(node, known)
 
     def _load(self, node: Expr, ranges: Sequence[Range | None]) -> Range:
         """The value, where all pairs of the tile read the same entry; else anything."""
@@ -80,7 +82,7 @@ class MaskRanges:
                 return least, most
             one = found[0] == found[1]
             same = one if same is None else T.And(same, one)
-        indices = [T.cast(found[0], "int32") for found in ranges if found is not None]
+        indices = [T.cast(r[0], DTYPES[a.dtype]) for r, a in zip(ranges, node.args, strict=True) if r is not None]
         value = name_value(self.read(node.name, indices, node.dtype))
         value = value if node.dtype is Type.BOOL else T.cast(value, "int64")
         if same is None:
@@ -95,7 +97,24 @@ def _name(value: Any) -> Any:
 def _anything(node: Expr) -> Range:
     if node.dtype is Type.BOOL:
         return T.bool(False), T.bool(True)
-    return T.int64(INT_LOWEST), T.int64(INT_HIGHEST)
+    least, most = WIDE if node.dtype is Type.LONG else NARROW
+    return T.int64(least), T.int64(most)
+
+
+def _wrapped(node: Expr, ranges: Sequence[Range]) -> Range:
+    """The range where 64 bits may be left: anything, unless it is one number, or a sum whose ends stay."""
+    known = reduce(T.And, [low == high for low, high in ranges])
+    low, high = ends = [wrapping(node.op, *(r[end] for r in ranges)) for end in (0, 1)]
+    if node.op is Op.ADD:
+        left = (_overflows(*(r[end] for r in ranges), ends[end]) for end in (0, 1))
+        known = T.Or(known, T.Not(T.Or(*left)))
+    least, most = _anything(node)
+    return T.if_then_else(known, low, least), T.if_then_else(known, high, most)
+
+
+def _overflows(a: Any, b: Any, total: Any) -> Any:
+    """Has a sum of 64 bits another sign than both its terms?"""
+    return T.bitwise_and(T.bitwise_xor(a, total), T.bitwise_xor(b, total)) < 0
 
 
 def _add(node: Expr, ranges: Sequence[Range]) -> Range:
@@ -151,7 +170,7 @@ def _less_equal(node: Expr, ranges: Sequence[Range]) -> Range:
 
 
 def _equal(node: Expr, ranges: Sequence[Range]) -> Range:
-    if node.args[0].dtype is not Type.INT:
+    if node.args[0].dtype not in INTEGERS:
         return _anything(node)
     (a, b), (c, d) = ranges
     return T.And(a == d, b == c), T.And(a <= d, c <= b)
@@ -168,9 +187,9 @@ def _choose(node: Expr, ranges: Sequence[Range]) -> Range:
 
 def _convert(node: Expr, ranges: Sequence[Range]) -> Range:
     kind = node.args[0].dtype
-    if kind is node.dtype:
+    if kind is node.dtype or {kind, node.dtype} <= INTEGERS:
         return ranges[0]
-    if kind is Type.BOOL and node.dtype is Type.INT:
+    if kind is Type.BOOL and node.dtype in INTEGERS:
         least, most = (T.if_then_else(bound, T.int64(1), T.int64(0)) for bound in ranges[0])
         return least, most
     return _anything(node)
@@ -196,14 +215,19 @@ RULES: dict[Op, Callable[[Expr, Sequence[Range]], Range]] = {
 
 
 def range_of(node: Expr, least: Any, most: Any) -> Range:
-    """A cut's range from its least and greatest value, which are held as int32."""
+    """A cut's range from its least and greatest value, as they are held."""
     if node.dtype is Type.BOOL:
         return T.cast(least, "bool"), T.cast(most, "bool")
     return T.cast(least, "int64"), T.cast(most, "int64")
 
 
+def held_as(node: Expr) -> str:
+    """The dtype that a cut's values are held in: truths are integers there."""
+    return "int64" if node.dtype is Type.LONG else "int32"
+
+
 def value(node: Expr, held: Any) -> Any:
-    """A cut's value, which is held as int32."""
+    """A cut's value, as it is held."""
     return T.cast(held, "bool") if node.dtype is Type.BOOL else held
 
 

@@ -11,8 +11,9 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, topological
+from attention_engine.passes.index_ranges import Ranges
 
-DTYPES = {Type.BOOL: "bool", Type.INT: "int32", Type.FLOAT: "float32"}
+DTYPES = {Type.BOOL: "bool", Type.INT: "int32", Type.LONG: "int64", Type.FLOAT: "float32"}
 FP32_MOST = (2 - 2**-23) * 2.0**127
 DEEPEST = 64  # operations of one formula: compilers walk over formulas by recursion
 CHEAP = frozenset({Op.CONST, Op.VAR, Op.CAST, Op.DETACH})
@@ -128,11 +129,28 @@ def never_negative(expr: Expr) -> bool:
         case Op.WHERE:
             return all(map(never_negative, expr.args[1:]))
         case Op.CAST | Op.DETACH:
-            return never_negative(expr.args[0])
+            return expr.args[0].dtype is not Type.LONG and never_negative(expr.args[0])  # which may wrap
         case _:
             return expr.op in NEVER_NEGATIVE
 
 
+def _wrapping_absolute(a: Any) -> Any:
+    return T.max(a, wrapping(Op.MUL, T.int64(-1), a))
+
+
+def wrapping(op: Op, *operands: Any) -> Any:
+    """A sum, product, shift to the left or absolute value of int64 numbers that may leave 64 bits, as torch has it.
+
+    Compilers take signed numbers for ones that never do: these are unsigned meanwhile, and TileLang, which sees through
+    conversions, finds the result in a variable.
+    """
+    if op is Op.ABS:
+        return _wrapping_absolute(*operands)
+    held = [name_value(a) if isinstance(a, tirx.IntImm) else a for a in operands]  # TileLang refuses what is below 0
+    return name_value(T.cast(TILELANG[op](*(T.cast(a, "uint64") for a in held)), "int64"))
+
+
+WRAPPING = frozenset({Op.ADD, Op.MUL, Op.ABS, Op.SHIFT_LEFT})
 Reader = Callable[[str, list[Any], Type], Any]
 
 
@@ -142,7 +160,8 @@ def constant(expr: Expr) -> Any:
         value = float(expr.value)
         infinite = abs(value) > FP32_MOST
         return T.infinity("float32") * math.copysign(1, value) if infinite else T.float32(value)
-    return T.int32(int(expr.value)) if expr.dtype is Type.INT else T.bool(bool(expr.value))
+    number = {Type.BOOL: T.bool, Type.INT: T.int32, Type.LONG: T.int64}[expr.dtype]
+    return number(expr.value)
 
 
 def name_value(value: Any) -> Any:
@@ -175,7 +194,7 @@ class Splice:
 
     def __init__(self, values: Mapping[Expr, Any], read: Reader, approximate: bool = False) -> None:
         self.done: dict[Expr, Any] = dict(values)
-        self.read, self.approximate = read, approximate
+        self.read, self.approximate, self.ranges = read, approximate, Ranges()
 
     def __call__(self, *exprs: Expr) -> list[Any]:
         """The expressions as TileLang values; call it once with all that a place needs."""
@@ -203,4 +222,6 @@ class Splice:
             return T.fast_rcp(operands[0])
         if node.op is Op.POW and self.approximate:
             return _fast_power(*operands, may_be_negative=not never_negative(node.args[0]))
+        if node.dtype is Type.LONG and node.op in WRAPPING and self.ranges.wraps(node):
+            return wrapping(node.op, *operands)
         return TILELANG[node.op](*operands)

@@ -17,7 +17,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
-from attention_engine.kernels.mask_ranges import MaskRanges, cut, index_ranges, range_of, value
+from attention_engine.kernels.mask_ranges import MaskRanges, cut, held_as, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import EMPTY, LISTS, PIECE, kv_range, list_parameters, q_range
 from attention_engine.kernels.warps import WARP
@@ -99,7 +99,7 @@ class _Row:
 
     @staticmethod
     def _shared(variable: Expr, name: str, length: int) -> Any:
-        return named(f"{variable.name}_{name}", T.alloc_shared([length], "int32"))
+        return named(f"{variable.name}_{name}", T.alloc_shared([length], held_as(variable)))
 
     def _moves(self, variable: Expr) -> bool:
         return (Axis.QUERY in variable.axes) is not self.over_keys
@@ -120,7 +120,7 @@ class _Row:
         place = Place(self.batch, self.head, {}, self.read)
         at = T.min(at, (self.size if self._moves(variable) else self.own_size) - 1)
         splice = place.splice(at, None, {}) if Axis.QUERY in variable.axes else place.splice(None, at, {})
-        return name_value(T.cast(splice(self.cuts[variable])[0], "int32"))
+        return name_value(T.cast(splice(self.cuts[variable])[0], held_as(variable)))
 
     def begin(self, in_group: Any) -> None:
         """Turns to a head: reads the cuts of the block's own side, and finds the ends of its strips."""
@@ -148,7 +148,7 @@ class _Row:
         """The states of the pieces from `at` on."""
         moving = [v for v in self.cuts if self._moves(v)]
         if moving:
-            low, high = ({v: T.alloc_fragment([PIECES, READERS], "int32") for v in moving} for _ in range(2))
+            low, high = ({v: T.alloc_fragment([PIECES, READERS], held_as(v)) for v in moving} for _ in range(2))
 
             def read(piece: Any, reader: Any) -> None:
                 first = (at + piece) * PIECE + reader
@@ -195,8 +195,8 @@ class _Row:
 @T.macro
 def join_ends(low: Any, high: Any, least: Any, most: Any) -> None:
     """The ends of pieces, from those of the entries that each reader has."""
-    least_found = T.alloc_fragment([PIECES], "int32")
-    most_found = T.alloc_fragment([PIECES], "int32")
+    least_found = T.alloc_fragment([PIECES], low.dtype)
+    most_found = T.alloc_fragment([PIECES], low.dtype)
     T.reduce_min(low, least_found, dim=1)
     T.reduce_max(high, most_found, dim=1)
     T.copy(least_found, least)

@@ -27,6 +27,7 @@ from attention_engine.passes.tile_plan import TilePlan
 
 LISTS = "tile_lists"
 EMPTY = 1  # a tile from 0 on, of which some pair is masked
+MOST_IN_32_BITS = 2**31
 PIECE = 16  # queries or keys; tiles begin at multiples of it
 
 
@@ -175,27 +176,42 @@ def _name(name: str, value: Any) -> Any:
 
 def kv_range(plan: MaskPlan, q0: Any, q1: Any, kv_tile: int, tiles: Any) -> tuple[Any, Any]:
     """First and one past the last kv tile that may hold a kept pair of queries q0..q1 (inclusive)."""
-    return _range([(b.q, b.kv, b.offset) for b in plan.bounds], q0, q1, kv_tile, tiles)
+    return _range([(b.q, b.kv, b.offset, b.reach) for b in plan.bounds], q0, q1, kv_tile, tiles)
 
 
 def q_range(plan: MaskPlan, kv0: Any, kv1: Any, q_tile: int, tiles: Any) -> tuple[Any, Any]:
     """First and one past the last q tile that may hold a kept pair of keys kv0..kv1 (inclusive)."""
-    return _range([(b.kv, b.q, b.offset) for b in plan.bounds], kv0, kv1, q_tile, tiles)
+    return _range([(b.kv, b.q, b.offset, b.reach) for b in plan.bounds], kv0, kv1, q_tile, tiles)
 
 
-def _range(bounds: list[tuple[int, int, int]], low: Any, high: Any, tile: int, tiles: Any) -> tuple[Any, Any]:
-    """fixed * x + moving * y + offset >= 0 for some x in [low, high]: which tiles of y."""
+def _range(bounds: list[tuple[int, int, int, int]], low: Any, high: Any, tile: int, tiles: Any) -> tuple[Any, Any]:
+    """fixed * x + moving * y + offset >= 0 for some x in [low, high]: which tiles of y. The last number of a bound is
+    its reach."""
     first: Any = T.int32(0)
     stop: Any = tiles
-    for fixed, moving, offset in bounds:
-        most = fixed * (high if fixed > 0 else low) + offset
+    for fixed, moving, offset, reach in bounds:
+        whole = _width(reach)
+        most = whole(fixed) * whole(high if fixed > 0 else low) + whole(offset)
         if moving < 0:
-            stop = T.min(stop, T.floordiv(T.floordiv(most, -moving), tile) + 1)
+            stop = _nearest(T.min, stop, T.floordiv(T.floordiv(most, whole(-moving)), whole(tile)) + 1, tiles)
         elif moving > 0:
-            first = T.max(first, T.floordiv(T.floordiv(-most + moving - 1, moving), tile))
+            found = T.floordiv(T.floordiv(-most + whole(moving) - 1, whole(moving)), whole(tile))
+            first = _nearest(T.max, first, found, tiles)
         else:
             stop = T.if_then_else(most >= 0, stop, 0)
     return first, T.max(stop, first)
+
+
+def _width(reach: int) -> Callable[[Any], Any]:
+    """Makes numbers as wide as those that come up need: as they are, or of 64 bits."""
+    return (lambda number: T.cast(number, "int64")) if reach >= MOST_IN_32_BITS else lambda number: number
+
+
+def _nearest(choose: Callable[[Any, Any], Any], a: Any, b: Any, tiles: Any) -> Any:
+    """The less or greater of a number of tiles, of 32 bits, and one of any width."""
+    if str(getattr(b, "dtype", "int32")) == "int64":
+        b = T.cast(T.max(T.min(b, T.cast(tiles, "int64")), T.int64(0)), "int32")
+    return choose(a, b)
 
 
 def is_partial(plan: MaskPlan, q0: Any, q1: Any, kv0: Any, kv1: Any) -> Any:
@@ -204,7 +220,9 @@ def is_partial(plan: MaskPlan, q0: Any, q1: Any, kv0: Any, kv1: Any) -> Any:
         return True
     partial: Any = None
     for bound in plan.bounds:
-        least = bound.q * (q0 if bound.q > 0 else q1) + bound.kv * (kv0 if bound.kv > 0 else kv1) + bound.offset
+        whole = _width(bound.reach)
+        corner = whole(q0 if bound.q > 0 else q1), whole(kv0 if bound.kv > 0 else kv1)
+        least = whole(bound.q) * corner[0] + whole(bound.kv) * corner[1] + whole(bound.offset)
         partial = least < 0 if partial is None else T.Or(partial, least < 0)
     return False if partial is None else partial
 

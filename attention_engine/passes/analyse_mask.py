@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention_engine.ir.expr import Expr, Op, Type, const
+from attention_engine.ir.expr import INTEGERS, Expr, Op, const
 from attention_engine.ir.program import KV_IDX, Q_IDX
+from attention_engine.passes.index_ranges import LONGEST, Ranges
 from attention_engine.passes.simplify import add, mul, split_coefficient, terms
+
+FARTHEST = 2**62  # of a bound's numbers: kernels have 64 bits for what they add up to
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,12 @@ class Bound:
     q: int
     kv: int
     offset: int
+
+    @property
+    def reach(self) -> int:
+        """The largest number that may come up while it is computed."""
+        up, down = (sum(max(sign * number, 0) for number in (self.q, self.kv)) for sign in (1, -1))
+        return max(up, down) * (LONGEST - 1) + abs(self.offset)
 
 
 @dataclass(frozen=True)
@@ -48,9 +57,11 @@ def _conjuncts(mask: Expr) -> list[Expr]:
 def _bounds(condition: Expr) -> list[Bound] | None:
     negated = condition.op is Op.NOT
     inner = condition.args[0] if negated else condition
-    if inner.op not in (Op.LESS, Op.LESS_EQUAL, Op.EQUAL) or inner.args[0].dtype is not Type.INT:
+    if inner.op not in (Op.LESS, Op.LESS_EQUAL, Op.EQUAL) or inner.args[0].dtype not in INTEGERS:
         return None
     a, b = inner.args
+    if not Ranges().never_wrap(a, b):
+        return None
     if inner.op is Op.EQUAL:
         pair = [_affine(_minus(b, a), 0), _affine(_minus(a, b), 0)]
         found = [p for p in pair if p is not None]
@@ -61,20 +72,24 @@ def _bounds(condition: Expr) -> list[Bound] | None:
 
 
 def _minus(a: Expr, b: Expr) -> Expr:
-    return add(a, mul(const(-1), b))
+    return add(a, mul(const(-1, b.dtype), b))
 
 
 def _affine(expr: Expr, offset: int) -> Bound | None:
     """expr + offset >= 0 as a bound, where expr is affine in q_idx and kv_idx."""
-    q = kv = 0
-    for term in terms(expr):
-        number, rest = split_coefficient(term)
-        if rest is None:
-            offset += int(number)
-        elif rest is Q_IDX:
-            q += int(number)
-        elif rest is KV_IDX:
-            kv += int(number)
-        else:
-            return None
-    return Bound(q, kv, offset)
+    found = {Q_IDX: 0, KV_IDX: 0}
+    left = [(1, expr)]
+    while left:
+        factor, part = left.pop()
+        for term in terms(part):
+            number, rest = split_coefficient(term)
+            if rest is None:
+                offset += factor * int(number)
+            elif rest in found:
+                found[rest] += factor * int(number)
+            elif rest.op is Op.CAST and rest.args[0].dtype in INTEGERS:  # the same number in another width
+                left.append((factor * int(number), rest.args[0]))
+            else:
+                return None
+    bound = Bound(found[Q_IDX], found[KV_IDX], offset)
+    return bound if bound.reach < FARTHEST else None

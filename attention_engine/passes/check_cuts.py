@@ -78,7 +78,7 @@ def _draw(node: Expr, draw: random.Random, center: float, spread: float) -> Valu
     match node.dtype:
         case Type.FLOAT:
             numbers: list[float] = [draw.gauss(center, spread) for _ in range(KEYS)]
-        case Type.INT:
+        case Type.INT | Type.LONG:
             numbers = list(range(KEYS))
         case Type.BOOL:
             numbers = [draw.random() < 0.5 for _ in range(KEYS)]

@@ -117,7 +117,7 @@ def _sample(node: Expr, draw: random.Random, center: float, spread: float, place
         match node.dtype:
             case Type.FLOAT:
                 return draw.gauss(center, spread)
-            case Type.INT:
+            case Type.INT | Type.LONG:
                 return place
             case Type.BOOL:
                 return True

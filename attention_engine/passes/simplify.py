@@ -19,11 +19,13 @@ from attention_engine.ir.expr import (
     Op,
     Type,
     const,
+    dtype_of,
     is_const,
     make,
     rebuild,
     topological,
 )
+from attention_engine.passes.index_ranges import Ranges
 
 _ORDER = {op: i for i, op in enumerate(Op)}
 
@@ -143,7 +145,7 @@ def _scaled(number: Number, rest: Expr) -> Expr:
     """number * rest, rest having no number of its own."""
     if number == 1:
         return rest
-    if rest.op is Op.ADD and (number == -1 or rest.dtype is Type.INT):
+    if rest.op is Op.ADD and (number == -1 or rest.dtype is not Type.FLOAT):
         return add(*[mul(const(number, rest.dtype), t) for t in terms(rest)])
     return make(Op.MUL, const(number, rest.dtype), rest)
 
@@ -222,7 +224,7 @@ def _extremum(op: Op, neutral: float, absorbing: float) -> Callable[..., Expr]:
         if is_const(a, absorbing) or is_const(b, absorbing):
             return const(absorbing)
         first, second = sorted((a, b), key=lambda e: (e.op is Op.CONST, *_rank(e)))
-        if share is None or a.dtype is Type.INT or first.op is Op.CONST:
+        if share is None or a.dtype is not Type.FLOAT or first.op is Op.CONST:
             return _plain(op)(first, second)
         return make(op, first, second, arg=share if first is a else 1.0 - share)
 
@@ -300,7 +302,7 @@ def _plain(op: Op) -> Callable[..., Expr]:
 
     def build(*args: Expr) -> Expr:
         if args and all(a.op is Op.CONST for a in args):
-            return const(PYTHON[op](*(a.value for a in args)))
+            return const(PYTHON[op](*(a.value for a in args)), dtype_of(op, args))
         return make(op, *args)
 
     return build
@@ -316,9 +318,14 @@ def _same(op: Op, truth: bool) -> Callable[[Expr, Expr], Expr]:
 def absolute(a: Expr) -> Expr:
     """|a|; a number comes out, and squares and exponentials are positive already."""
     number, rest = split_coefficient(a)
-    if rest is not None and number != 1:
+    if rest is not None and number != 1 and (a.dtype is Type.FLOAT or number == -1 or _never_wraps(a)):
         return mul(const(abs(number), a.dtype), absolute(rest))
     return a if a.op in (Op.EXP, Op.EXP2, Op.SIGMOID, Op.ABS) else _plain(Op.ABS)(a)
+
+
+def _never_wraps(a: Expr) -> bool:
+    """Does an integer stay within 64 bits, whatever the custom inputs hold?"""
+    return Ranges({n.name for n in topological(a) if n.op is Op.LOAD}).never_wrap(a)
 
 
 CONSTRUCTORS: dict[Op, Callable[..., Expr]] = {

@@ -12,7 +12,7 @@ from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.ir.reach import may_be_far
 
-DTYPES = {Type.BOOL: torch.bool, Type.INT: torch.int64}
+DTYPES = {Type.BOOL: torch.bool, Type.INT: torch.int64, Type.LONG: torch.int64}
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:

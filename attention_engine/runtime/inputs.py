@@ -136,7 +136,8 @@ def check_type(name: str, value: object, kind: type, optional: bool = False) -> 
 
 def type_of(tensor: Tensor) -> Type:
     """What a custom input holds."""
-    return Type.FLOAT if tensor.is_floating_point() else Type.BOOL if tensor.dtype is torch.bool else Type.INT
+    kinds = {torch.bool: Type.BOOL, torch.int64: Type.LONG}
+    return Type.FLOAT if tensor.is_floating_point() else kinds.get(tensor.dtype, Type.INT)
 
 
 def stand_ins(specs: Iterable[CustomSpec], types: Mapping[str, Type], device: torch.device) -> list[Tensor]:

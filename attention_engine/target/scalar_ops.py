@@ -21,6 +21,7 @@ STORAGE: dict[str, torch.dtype] = {
     "uint8": torch.uint8,
     "uint16": torch.uint16,
     "uint32": torch.uint32,
+    "uint64": torch.int64,  # sums and products have the same bits
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -53,7 +54,7 @@ def wraps(dtype: str) -> Callable[[Value], Value]:
     if dtype in UNSIGNED_MASKS:
         mask = UNSIGNED_MASKS[dtype]
         return lambda value: value & mask
-    half = 1 << (int(dtype.removeprefix("int")) - 1)
+    half = 1 << (int(dtype.removeprefix("u").removeprefix("int")) - 1)
 
     def wrap(value: Value) -> Value:
         if isinstance(value, torch.Tensor) or -half <= value < half:

@@ -519,7 +519,7 @@ def test_linear_mods_read_captured_tensors(backend):
         o, state = engine.step(q[:, n], k[:, n], v[:, n], decay[:, n], kinds[:, n : n + 1], state=state)
         found.append(o)
     close([torch.stack(found, 1)], [right()], 1e-3)
-    assert "t[()]" in engine.program() and "table[int(kinds" in engine.program() and engine.source()
+    assert "t[()]" in engine.program() and "table[long(kinds" in engine.program() and engine.source()
     assert "chunks" in engine.explain()
 
 
