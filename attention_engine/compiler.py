@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from attention_engine.arch import Arch
-from attention_engine.errors import BackwardNotDerived, TileDoesNotFit
+from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
-from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward, Program
-from attention_engine.passes.absent_pairs import leave_out_absent
-from attention_engine.passes.bent_output import Bend, part_output
+from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward
 from attention_engine.passes.by_hand import makes_delta, pairs_issue_much, starts_longest_first
-from attention_engine.passes.derive_backward import derive_backward
-from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
+from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
-from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
-from attention_engine.target.compile import HELD_BARRIERS, HELD_THREADS, ONE_CHAIN, UNIFORM_GROUPS, Resources
+from attention_engine.target.compile import (
+    HELD_BARRIERS,
+    HELD_THREADS,
+    NO_CONTRACTION,
+    ONE_CHAIN,
+    UNIFORM_GROUPS,
+    Resources,
+)
 
 if TYPE_CHECKING:
     from attention_engine.target.cache import KernelKey
@@ -128,116 +132,6 @@ def pass_configs(problem: Problem | LinearProblem, by_hand: bool = False) -> dic
     return {**fast, "tl.disable_thread_storage_sync": True} if by_hand else fast
 
 
-@dataclass(frozen=True)
-class Maths:
-    """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, if there is none.
-
-    bent: where the epilogue is no factor of the output, what runs in place of this program when gradients are wanted.
-    """
-
-    program: Program
-    backward: Backward | None
-    refusal: BackwardNotDerived | None
-    forward_schedule: ForwardSchedule
-    backward_schedule: BackwardSchedule | None
-    bent: Bent | None = None
-
-    @property
-    def trained(self) -> Maths:
-        """What runs when gradients are wanted."""
-        return self if self.bent is None else self.bent.maths
-
-    def forward_of(self, dtype: str) -> ForwardSchedule:
-        """The forward pass in this dtype: in fp16 its weights may need a bound."""
-        return self._forward_bounded if dtype == "float16" and not self._weights_fit else self.forward_schedule
-
-    def forward_parted_of(self, dtype: str) -> ForwardSchedule:
-        """The same with a score's terms of rows out of its tile, where they can leave it."""
-        bounded = dtype == "float16" and not self._weights_fit
-        return self._bounded_parted if bounded else self.forward_parted
-
-    @cached_property
-    def forward_parted(self) -> ForwardSchedule:
-        """The forward pass with a score's terms of rows out of its tile, in other dtypes than fp16."""
-        return schedule_forward(self.program, self._saved, parts_rows=True)
-
-    @cached_property
-    def _forward_bounded(self) -> ForwardSchedule:
-        return schedule_forward(bound_weights(self.program), self._saved)
-
-    @cached_property
-    def _bounded_parted(self) -> ForwardSchedule:
-        return schedule_forward(bound_weights(self.program), self._saved, parts_rows=True)
-
-    @cached_property
-    def _weights_fit(self) -> bool:
-        return weights_fit(self.program)
-
-    @cached_property
-    def backward_fits_half(self) -> bool:
-        """Are the backward pass's weights in fp16's range?"""
-        return self._weights_fit or final_weights_fit(self.program)
-
-    @property
-    def _saved(self) -> tuple[tuple[str, Expr], ...]:
-        return self.backward.saved if self.backward else ()
-
-    def wanting(self, names: Collection[str]) -> Maths:
-        """The same with the gradients of these custom inputs alone."""
-        if self.backward is None:
-            return self
-        asked = {
-            field: tuple((read, e) for read, e in getattr(self.backward, field) if read.name in names)
-            for field in ("pair_gradients", "row_gradients")
-        }
-        backward = replace(self.backward, **asked)
-        return replace(self, backward=backward, backward_schedule=schedule_backward(self.program, backward))
-
-
-@dataclass(frozen=True)
-class Bent:
-    """A program whose output `bend` makes the wanted one of."""
-
-    bend: Bend
-    maths: Maths
-
-
-def analyse(program: Program) -> Maths:
-    """Derives the backward pass and puts both directions in order."""
-    program = leave_out_absent(program)
-    bend = part_output(program)
-    if bend is None:
-        return _analyse(program)
-    inner = _analyse(bend.inner)
-    return Maths(program, None, _refusal_of(inner, bend), schedule_forward(program), None,
-                 Bent(bend, inner) if _refusal_of(inner, bend) is None else None)  # fmt: skip
-
-
-def _refusal_of(inner: Maths, bend: Bend) -> BackwardNotDerived | None:
-    """Why what is made of a program's output and rows can't be differentiated; None: it can."""
-    lacking = dict(inner.backward.undifferentiated) if inner.backward is not None else {}
-    reasons = [lacking[name] for name in bend.rows if name in lacking]
-    if not reasons:
-        return inner.refusal
-    return BackwardNotDerived(
-        f"the epilogue's output is {bend.whole.output}, and a row that it reads has no gradient: {reasons[0]}.\n"
-        "  Detach that row (`.detach()`)."
-    )
-
-
-def _analyse(program: Program) -> Maths:
-    backward: Backward | None = None
-    refusal: BackwardNotDerived | None = None
-    try:
-        backward = derive_backward(program)
-    except BackwardNotDerived as error:
-        refusal = error
-    forward_schedule = schedule_forward(program, backward.saved if backward else ())
-    return Maths(
-        program, backward, refusal, forward_schedule, schedule_backward(program, backward) if backward else None
-    )
-
-
 def places_of(target: Target) -> int:
     """How many blocks of a kernel that fills an SM run at once."""
     return target.sm_count if isinstance(target, Arch) else INTERPRETED_PLACES
@@ -260,6 +154,7 @@ class Kernels:
         self._preprocess: dict[tuple[tuple[str, ...], bool], Kernel] = {}
         self._tile_maps: dict[tuple[int, int, bool], Kernel] = {}
         self._pairs: dict[tuple[Expr, str], Kernel] = {}
+        self._extremes: dict[bool, Kernel] = {}
 
     def _kernel(self, builder: str, *given: object, rules: Sequence[str] = ()) -> Kernel:
         """rules: what to do to the text that TileLang prints, beside what all kernels ask for."""
@@ -320,6 +215,29 @@ class Kernels:
         """Are blocks over keys persistent, and store dQ but for the last units'?"""
         return self.tiles.backward.persistent and not self.over_queries
 
+    def extremes(self, over_keys: bool) -> Kernel:
+        """Rows of extremes for the kernel over keys, or for those over queries and pairs."""
+        if over_keys not in self._extremes:
+            given = (self._schedule, self._backward, self.tile_of_extremes(over_keys), over_keys)
+            self._extremes[over_keys] = self._kernel("backward_extremes.backward_extremes", *given, rules=self._exact)
+        return self._extremes[over_keys]
+
+    def tile_of_extremes(self, over_keys: bool) -> Tile:
+        """Their tile: that of the products which meet them."""
+        tile = self.tiles.backward if over_keys else self.tiles.queries
+        return replace(tile, stages=min(tile.stages, 1))
+
+    @property
+    def _exact(self) -> list[str]:
+        """The rules of kernels whose values must meet a row's extreme to the last bit."""
+        return [NO_CONTRACTION] if self._backward.extremes else []
+
+    @cached_property
+    def finds_twice(self) -> bool:
+        """Do kernels over queries or pairs meet extremes too, whose rows are found once more?"""
+        pairs = self.custom_sums.pairs or self.custom_sums.by_rows
+        return bool(self._backward.extremes) and (self.over_queries or bool(pairs))
+
     @cached_property
     def exact_delta(self) -> Kernel:
         """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
@@ -351,7 +269,7 @@ class Kernels:
         tile = self.tiles.backward
         given = (self._schedule, self._backward, tile, self.vectors, not self.over_queries, self.custom_sums)
         if not tile.specialised:
-            return self._kernel("backward.backward", *given)
+            return self._kernel("backward.backward", *given, rules=self._exact)
         places = (places_of(self.target),) if self.stores_dq else ()
         return self._kernel("backward_hopper.backward_hopper", *given, *places, rules=[UNIFORM_GROUPS, HELD_THREADS])
 
@@ -359,7 +277,7 @@ class Kernels:
         """The gradient of a read that differs from pair to pair, as tiles of pairs."""
         if (read, dtype) not in self._pairs:
             given = (self._schedule, self._backward, read, expr, self.tiles.pairs, self.row_pad, dtype)
-            self._pairs[read, dtype] = self._kernel("backward_pairs.backward_pairs", *given)
+            self._pairs[read, dtype] = self._kernel("backward_pairs.backward_pairs", *given, rules=self._exact)
         return self._pairs[read, dtype]
 
     @cached_property
@@ -367,7 +285,7 @@ class Kernels:
         """dQ, and what rows add to gradients of custom inputs."""
         return self._kernel(
             "backward_queries.backward_queries", self._schedule, self._backward, self._sums, self.tiles.queries,
-            self.row_pad,
+            self.row_pad, rules=self._exact,
         )
 
     @cached_property
@@ -382,14 +300,20 @@ class Kernels:
 
     def of_backward(self) -> dict[str, Kernel]:
         """What a backward pass launches, where no gradient arrives at returned rows; of custom inputs in fp32."""
-        exact, queries = self._backward.exact_delta, self.over_queries
+        exact, queries, found = self._backward.exact_delta, self.over_queries, bool(self._backward.extremes)
+        twice = self.finds_twice
+        again = {"preprocess_again": self.preprocess((), True)} if exact or twice else {}
         return {
+            **({"extremes": self.extremes(True)} if found else {}),
             "preprocess": self.preprocess(()),
-            **({"exact_delta": self.exact_delta, "preprocess_again": self.preprocess((), True)} if exact else {}),
+            **({"exact_delta": self.exact_delta} if exact else {}),
+            **again,
             "backward": self.backward,
             **({"queries": self.backward_queries} if queries else {"postprocess": self.postprocess}),
             **self._map_for("backward", self.tiles.backward, False),
-            **(self._map_for("queries", self.tiles.queries, True) if exact or queries else {}),
+            **({"extremes of queries": self.extremes(False)} if twice else {}),
+            **(self._map_for("queries", self.tiles.queries, True) if exact or queries or twice else {}),
+            **(self._map_for("extremes", self.tiles.backward, True) if found else {}),
             **{f"pairs of {read}": self.backward_pairs(read, e, "float32") for read, e in self.custom_sums.pairs},
         }
 

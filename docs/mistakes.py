@@ -211,15 +211,15 @@ MISTAKES = [
         "model(torch.ones(1, 4, dtype=torch.long))" for name in ("attention_engine", "eager"))),
     Mistake(E.RowNotDifferentiable, "a loss through a row whose gradient isn't derived", *(
         "class Softmax(library.OnlineSoftmax):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        '        self.final_rowscales = {"top": SymbolScalar("top", Var("0.0"))}\n\n'
         "    @staticmethod\n"
-        "    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):\n"
-        '        return o / online_rowscales["r"], {"top": online_rowscales["m"]}\n\n'
+        "    def forward(scores, final_rowscales, b, h, q_idx, kv_idx):\n"
+        '        return (scores - final_rowscales["lse"]).exp()\n\n'
+        "    @staticmethod\n"
+        "    def backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx):\n"
+        "        return (dp - doosum_rowscales) * scores\n\n"
         'engine = AttentionEngine(qkv_meta, online_func=Softmax(), backend="interpret")\n'
         "o, rows = engine(q.requires_grad_(), k, v, return_rowscales=True)\n"
-        f'(o.sum() + rows["top"]{way}.sum()).backward()' for way in ("", ".detach()"))),
+        f'(o.sum() + rows["lse"]{way}.sum()).backward()' for way in ("", ".detach()"))),
 ]  # fmt: skip
 
 

@@ -113,6 +113,36 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Extreme:
+    """A row's extreme that gets a gradient: its number, "max" or "min", and what of a pair it is the extreme of.
+
+    value: of PRODUCT. Two rows are known of it before the others of the backward pass, and kept with them by these
+    names: the extreme itself, and how many kept pairs reach it. They are made of the very products that the pairs are
+    then held against, so that these meet it to the last bit.
+    """
+
+    number: int
+    kind: str
+    value: Expr
+    names: tuple[str, str]
+
+    @property
+    def of_pair(self) -> Expr:
+        """The variable that stands for `value`."""
+        return var(f"extreme{self.number}", PAIR)
+
+    @property
+    def row(self) -> Expr:
+        """The extreme of the row."""
+        return final_variable(self.names[0])
+
+    @property
+    def count(self) -> Expr:
+        """How many pairs reach it, at least 1."""
+        return final_variable(self.names[1])
+
+
+@dataclass(frozen=True)
 class Backward:
     """The backward pass of a program, as the kernels need it.
 
@@ -124,7 +154,7 @@ class Backward:
     undifferentiated: returned rows whose gradient is not derived, with the reason. exact_delta: delta must be the row
     sum of weight * dweight, as dO . o of an output that was rounded is not near enough. score: where scores may be far
     from 0 (reach.py), the score that `weights` then takes as SCORE: it is computed whole before a row's number is taken
-    from it, as the forward pass does. None: `weights` is of PRODUCT.
+    from it, as the forward pass does. None: `weights` is of PRODUCT. extremes: those whose variables gradients read.
     """
 
     saved: tuple[tuple[str, Expr], ...]
@@ -136,6 +166,12 @@ class Backward:
     undifferentiated: tuple[tuple[str, str], ...] = ()
     exact_delta: bool = False
     score: Expr | None = None
+    extremes: tuple[Extreme, ...] = ()
+
+    @property
+    def given_rows(self) -> list[str]:
+        """The rows that those of the main kernel are made of, by name: saved ones, then what is found of extremes."""
+        return [*(name for name, _ in self.saved), *(name for e in self.extremes for name in e.names)]
 
     def named(self) -> Iterator[tuple[str, Expr]]:
         """Every expression with what it is."""
@@ -145,6 +181,8 @@ class Backward:
             yield name, row
         if self.score is not None:
             yield "score", self.score
+        for extreme in self.extremes:
+            yield f"{extreme.of_pair}, {extreme.kind}", extreme.value
         yield "weight", self.weights
         yield "d_qk", self.product_gradient
         for load, gradient in (*self.pair_gradients, *self.row_gradients):

@@ -12,9 +12,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Axis, Expr, topological
+from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
+from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, WEIGHT, WEIGHT_GRADIENT, Backward, Extreme, row_variable
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -41,8 +41,9 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.inside import where_inside
+from attention_engine.kernels.key_sums import heads_of_sum, shared_between_heads, sum_keys
 from attention_engine.kernels.rows import counters, place_in_workspace, take_sums_for_granted, workspace
-from attention_engine.kernels.splice import both
+from attention_engine.kernels.splice import both, name_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_parameters
 from attention_engine.passes.read_places import CustomSums
@@ -69,11 +70,6 @@ def sum_parameters(
     return named
 
 
-def heads_of_sum(read: Expr, problem: Problem) -> int:
-    """Heads of the sums of a key's read: key heads, where query heads that share keys share the entry too."""
-    return problem.heads if Axis.HEAD in read.axes else problem.kv_heads
-
-
 def factor_of(schedule: BackwardSchedule, expr: Expr) -> float | None:
     """k, where a pair adds k times the gradient of its product (without its factor): then that tile is summed."""
     return proportion(expr, schedule.product_gradient)
@@ -81,12 +77,14 @@ def factor_of(schedule: BackwardSchedule, expr: Expr) -> float | None:
 
 def of_pairs(schedule: BackwardSchedule) -> list[Expr]:
     """The expressions that are computed for each pair."""
-    return [schedule.weights, schedule.product_gradient, *(e for _, e in schedule.pair_gradients)]
+    gradients = (e for _, e in schedule.pair_gradients)
+    return [schedule.weights, schedule.product_gradient, *gradients, *(e.value for e in schedule.extremes)]
 
 
 def keeps_products(schedule: BackwardSchedule) -> bool:
     """Do later formulas read the products that the weights came from?"""
-    return PRODUCT in topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
+    read = topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
+    return PRODUCT in read or len(schedule.extremes) > 0
 
 
 def backward_parameters(
@@ -318,18 +316,38 @@ class PairMaths:
 
         self._over_pairs(entry, asked)
 
-    def _values(self, products: Any, weights: Any, gradients: Any, i: Any, j: Any) -> dict[Expr, Any]:
+    def _at(
+        self, place: Place, products: Any, weights: Any, gradients: Any, i: Any, j: Any, *exprs: Expr
+    ) -> Any:
+        """Splices expressions of a pair's product, weight and gradient."""
         values = {WEIGHT: weights[i, j], WEIGHT_GRADIENT: gradients[i, j]}
         if keeps_products(self.schedule):
             values[PRODUCT] = products[i, j]
-        return values
+        read = topological(*exprs) if self.schedule.extremes else ()
+        for extreme in self.schedule.extremes:
+            if extreme.of_pair in read:
+                values[extreme.of_pair] = self._value(place, products, i, j, extreme)
+        return self._splice(place, i, j, values)
+
+    def _value(self, place: Place, products: Any, i: Any, j: Any, extreme: Extreme) -> Any:
+        """What of a pair a row's extreme is of, computed alike wherever it is computed."""
+        return name_value(self._splice(place, i, j, {PRODUCT: products[i, j]})(extreme.value)[0])
+
+    def reach(self, products: Any, extreme: Extreme, target: Any) -> None:
+        """target = what the extreme is of; what no row's extreme is, for pairs that aren't kept."""
+        never = -T.infinity(FLOAT) if extreme.kind == "max" else T.infinity(FLOAT)
+
+        def entry(place: Place, i: Any, j: Any) -> None:
+            value = self._value(place, products, i, j, extreme)
+            store(target, T.if_then_else(self._keep(place, i, j), value, never), i, j)
+
+        self._over_pairs(entry, extreme.value, self.schedule.mask)
 
     def differentiate(self, products: Any, weights: Any, gradients: Any) -> None:
         """gradients (of the weights) become gradients of the products, without their factor."""
 
         def entry(place: Place, i: Any, j: Any) -> None:
-            splice = self._splice(place, i, j, self._values(products, weights, gradients, i, j))
-            assign([(gradients, split)], splice, i, j)
+            assign([(gradients, split)], self._at(place, products, weights, gradients, i, j, split), i, j)
 
         (split,) = split_casts(self.schedule.product_gradient)
         self._over_pairs(entry, split)
@@ -338,7 +356,7 @@ class PairMaths:
         """target = what each pair adds to a read's gradient, 0 for masked pairs."""
 
         def entry(place: Place, i: Any, j: Any) -> None:
-            (value,) = self._splice(place, i, j, self._values(products, weights, gradients, i, j))(expr)
+            (value,) = self._at(place, products, weights, gradients, i, j, expr)(expr)
             store(target, T.if_then_else(self._keep(place, i, j), value, T.float32(0)), i, j)
 
         self._over_pairs(entry, expr, self.schedule.mask)
@@ -347,8 +365,7 @@ class PairMaths:
         """Adds what each kept pair contributes to the entries that it read; reads out of range add nothing."""
 
         def entry(place: Place, i: Any, j: Any) -> None:
-            splice = self._splice(place, i, j, self._values(products, weights, gradients, i, j))
-            value, *indices = splice(expr, *read.args)
+            value, *indices = self._at(place, products, weights, gradients, i, j, expr)(expr, *read.args)
             keep = self._keep(place, i, j)
             for index, length in zip(indices, target.shape, strict=True):
                 keep = T.And(keep, T.And(index >= 0, index < length))
@@ -362,27 +379,3 @@ class PairMaths:
 def add_atomically(target: Any, indices: list[Any], value: Any) -> None:
     """target[indices] += value, by an atomic."""
     T.atomic_add(target[tuple(indices)], value)
-
-
-def shared_between_heads(read: Expr, problem: Problem) -> bool:
-    """Do the heads of a block, which come in turns, have sums of their own for this read?"""
-    return Axis.HEAD in read.axes and problem.group > 1
-
-
-@T.macro
-def sum_keys(read: Expr, problem: Problem, contribution: Any, total: Any, tile: Tile, buffers: Any, number: int,
-             place: Place, kv0: Any, factor: float) -> None:  # fmt: skip
-    """Adds a tile's row sums to the sums of its keys: in registers; in memory that this block owns, if heads differ."""
-    if not shared_between_heads(read, problem):
-        if factor == 1:
-            T.reduce_sum(contribution, total, dim=1, clear=False)
-        else:
-            part = T.alloc_fragment([tile.kv], FLOAT)
-            T.reduce_sum(contribution, part, dim=1)
-            for j in T.Parallel(tile.kv):
-                total[j] += part[j] * factor
-    else:
-        T.reduce_sum(contribution, total, dim=1)
-        for j in T.Parallel(tile.kv):
-            if kv0 + j < buffers[f"key_sum{number}"].shape[2]:
-                buffers[f"key_sum{number}"][place.batch, place.head, kv0 + j] += total[j] * factor

@@ -32,8 +32,6 @@ from attention_engine.kernels.backward import (
     backward_parameters,
     factor_of,
     keeps_products,
-    shared_between_heads,
-    sum_keys,
 )
 from attention_engine.kernels.common import (
     FLOAT,
@@ -62,6 +60,7 @@ from attention_engine.kernels.key_items import (
     leave_by_groups,
     of_keys,
 )
+from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
 from attention_engine.kernels.query_tiles import arrive_when_read
 from attention_engine.kernels.rows import place_in_workspace, take_sums_for_granted, transposes_dq
 from attention_engine.kernels.spare_warps import (

@@ -149,7 +149,7 @@ def preprocess(
     else:
         parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
         parameters.update(sizes.output_gradient(problem))
-    parameters.update({f"saved_{n}": sizes.row(problem) for n, _ in backward.saved})
+    parameters.update({f"saved_{n}": sizes.row(problem) for n in backward.given_rows})
     parameters.update({f"d_{n}": sizes.row(problem) for n in finals})
     parameters["delta"] = sizes.row(problem, pad)
     parameters.update({n: sizes.row(problem, pad) for n, _ in backward.rows})
@@ -226,7 +226,7 @@ def _read_rows(
 
     def entry(i: Any) -> None:
         values: dict[Expr, Any] = {DELTA: delta[i]} if delta is not None else {}
-        values.update({final_variable(n): value(f"saved_{n}", i) for n, _ in backward.saved})
+        values.update({final_variable(n): value(f"saved_{n}", i) for n in backward.given_rows})
         for node in topological(*(e for _, e in rows)):
             if node.op is Op.VAR and node.name.startswith("dfinal."):
                 final = node.name.removeprefix("dfinal.")

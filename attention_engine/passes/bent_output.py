@@ -14,7 +14,7 @@ from attention_engine.ir.evaluate import Value, evaluate
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, substitute, topological, var
 from attention_engine.ir.program import OUTPUT, ROW, Program, State, final_variable, state_variable
 from attention_engine.passes.differentiate import differentiate
-from attention_engine.passes.row_values import largest, name_product
+from attention_engine.passes.row_values import largest, name_product, unlike
 from attention_engine.passes.simplify import factors, mul, recip, simplify
 
 OUTPUT_GRADIENT = var("do", [*ROW, Axis.CHANNEL])  # what arrives at the bent output
@@ -65,13 +65,13 @@ def part_output(program: Program) -> Bend | None:
     taken = {n for n, _ in program.finals}
     rows: dict[Expr, str] = {}
     for node in largest([bent], is_row):
-        rows[node] = _unlike(f"bent{len(rows)}", taken)
+        rows[node] = unlike(f"bent{len(rows)}", taken)
         taken.add(rows[node])
     (bent,) = simplify(substitute(bent, {node: final_variable(name) for node, name in rows.items()}))
     finals = [*program.finals, *((name, node) for node, name in rows.items())]
     inner_states, kept = program.states, None
     if rows or not _is_zero(bent):
-        kept = _unlike("kept", taken | {s.name for s in program.states})
+        kept = unlike("kept", taken | {s.name for s in program.states})
         state = State(kept, 0.0, make(Op.MAXIMUM, state_variable(kept), make(Op.REDUCE, const(1.0), arg="max")))
         inner_states = (*inner_states, state)
         finals.append((kept, state.variable))
@@ -104,11 +104,3 @@ def _is_zero(bent: Expr) -> bool:
         if evaluate(bent, {**values, OUTPUT: 0.0}) != 0:
             return False
     return True
-
-
-def _unlike(name: str, taken: set[str]) -> str:
-    """The name behind underscores, which no other has."""
-    name = f"_{name}"
-    while name in taken:
-        name = f"_{name}"
-    return name

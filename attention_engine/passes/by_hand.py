@@ -57,6 +57,8 @@ def backward_fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSu
     dims = problem.dim, problem.dim_v
     if problem.dtype == "float32" or problem.staged or dims not in BACKWARD_DIMS or summed.scattered:
         return False
+    if schedule.extremes:  # whose rows another kernel must meet to the last bit
+        return False
     if summed.of_keys and dims not in KEY_SUM_DIMS:
         return False
     if max(dims) > 128 and rows_read(schedule) > MOST_ROWS:

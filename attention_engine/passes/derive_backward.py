@@ -5,11 +5,14 @@ result doesn't depend on how a row is cut has E = phi(x) * c(rho), so that with 
 
     dx_j = dw_j dE/dx + sum over reductions of A_r d f_r/dx,    A_r = delta * d log E / d rho_r + sum of dF dF/d rho_r
 
-where rho_r = sum of f_r(x_j) and F are the returned rows. A max that only steadies the numbers has no gradient.
+where rho_r = sum of f_r(x_j) and F are the returned rows. Of a max, each of the n pairs that reach it takes
+A_r / n * d f_r/dx; one that only steadies the numbers has no gradient. What stands inside another reduction gets its
+part of that one's A.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from dataclasses import dataclass
@@ -36,14 +39,27 @@ from attention_engine.ir.program import (
     WEIGHT,
     WEIGHT_GRADIENT,
     Backward,
+    Extreme,
     Program,
     final_gradient,
 )
 from attention_engine.ir.reach import may_be_far, may_be_infinite
 from attention_engine.passes.absent_pairs import guard_row
 from attention_engine.passes.differentiate import ZERO, differentiate, log_derivative
-from attention_engine.passes.row_values import RowValues, name_product, near, reductions_in
-from attention_engine.passes.simplify import add, factor_out, factors, mul, simplify, split_coefficient
+from attention_engine.passes.row_values import RowValues, name_product, near, reductions_in, unlike
+from attention_engine.passes.simplify import (
+    add,
+    construct,
+    factor_out,
+    factors,
+    mul,
+    recip,
+    reduce,
+    simplify,
+    split_coefficient,
+    terms,
+    where,
+)
 from attention_engine.passes.strength import LOG2_E, use_exp2
 
 Gradients = dict[Expr, Expr]
@@ -129,78 +145,114 @@ def _row(value: Value) -> list[float]:
     return value if isinstance(value, list) else [value]
 
 
-def has_gradient(root: Expr, inner: Expr) -> bool:
-    """Does a gradient of the root reach this node inside it, straight or through row reductions?"""
-    if not is_const(differentiate(root, [inner])[0], 0):
-        return True
-    between = [r for r in reductions_in(root) if r is not inner and inner in topological(r)]
-    return any(not is_const(differentiate(root, [r])[0], 0) and has_gradient(r.args[0], inner) for r in between)
+def _is_differentiable(reduction: Expr) -> bool:
+    """Does what is reduced have a gradient, straight or through reductions inside?"""
+    inside = [n for n in topological(reduction.args[0]) if n is SCORE or n.op is Op.LOAD or n.op is Op.REDUCE]
+    targets = [n for n in inside if n.dtype is Type.FLOAT]
+    return any(not is_const(slope, 0) for slope in differentiate(reduction.args[0], targets))
+
+
+def _not_derived(extreme: Expr, inner: Expr) -> BackwardNotDerived:
+    return BackwardNotDerived(
+        f"the gradient of {extreme} is not derived, as {inner} stands inside.\n"
+        "  Detach it (`.detach()`), or write the static method `backward`."
+    )
+
+
+def _slope_of(outer: Expr, inner: Expr) -> Expr:
+    """d outer / d inner, of two reductions."""
+    (slope,) = differentiate(outer.args[0], [inner])
+    if is_const(slope, 0):
+        return ZERO
+    if outer.arg != "sum":
+        raise _not_derived(outer, inner)
+    return add(ZERO, *(reduce("sum", term) for term in terms(slope)))
 
 
 class _Deriver:
-    """Collects the gradients of one program."""
+    """Collects the gradients of one program, of its output and these returned rows.
 
-    def __init__(self, program: Program, closed: ClosedForm) -> None:
+    extremes: those that got a gradient, with what stands for them.
+    """
+
+    def __init__(self, program: Program, closed: ClosedForm, finals: dict[str, Expr]) -> None:
         self.program = program
         self.closed = closed
-        self.undifferentiated: dict[str, str] = {}
-        self.steadying: set[Expr] = set()
+        self.finals = finals
+        self.extremes: dict[Expr, Extreme] = {}
         self.sensitivities = self._sensitivities()
 
     def _sensitivities(self) -> Gradients:
-        """A_r for each sum that has one."""
-        live: Gradients = {}
-        for reduction in reductions_in(self.closed.weight, *self.closed.finals.values()):
-            if reduction.arg != "sum":
-                self._set_aside(reduction)
+        """A_r for each reduction that has one: what arrives at it from the weights and from returned rows, straight or
+        through other reductions."""
+        weight, finals = self.closed.weight, self.finals
+        of_weight: Gradients = {}
+        of_finals: dict[str, Gradients] = {name: {} for name in finals}
+        found: Gradients = {}
+        reductions = reductions_in(weight, *finals.values())
+        for reduction in reversed(reductions):
+            extreme = reduction.arg != "sum"
+            if extreme and not _is_differentiable(reduction):
                 continue
-            slope = log_derivative(self.closed.weight, reduction, SCORE)
-            if slope is None:
-                raise BackwardNotDerived(
-                    f"the final weight {self.closed.weight} is not a factor of the score times a factor of the row "
-                    f"(seen at {reduction}).\n  Write the static method `backward`."
-                )
-            sensitivity = factor_out(add(mul(DELTA, slope), self._by_finals(reduction)))
+            if not (extreme and is_steadying(reduction, weight)):
+                self._arrive(of_weight, reduction, mul(DELTA, self._log_slope(reduction)))
+            for name, final in finals.items():
+                if not (extreme and is_steadying(reduction, final)):
+                    (slope,) = differentiate(final, [reduction])
+                    self._arrive(of_finals[name], reduction, mul(final_gradient(name), slope))
+            parts = [arrived[reduction] for arrived in (of_weight, *of_finals.values()) if reduction in arrived]
+            sensitivity = factor_out(add(ZERO, *parts))
             if not is_const(sensitivity, 0):
-                live[reduction] = sensitivity
-        for reduction in live:
-            self._refuse_nested(reduction)
-        return live
+                found[reduction] = sensitivity
+        return {r: found[r] for r in reductions if r in found}
 
-    def _set_aside(self, extreme: Expr) -> None:
-        """An extreme gets no gradient: refuses weights that need one, and notes the returned rows that would."""
-        if is_steadying(extreme, self.closed.weight):
-            self.steadying.add(extreme)
-        elif has_gradient(self.closed.weight, extreme):
+    def _log_slope(self, reduction: Expr) -> Expr:
+        slope = log_derivative(self.closed.weight, reduction, SCORE)
+        if slope is None:
             raise BackwardNotDerived(
-                f"the weights depend on {extreme} itself; the gradient of a row's extreme is not derived.\n"
-                "  Detach it (`.detach()`) to hold it constant, or write the static method `backward`."
+                f"the final weight {self.closed.weight} is not a factor of the score times a factor of the row "
+                f"(seen at {reduction}).\n  Write the static method `backward`."
             )
-        for name, final in self.closed.finals.items():
-            if has_gradient(final, extreme) and not is_steadying(extreme, final):
-                self.undifferentiated[name] = f"it holds {extreme}, whose gradient is not derived"
+        return slope
+
+    def _arrive(self, arrived: Gradients, reduction: Expr, straight: Expr) -> None:
+        """Notes what arrives at a reduction, from outer ones that did get something too."""
+        through = [mul(a, _slope_of(outer, reduction)) for outer, a in arrived.items()]
+        total = add(straight, *through)
+        if not is_const(total, 0):
+            arrived[reduction] = total
 
     def _by_finals(self, target: Expr) -> Expr:
         """What gradients of returned rows add to that of a target that stands in them outside reductions."""
-        slopes = ((name, differentiate(final, [target])[0]) for name, final in self.closed.finals.items())
+        slopes = ((name, differentiate(final, [target])[0]) for name, final in self.finals.items())
         return add(ZERO, *(mul(final_gradient(name), slope) for name, slope in slopes))
-
-    def _refuse_nested(self, reduction: Expr) -> None:
-        for inner in reductions_in(reduction.args[0]):
-            if inner not in self.steadying and has_gradient(reduction.args[0], inner):
-                raise BackwardNotDerived(
-                    f"{reduction} depends on {inner}, which has a gradient of its own.\n"
-                    "  Detach the inner one (`.detach()`), or write the static method `backward`."
-                )
 
     def with_respect_to(self, target: Expr) -> Expr:
         """What a pair adds to the gradient of `target` (SCORE, or a read of a custom input by online_fwd)."""
         (direct,) = differentiate(self.closed.weight, [target], WEIGHT_GRADIENT)
         parts = [direct]
         for reduction, sensitivity in self.sensitivities.items():
-            (part,) = differentiate(reduction.args[0], [target], sensitivity)
+            if reduction.arg == "sum":
+                (part,) = differentiate(reduction.args[0], [target], sensitivity)
+            else:
+                part = self._where_reached(reduction, target, sensitivity)
             parts.append(part)
         return factor_out(add(*parts))
+
+    def _where_reached(self, reduction: Expr, target: Expr, sensitivity: Expr) -> Expr:
+        """An equal share of an extreme's gradient for each pair that reaches it, as torch.amax has it."""
+        inside = reduction.args[0]
+        if is_const(differentiate(inside, [target])[0], 0):
+            return ZERO
+        if inner := reductions_in(inside):
+            raise _not_derived(reduction, inner[0])
+        value = simplify(substitute(inside, {SCORE: self.program.score}))[0]
+        number = len(self.extremes)
+        taken = dict(self.program.finals)
+        rows = unlike(f"extreme{number}", taken), unlike(f"reached{number}", taken)
+        extreme = self.extremes.setdefault(reduction, Extreme(number, str(reduction.arg), value, rows))
+        (part,) = differentiate(inside, [target], mul(sensitivity, recip(extreme.count)))
+        return where(construct(make(Op.EQUAL, extreme.of_pair, extreme.row)), part, ZERO)
 
     def of_load(self, load: Expr) -> tuple[Expr | None, Expr | None]:
         """What a pair and what a row add to the gradient of a read by online_fwd or the epilogue (None: nothing)."""
@@ -270,18 +322,38 @@ def merge_row_factor(weight: Expr, apart: bool = False) -> Expr:
 
 
 def derive_backward(program: Program) -> Backward:
-    """The backward pass; raises BackwardNotDerived, with what to do, where it can't be had."""
+    """The backward pass; raises BackwardNotDerived, with what to do, where it can't be had.
+
+    Returned rows that can't have a gradient beside the others' are noted in it, with the reason.
+    """
     closed = close(program)
+    names = list(closed.finals)
+    try:
+        return _derive(program, closed, names)
+    except BackwardNotDerived:
+        found = _derive(program, closed, [])
+    kept: list[str] = []
+    refused = []
+    for name in names:
+        try:
+            found = _derive(program, closed, [*kept, name])
+            kept.append(name)
+        except BackwardNotDerived as error:
+            refused.append((name, str(error).splitlines()[0].removesuffix(".")))
+    return dataclasses.replace(found, undifferentiated=tuple(refused))
+
+
+def _derive(program: Program, closed: ClosedForm, finals: list[str]) -> Backward:
+    """The backward pass with the gradients of these returned rows."""
     far = program.forward is None and may_be_far(program.score)
     weight = merge_row_factor(closed.weight, far) if program.forward is None else program.forward
     loads = _float_loads(closed.weight, *closed.finals.values())
     by_hand = program.backward
-    deriver = _Deriver(program, closed) if by_hand is None or loads else None
+    deriver = _Deriver(program, closed, {n: closed.finals[n] for n in finals}) if by_hand is None or loads else None
     pair: Gradients = {}
     by_row: Gradients = {}
     undifferentiated: dict[str, str] = {}
     if deriver is not None:
-        undifferentiated = deriver.undifferentiated
         for load in loads:
             of_pair, of_row = deriver.of_load(load)
             if of_pair is not None:
@@ -298,7 +370,11 @@ def derive_backward(program: Program) -> Backward:
     by_score = differentiate(program.score, [PRODUCT, *score_loads], score_gradient)
     for load, gradient in zip(score_loads, by_score[1:], strict=True):
         pair[load] = add(pair[load], gradient) if load in pair else gradient
-    return _assemble(program, closed, weight, by_score[0], pair, by_row, undifferentiated)
+    extremes = deriver.extremes if deriver is not None else {}
+    rows = RowValues(program.finals, closed.states, {reduction: e.row for reduction, e in extremes.items()})
+    found = _assemble(program, closed, rows, weight, by_score[0], pair, by_row)
+    noted = tuple(undifferentiated.items())
+    return dataclasses.replace(found, undifferentiated=noted, extremes=tuple(extremes.values()))
 
 
 def _float_loads(*roots: Expr) -> list[Expr]:
@@ -315,9 +391,10 @@ def magnifies_delta(closed: ClosedForm, rows: list[Expr]) -> bool:
     return reads and log_derivative(closed.weight, SCORE, SCORE) is None
 
 
-def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr, pair: Gradients, by_row: Gradients,
-              undifferentiated: dict[str, str]) -> Backward:  # fmt: skip
-    rows = RowValues(program.finals, closed.states)
+def _assemble(
+    program: Program, closed: ClosedForm, rows: RowValues, weight: Expr, product: Expr, pair: Gradients,
+    by_row: Gradients,
+) -> Backward:  # fmt: skip
     far = program.forward is None and may_be_far(program.score)
     (weight,) = use_exp2(rows.in_states(weight), differences=far)
     weights, *named = rows.name(weight, *use_exp2(*(rows.in_states(e) for e in (factor_out(product), *pair.values()))))
@@ -334,5 +411,4 @@ def _assemble(program: Program, closed: ClosedForm, weight: Expr, product: Expr,
     saved += [(name, expr) for expr, name in rows.saved.items()]
     read = tuple((name, expr) for expr, name in of_pairs.items())
     return Backward(tuple(saved), read, weights, product, tuple(zip(pair, pairs, strict=True)), row_gradients,
-                    tuple(undifferentiated.items()), magnifies_delta(closed, needed),
-                    in_score[SCORE] if far else None)  # fmt: skip
+                    exact_delta=magnifies_delta(closed, needed), score=in_score[SCORE] if far else None)  # fmt: skip

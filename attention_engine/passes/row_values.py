@@ -24,10 +24,14 @@ def near(a: float, b: float) -> bool:
 class RowValues:
     """Turns row values that the backward's pairs need into rows to save and rows to read.
 
-    finals: the rows that the epilogue returns; states: what each final state is, of row reductions.
+    finals: the rows that the epilogue returns; states: what each final state is, of row reductions; found: the rows
+    that are made anew, by their reduction.
     """
 
-    def __init__(self, finals: Iterable[tuple[str, Expr]], states: Mapping[Expr, Expr]) -> None:
+    def __init__(
+        self, finals: Iterable[tuple[str, Expr]], states: Mapping[Expr, Expr], found: Mapping[Expr, Expr] = {}
+    ) -> None:
+        self.found = found
         self.states = set(states)
         self.by_states = {value: state for state, value in states.items() if value.op is not Op.CONST}
         finals = list(finals)
@@ -40,7 +44,7 @@ class RowValues:
         """The expression with row reductions as the final states that hold them."""
         expr = simplify(substitute(expr, self.by_states))[0]
         if reductions_in(expr):
-            expr = simplify(substitute(expr, self._solved()))[0]
+            expr = simplify(substitute(expr, {**self.found, **self._solved()}))[0]
         if left := reductions_in(expr):
             raise BackwardNotDerived(
                 f"the backward pass needs {left[0]}, which no row state carries to the end of the row.\n"
@@ -95,6 +99,14 @@ class RowValues:
 def _is_late(node: Expr) -> bool:
     """Is it known only in the backward pass (or saved for it already)?"""
     return node is DELTA or (node.op is Op.VAR and node.name.startswith(("final.", "dfinal.")))
+
+
+def unlike(name: str, taken: Iterable[str]) -> str:
+    """The name behind as many underscores as no other has."""
+    name = f"_{name}"
+    while name in taken:
+        name = f"_{name}"
+    return name
 
 
 def largest(roots: Iterable[Expr], chosen: Callable[[Expr], bool]) -> list[Expr]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, rebuild, substitute, topological, var
-from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Program, State
+from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Extreme, Program, State
 from attention_engine.ir.reach import least_of, may_be_far
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
@@ -103,7 +103,7 @@ class ForwardSchedule:
 class BackwardSchedule:
     """A backward kernel's maths: block values; weights, of PRODUCT and row variables; the gradient of PRODUCT without
     its factor `scale`, and the gradients of reads in pairs, of PRODUCT, WEIGHT, WEIGHT_GRADIENT and row variables; the
-    ends of the weights."""
+    ends of the weights; the extremes that the gradients ask for, their values as kernels compute them."""
 
     block: tuple[tuple[Expr, Expr], ...]
     weights: Expr
@@ -112,6 +112,7 @@ class BackwardSchedule:
     pair_gradients: tuple[tuple[Expr, Expr], ...]
     mask: Expr | None
     ends: Ends | None = None
+    extremes: tuple[Extreme, ...] = ()
 
 
 def schedule_forward(
@@ -203,14 +204,18 @@ def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     gradients = [e for _, e in backward.pair_gradients]
     number, rest = split_coefficient(backward.product_gradient)
     scale, product = (float(number), rest) if rest is not None else (1.0, backward.product_gradient)
-    pairs = backward.weights, product, *gradients, *([] if backward.score is None else [backward.score])
+    values = [e.value for e in backward.extremes]
+    pairs = backward.weights, product, *values, *gradients, *([] if backward.score is None else [backward.score])
     block, (weights, product, *gradients), ends = _hoist_all(open_pairs(*pairs))
+    values, gradients = gradients[: len(values)], gradients[len(values) :]
+    extremes = (dataclasses.replace(e, value=value) for e, value in zip(backward.extremes, values, strict=True))
     if backward.score is not None:  # no pass comes after this one that would part a score's sum
         weights, ends = substitute(weights, {SCORE: gradients.pop()}), None
     loads = (load for load, _ in backward.pair_gradients)
     return BackwardSchedule(
-        tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask, ends
-    )
+        tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask, ends,
+        tuple(extremes),
+    )  # fmt: skip
 
 
 def _hoist_all(roots: Iterable[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr], Ends | None]:

@@ -23,6 +23,7 @@ from attention_engine.ir.program import (
     WEIGHT_GRADIENT,
     B,
     Backward,
+    Extreme,
     H,
     Program,
     final_gradient,
@@ -162,6 +163,11 @@ def attend_backward(
     keep = p.keep(program, custom, blocks) & (score != -torch.inf)
     zero = torch.zeros((), dtype=p.dtype, device=q.device)
     rows = {final_variable(n): r[..., None].to(p.dtype) for (n, _), r in zip(backward.saved, saved, strict=True)}
+    values = {**p.indices, PRODUCT: products}
+    for extreme in backward.extremes:
+        found = Evaluator({**p.indices, PRODUCT: products}, custom, p.dtype, q.device)(extreme.value).expand(p.shape)
+        rows |= _extreme_rows(extreme, found, keep)
+        values[extreme.of_pair] = found
     rows[DELTA] = delta[..., None].to(p.dtype)
     for name, _ in program.finals:
         given = d_finals.get(name)
@@ -169,8 +175,7 @@ def attend_backward(
     of_row = Evaluator({**p.indices, **rows}, custom, p.dtype, q.device)
     read = {row_variable(name): of_row(e) for name, e in backward.rows}
     do = d_output.to(p.dtype)
-    values = {**p.indices, **read, PRODUCT: products, WEIGHT_GRADIENT: do @ p.v.transpose(-1, -2)}
-    values[SCORE] = score
+    values |= {**read, SCORE: score, WEIGHT_GRADIENT: do @ p.v.transpose(-1, -2)}
     weights = torch.where(keep, Evaluator(values, custom, p.dtype, q.device)(backward.weights), zero).expand(p.shape)
     pair = Evaluator({**values, WEIGHT: weights}, custom, p.dtype, q.device)
     ds = torch.where(keep, pair(backward.product_gradient), zero).expand(p.shape)
@@ -184,6 +189,14 @@ def attend_backward(
     dk = (ds.transpose(-1, -2) @ p.q).unflatten(1, (-1, group)).sum(2)
     dv = (weights.transpose(-1, -2) @ do).unflatten(1, (-1, group)).sum(2)
     return Gradients((ds @ p.k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), found)
+
+
+def _extreme_rows(extreme: Extreme, values: Tensor, keep: Tensor) -> dict[Expr, Tensor]:
+    """The extreme of each row's kept pairs, and how many of them reach it."""
+    sign = 1.0 if extreme.kind == "max" else -1.0
+    row = sign * torch.where(keep, sign * values, -torch.inf).amax(-1, keepdim=True)
+    count = ((values == row) & keep).sum(-1, keepdim=True).clamp(min=1).to(values.dtype)
+    return {extreme.row: row, extreme.count: count}
 
 
 def _scatter(found: dict[str, Tensor], load: Expr, gradient: Tensor, p: _Problem, custom: Custom) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attention_engine.compiler import Maths
 from attention_engine.errors import UnknownProgram
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.program import Program
 from attention_engine.passes.bent_output import Bend
+from attention_engine.passes.maths import Maths
 from attention_engine.runtime.launch import Launcher
 
 

@@ -89,7 +89,9 @@ class CustomGradients:
             place[Q_IDX] = place[Q_IDX][:, :, first : first + rows]
             self._add(read, pairs, place)
 
-    def collect(self, saved: Sequence[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def collect(
+        self, saved: Mapping[str, Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The gradients by name, from the sums and from rows: saved ones, delta, and gradients that arrive at rows."""
         backward = self.kernels.maths.backward
         assert backward is not None
@@ -105,14 +107,14 @@ class CustomGradients:
             self._add(read, total.sum(2, keepdim=True), place)
         return self.found
 
-    def _rows_of(self, saved: Sequence[Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]) -> dict[Expr, Tensor]:
+    def _rows_of(
+        self, saved: Mapping[str, Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]
+    ) -> dict[Expr, Tensor]:
         """What an expression of rows may read, each with an axis of one key: saved rows, delta, arriving gradients."""
-        backward, program = self.kernels.maths.backward, self.kernels.maths.program
-        assert backward is not None
-        found = {final_variable(n): r[..., None] for (n, _), r in zip(backward.saved, saved, strict=True)}
+        found = {final_variable(n): r[..., None] for n, r in saved.items()}
         found[DELTA] = delta[..., : self.queries, None]
         nothing = torch.zeros_like(found[DELTA])
-        for name, _ in program.finals:
+        for name, _ in self.kernels.maths.program.finals:
             arriving = d_finals.get(name)
             found[final_gradient(name)] = nothing if arriving is None else arriving[..., None].float()
         return found

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernels, Maths, Target, Tiles, places_of
+from attention_engine.compiler import Kernels, Target, Tiles, places_of
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded, padded_rows
+from attention_engine.ir.program import Backward
 from attention_engine.passes.by_hand import ALL_UNITS, pairs_of_a_unit, units_ahead
+from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.runtime.custom_gradients import CustomGradients
 from attention_engine.runtime.plans import MOST_PLANS, Direct, LaunchPlan, as_parameter, template, with_strides
@@ -176,6 +178,25 @@ class Launcher:
         tensors = (q.float(), k.float(), v.float()) if self.leaves_range(q) else (q, k, v)
         return self.forward(*tensors, custom)
 
+    def _saved(self, backward: Backward, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Of the rows that the forward pass returned, those that the backward pass wants."""
+        by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
+        return [by_name[n].contiguous() for n, _ in backward.saved]
+
+    def _extremes(
+        self, kernels: Kernels, over_keys: bool, inputs: Sequence[int | Tensor], q: Tensor, k: Tensor,
+        custom: Sequence[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
+        """The rows of extremes that a kernel over keys, or those over queries, are to meet: (batch, heads, queries)."""
+        backward = kernels.maths.backward
+        if backward is None or not backward.extremes:
+            return []
+        like = template((q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device)
+        found = [torch.empty_like(like) for extreme in backward.extremes for _ in extreme.names]
+        maps = self._maps(kernels, kernels.tile_of_extremes(over_keys), True, q, k, custom)
+        kernels.extremes(over_keys).run(*inputs, *maps, *found)
+        return found
+
     @staticmethod
     def _sums_of_dq(kernels: Kernels, q: Tensor, k: Tensor, length: int) -> tuple[list[Tensor], list[Tensor]]:
         """The sums of dQ, so many queries a head, and counters: where blocks over keys add to those, and use these."""
@@ -222,12 +243,12 @@ class Launcher:
         if backward is None:
             assert self.maths.refusal is not None
             raise self.maths.refusal
-        rows_by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
-        output, saved = output.contiguous(), [rows_by_name[n].contiguous() for n, _ in backward.saved]
+        output, kept = output.contiguous(), self._saved(backward, rows)
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
         batch, queries, heads, _ = q.shape
         length = padded_rows(queries, kernels.row_pad)
         inputs = plan.inputs(q, k, v, custom)
+        saved = [*kept, *self._extremes(kernels, True, inputs, q, k, custom)]
         gradient = with_strides(d_output, plan.unit)
         made = template((batch, heads, length), torch.float32, q.device)
         delta, *row_values = [torch.empty_like(made) for _ in range(1 + len(backward.rows))]
@@ -238,13 +259,12 @@ class Launcher:
             *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace, *counters,
             *([*together, *ahead] if counters else []),
         )
+        again = kernels.preprocess(finals, delta_given=True)
         if backward.exact_delta:
             exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
             maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
             kernels.exact_delta.run(*inputs, *maps, *gradient, *row_values, exact)
-            kernels.preprocess(finals, delta_given=True).run(
-                *inputs, exact, *saved, *arriving, delta, *row_values
-            )
+            again.run(*inputs, exact, *saved, *arriving, delta, *row_values)
         dq, dk, dv = [torch.empty_like(template(t.shape, t.dtype, t.device)) for t in (q, k, v)]
         tensors = dict(zip((s.name for s in self.specs), custom, strict=True))
         gradients = CustomGradients(kernels, q, k, tensors) if custom else None
@@ -256,6 +276,9 @@ class Launcher:
         stores_dq = kernels.stores_dq
         order += [dq] if stores_dq else []
         kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *order, *workspace, *counters, *sums)
+        if kernels.finds_twice:
+            saved = [*kept, *self._extremes(kernels, False, inputs, q, k, custom)]
+            again.run(*inputs, delta[..., :queries].contiguous(), *saved, *arriving, delta, *row_values)
         if kernels.over_queries:
             sums = gradients.sums_over_queries() if gradients else []
             maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
@@ -266,6 +289,6 @@ class Launcher:
         if gradients is None:
             return dq, dk, dv, {}
         gradients.walk_pairs([*inputs, *gradient, *row_values])
-        found = gradients.collect(saved, delta, d_finals)
+        found = gradients.collect(dict(zip(backward.given_rows, saved, strict=True)), delta, d_finals)
         named = {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found}
         return dq, dk, dv, named

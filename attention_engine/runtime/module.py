@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Maths, Target, Tiles, analyse
+from attention_engine.compiler import Target, Tiles
 from attention_engine.errors import (
     OptionsClash,
 )
@@ -27,6 +27,7 @@ from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
+from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import op, parts, transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.captured import (
     Axes,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernel, Kernels, Maths, analyse
+from attention_engine.compiler import Kernel, Kernels
 from attention_engine.errors import NoDevice, UnknownOption
 from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO
@@ -18,6 +18,7 @@ from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.ir.expr import Type
 from attention_engine.ir.pretty import lines
 from attention_engine.ir.program import Program
+from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport, compare

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from attention_engine import folders
-from attention_engine.compiler import Kernel, Kernels, Target, Tiles, analyse
+from attention_engine.compiler import Kernel, Kernels, Target, Tiles
 from attention_engine.errors import AttentionEngineError
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Program
+from attention_engine.passes.maths import analyse
 from attention_engine.reference.dense import attend, attend_backward
 from attention_engine.runtime.launch import Launcher
 from attention_engine.target.compile import Resources

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from attention_engine import folders
-from attention_engine.compiler import Kernels, Maths, Target, Tiles
+from attention_engine.compiler import Kernels, Target, Tiles
 from attention_engine.errors import NotWhileCapturing
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.passes.maths import Maths
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
 from attention_engine.tuner.cost import Work, cycles
 from attention_engine.tuner.defaults import default_tiles

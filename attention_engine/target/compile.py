@@ -27,6 +27,7 @@ UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: p
 HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
 HELD_THREADS = "attention_engine.held_threads"  # so do threads' indices: printed.with_held_threads
 ONE_CHAIN = "attention_engine.one_chain"  # rows are reduced in one chain, as TileLang prints it: not printed.in_chains
+NO_CONTRACTION = "attention_engine.no_contraction"  # a product and a sum are rounded each: equal formulas, equal bits
 
 
 @dataclass(frozen=True)
@@ -156,14 +157,15 @@ def _prepare(
 ) -> tuple[dict[str, Any], AbstractContextManager[None], list[str]]:
     """What TileLang is told, what is done to the text that it prints, and the flags for nvcc."""
     configs = dict(pass_configs or {})
-    asked = UNIFORM_GROUPS, ONE_CHAIN, HELD_BARRIERS, HELD_THREADS
-    uniform, one_chain, held, threads = (bool(configs.pop(rule, False)) for rule in asked)
+    asked = UNIFORM_GROUPS, ONE_CHAIN, HELD_BARRIERS, HELD_THREADS, NO_CONTRACTION
+    uniform, one_chain, held, threads, apart = (bool(configs.pop(rule, False)) for rule in asked)
     flags = [
         *work_arounds(arch, configs),
         *(printed.UNIFORM_FLAGS if uniform else []),
         *(printed.ONE_CHAIN_FLAGS if one_chain else []),
         *(printed.HELD_FLAGS if held else []),
         *(printed.THREAD_FLAGS if threads else []),
+        *(["--fmad=false"] if apart else []),
     ]
     return configs, printed.rewriting(uniform, one_chain, held, threads), flags
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Maths, Target, Tiles
+from attention_engine.compiler import Target, Tiles
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem, Tile
@@ -26,6 +26,7 @@ from attention_engine.passes.by_hand import (
     scores_are_of_places,
     weights_take_special_functions,
 )
+from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles

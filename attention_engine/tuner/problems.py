@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Maths, Target
+from attention_engine.compiler import Target
 from attention_engine.ir.problem import Problem
 from attention_engine.passes.analyse_mask import MaskPlan, analyse_mask
+from attention_engine.passes.maths import Maths
 from attention_engine.target.cache import tilelang_version
 
 KernelName = Literal["forward", "backward", "queries"]  # the fields of Tiles

@@ -19,7 +19,6 @@ class Normaliser:
     base: str = "OnlineFunc"
     rows: tuple[str, ...] = ()
     inputs: tuple[Input, ...] = ()
-    rare: bool = False  # kernels refuse it, or once did
 
 
 def states(**starts: float) -> str:
@@ -107,13 +106,12 @@ NORMALISERS = {
         + '    return scores, {"n": rows["n"] + (scores * 0.0 + 1.0).get_reduce("sum")}, 1.0\n'
         + EPILOGUE + '    return o / (rows["n"] + 1), {"n": rows["n"]}\n',
         'n = keep.to(x.dtype).sum(-1, keepdim=True)\nw, rows = torch.where(keep, x, 0.0) / (n + 1), {"n": n}\n',
-        rare=True,
     ),
     "over the largest": Normaliser(
         states(t=0.0) + FORWARD + '    return scores, {"t": rows["t"].max(scores.get_reduce("absmax"))}, 1.0\n'
         + EPILOGUE + '    return o / (rows["t"] + 1), {"t": rows["t"]}\n',
         'x = torch.where(keep, x, 0.0)\nt = x.abs().amax(-1, keepdim=True)\nw, rows = x / (t + 1), {"t": t}\n',
-        rare=True,
+        rows=("t",),
     ),
     "entropy": Normaliser(
         "def __init__(self):\n"
@@ -128,6 +126,6 @@ NORMALISERS = {
         EXPONENTIALS + "total = e.sum(-1, keepdim=True)\n" + SOFTMAX_END
         + "u = (e * torch.where(keep, x - top, 0.0)).sum(-1, keepdim=True)\n"
         + 'rows["entropy"] = safe.log() - u / safe\n',
-        rows=("lse", "entropy"), rare=True,
+        rows=("lse", "entropy"),
     ),
 }  # fmt: skip

@@ -16,7 +16,6 @@ DIMS = ((64, 64), (128, 128), (32, 32), (16, 16), (40, 40), (80, 80), (96, 64), 
 HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (3, 3), (6, 3), (8, 1))
 DTYPES = ("bfloat16", "float16", "float32")
 FORMS = ("plain", "plain", "wider", "turned")  # of the tensors in memory
-RARE = 0.15  # of the draws have a row function that kernels refuse, or once did
 
 SCRIPT = '''\
 # draw {number} of seed {seed}: {name}
@@ -118,8 +117,7 @@ def draw(seed: int, number: int, long: bool = False) -> Draw:
     steps = rng.sample(list(SCORES), rng.choice((0, 1, 1, 2, 2, 3)))
     masks = rng.sample(list(MASKS), rng.choice((0, 1, 1, 1, 2)))
     join = rng.choice(list(JOINS))
-    rare = rng.random() < RARE
-    kind = rng.choice([n for n, made in NORMALISERS.items() if made.rare == rare])
+    kind = rng.choice(list(NORMALISERS))
     score_pieces = [named(SCORES[name], place) for place, name in enumerate(steps)]
     mask_pieces = [named(MASKS[name], place) for place, name in enumerate(masks)]
     normaliser, pieces = NORMALISERS[kind], [*score_pieces, *mask_pieces]

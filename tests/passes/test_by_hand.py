@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
-from attention_engine.compiler import analyse
 from attention_engine.ir.problem import Tile
 from attention_engine.ir.program import row_variable
 from attention_engine.library import (
@@ -28,6 +27,7 @@ from attention_engine.passes.by_hand import (
     units_ahead,
     vanishes_with_weights,
 )
+from attention_engine.passes.maths import analyse
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
 from attention_engine.target.compile import ONE_CHAIN

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_engine.errors import BackwardNotDerived
 from attention_engine.frontend.custom_io import CustomIO
-from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.program import Program
 from attention_engine.library import OnlineSoftmax
@@ -105,11 +105,90 @@ class WithMaximum(OnlineSoftmax):
         return o, {**rows, "m": online_rowscales["m"]}
 
 
-def test_a_returned_maximum_has_no_gradient_and_the_others_keep_theirs():
-    program = Example(WithMaximum).trace()
-    assert derive_backward(program).undifferentiated == (
-        ("m", "it holds row_max(score), whose gradient is not derived"),
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_returned_maximum_has_its_gradient_beside_the_others(mask):
+    program = Example(WithMaximum).trace(MASKS[mask])
+    backward = derive_backward(program)
+    assert backward.undifferentiated == ()
+    assert [(e.kind, str(e.value)) for e in backward.extremes] == [("max", "0.4 * qk")]
+    compare(program, {}, returned_rows=True)
+
+
+def test_a_maximum_that_only_steadies_is_not_looked_for():
+    for name in ("softmax", "softmax one", "sink", "tempered"):
+        assert derive_backward(EXAMPLES[name].trace()).extremes == ()
+
+
+class OverMaximum(OnlineFunc):
+    def __init__(self):
+        super().__init__({"top": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        return scores, {"top": online_rowscales["top"].max(scores.get_reduce("absmax"))}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / (online_rowscales["top"] + 1.0), {}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_an_extreme_in_the_weights_has_its_gradient(mask):
+    compare(Example(OverMaximum).trace(MASKS[mask]), {})
+
+
+class SumToItsMaximum(OnlineFunc):
+    """Raw sums of exponentials less the maximum, which move with it: they are returned, and one divides the weights."""
+
+    def __init__(self):
+        super().__init__({"m": float("-inf"), "r": 0.0, "u": 0.0}, {"r": 0.0, "u": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        before, r = online_rowscales["m"], online_rowscales["r"]
+        m = before.max(scores.get_reduce("max"))
+        e, rescale = (scores - m).exp(), (before - m).exp()
+        moved = torch.where(r > 0, rescale * (online_rowscales["u"] + (before - m) * r), 0.0)
+        u = moved + (e * (scores - m)).get_reduce("sum")
+        return e, {"m": m, "r": r * rescale + e.get_reduce("sum"), "u": u}, rescale
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        r, u = online_rowscales["r"], online_rowscales["u"]
+        return o / (r + 1), {"r": r, "u": u}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_an_extreme_inside_sums_has_its_gradient(mask):
+    compare(Example(SumToItsMaximum).trace(MASKS[mask]), {}, returned_rows=True)
+
+
+class WithoutState(OnlineSoftmax):
+    """A returned row whose gradient asks for a sum that no state carries."""
+
+    def __init__(self):
+        super().__init__()
+        self.online_rowscales = {**self.online_rowscales, "g": SymbolScalar("g", Var("0.0"))}
+        self.final_rowscales = {**self.final_rowscales, "g": SymbolScalar("g", Var("0.0"))}
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        weights, rows, rescale = OnlineSoftmax.online_fwd(scores, online_rowscales, b, h, q_idx)
+        return weights, {**rows, "g": online_rowscales["g"] + (scores - rows["m"]).sigmoid().get_reduce("sum")}, rescale
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        o, rows = OnlineSoftmax.online_fwd_epilogue(o, online_rowscales, b, h, q_idx)
+        return o, {**rows, "g": online_rowscales["g"]}
+
+
+def test_a_row_whose_gradient_is_not_derived_leaves_the_others_theirs():
+    program = Example(WithoutState).trace()
+    reason = (
+        "the backward pass needs row_sum((1 - sigmoid(score - state.m)) * sigmoid(score - state.m)), which no row "
+        "state carries to the end of the row"
     )
+    assert derive_backward(program).undifferentiated == (("g", reason),)
     compare(program, {}, returned_rows=True)
 
 
@@ -245,24 +324,11 @@ class ShiftedOutput(OnlineFunc):
         return o + 1.0, {}
 
 
-class OverMaximum(OnlineFunc):
-    def __init__(self):
-        super().__init__({"top": 0.0})
-
-    @staticmethod
-    def online_fwd(scores, online_rowscales, b, h, q_idx):
-        return scores, {"top": online_rowscales["top"].max(scores.get_reduce("absmax"))}, 1
-
-    @staticmethod
-    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
-        return o / (online_rowscales["top"] + 1.0), {}
-
-
 class MaximumInSum(OnlineFunc):
     """The max matters, but only inside a sum."""
 
     def __init__(self):
-        super().__init__({"top": 0.0, "r": 0.0})
+        super().__init__({"top": float("-inf"), "r": 0.0})
 
     @staticmethod
     def online_fwd(scores, online_rowscales, b, h, q_idx):
@@ -273,6 +339,22 @@ class MaximumInSum(OnlineFunc):
     @staticmethod
     def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
         return o / online_rowscales["r"], {}
+
+
+class SumInMaximum(OnlineFunc):
+    """An extreme of what another reduction stands in."""
+
+    def __init__(self):
+        super().__init__({"top": 0.0, "r": 0.0})
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        r = online_rowscales["r"] + scores.square().get_reduce("sum")
+        return scores, {"r": r, "top": online_rowscales["top"].max((scores / (1 + r)).get_reduce("max"))}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / (online_rowscales["top"] + 1), {}
 
 
 class Uncarried(OnlineFunc):
@@ -315,21 +397,23 @@ REFUSALS = {
         "the epilogue's output is o + 1, which is not the output so far times a factor of the row.\n"
         "  Return o times or divided by row values; apply the rest to the engine's output."
     ),
-    OverMaximum: (
-        "the weights depend on row_max(abs(score)) itself; the gradient of a row's extreme is not derived.\n"
-        "  Detach it (`.detach()`) to hold it constant, or write the static method `backward`."
-    ),
     MaximumInSum: (
-        "the weights depend on row_max(score) itself; the gradient of a row's extreme is not derived.\n"
-        "  Detach it (`.detach()`) to hold it constant, or write the static method `backward`."
+        "the backward pass needs row_sum((1 - sigmoid(score - state.top)) * sigmoid(score - state.top)), which no row "
+        "state carries to the end of the row.\n"
+        "  Keep it in a state (online_rowscales), or write the static method `backward`."
+    ),
+    SumInMaximum: (
+        "the gradient of row_max(score / (row_sum(score * score) + 1)) is not derived, as row_sum(score * score) "
+        "stands inside.\n  Detach it (`.detach()`), or write the static method `backward`."
     ),
     Uncarried: (
         "the backward pass needs row_sum(exp(score)), which no row state carries to the end of the row.\n"
         "  Keep it in a state (online_rowscales), or write the static method `backward`."
     ),
     Nested: (
-        "row_sum(sigmoid(score + row_sum(score * score))) depends on row_sum(score * score), which has a gradient of "
-        "its own.\n  Detach the inner one (`.detach()`), or write the static method `backward`."
+        "the backward pass needs row_sum((1 - sigmoid(score + state.r)) * sigmoid(score + state.r)), which no row "
+        "state carries to the end of the row.\n"
+        "  Keep it in a state (online_rowscales), or write the static method `backward`."
     ),
     NoProduct: (
         "the final weight sigmoid(score - row_sum(score * score)) is not a factor of the score times a factor of "
@@ -345,7 +429,7 @@ def test_what_cannot_be_derived_is_refused_with_the_reason(func):
     assert str(error.value) == REFUSALS[func]
 
 
-def test_a_max_that_no_number_shows_to_be_harmless_is_refused():
+def test_a_max_that_no_number_shows_to_be_harmless_has_a_gradient():
     """A weight that is NaN for every row tried proves nothing."""
 
     class Nowhere(OnlineFunc):
@@ -357,8 +441,7 @@ def test_a_max_that_no_number_shows_to_be_harmless_is_refused():
             top = online_rowscales["top"].max(scores.get_reduce("max"))
             return (-1.0 - scores * scores).sqrt() * top, {"top": top}, 1
 
-    with pytest.raises(BackwardNotDerived, match="row_max"):
-        derive_backward(trace(None, None, Nowhere(), CustomIO()))
+    assert derive_backward(trace(None, None, Nowhere(), CustomIO())).extremes
 
 
 @pytest.mark.parametrize(

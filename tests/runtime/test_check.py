@@ -8,8 +8,8 @@ from attention_engine.errors import NotOnline
 from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import KEYS, check_online, random_cuts
 from attention_engine.runtime import check
-from tests.runtime.engines import BACKENDS, build, qkv
-from tests.runtime.test_gradients import BentByHand, ByHand, StraightThrough
+from tests.runtime.engines import BACKENDS, build, late, qkv
+from tests.runtime.test_gradients import BentByHand, ByHand, StraightThrough, Topped
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -55,7 +55,33 @@ def test_a_formula_is_held_to_rounding_even_where_the_kernels_error_hides_it():
 def test_where_no_backward_pass_is_derived_the_outputs_are_checked():
     report = build(online_func=BentByHand()).check(*qkv(33))
     assert report.ok and [row.name for row in report.rows] == ["o", "lse"]
-    assert report.notes[1].startswith("gradients are not there to check: the epilogue's output is tanh(o / ")
+    assert report.notes[1].startswith("gradients are not there to check: the epilogue's output is tanh(o / row_sum(")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_through_returned_rows_are_checked(backend):
+    report = build(online_func=Topped(), mask_mod=late, backend=backend).check(*qkv(33))
+    own = ["o", "lse", "top", "dq", "dk", "dv"]
+    assert report.ok and [r.name for r in report.rows] == [*own, "dq of lse", "dk of lse", "dq of top", "dk of top"]
+
+
+def test_a_wrong_gradient_through_a_row_is_found(monkeypatch):
+    """Of a maximum that reaches twice as many pairs as it does."""
+    from attention_engine.runtime.launch import Launcher
+
+    find = Launcher._extremes
+
+    def twice(self, *given):
+        return [row * (1 + place % 2) for place, row in enumerate(find(self, *given))]
+
+    monkeypatch.setattr(Launcher, "_extremes", twice)
+    report = build(online_func=Topped()).check(*qkv(33))
+    assert not report.ok and [r.name for r in report.rows if r.ratio > report.limit] == ["dq of top", "dk of top"]
+
+
+def test_rows_whose_gradient_is_not_derived_are_left_out():
+    report = build(online_func=ByHand()).check(*qkv(33))
+    assert report.ok and [row.name for row in report.rows] == ["o", "lse", "dq", "dk", "dv"]
 
 
 class CountsToFive(OnlineFunc):

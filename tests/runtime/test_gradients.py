@@ -237,17 +237,21 @@ class Topped(OnlineSoftmax):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "create_graph"])
-def test_a_gradient_at_a_row_that_has_none_is_refused(again):
-    inputs = qkv()
-    o, rows = build(online_func=Topped())(*inputs, return_rowscales=True)
-    with pytest.raises(RowNotDifferentiable) as caught:
-        torch.autograd.grad(o.sum() + rows["top"].sum(), inputs, create_graph=again, retain_graph=True)
-    assert str(caught.value) == (
-        "a gradient arrived at the returned row 'top', which has none: it holds row_max(score), whose gradient is not "
-        "derived.\n  Detach the row before it joins the loss."
-    )
-    found = torch.autograd.grad(o.sum() + rows["lse"].sum(), inputs, create_graph=again)  # the row beside it has one
-    close(list(found), list(results(build(), *inputs, loss=lambda o, rows: o.sum() + rows["lse"].sum())[2:]), 1e-5)
+def test_a_returned_maximum_joins_the_loss(again):
+    """As a QK-clip loss has it: relu(maximum - bound)."""
+    inputs = qkv(21, 35)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+
+    def loss_of(o, rows):
+        kept = rows["top"] > -1e9
+        clipped = torch.where(kept, torch.relu(rows["top"] - 0.5), 0.0).square().sum()
+        return weighted_sum(o, {}) + clipped + torch.where(kept, rows["lse"], 0.0).sum()
+
+    found = []
+    for backend, given in (("interpret", inputs), ("reference", exact)):
+        o, rows = build(online_func=Topped(), mask_mod=late, backend=backend)(*given, return_rowscales=True)
+        found.append(list(torch.autograd.grad(loss_of(o, rows), given, create_graph=again)))
+    close([g.detach() for g in found[0]], found[1], 2e-5)
 
 
 def test_a_detached_row_joins_the_loss():

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, document_ids, folders, meta_tensor
-from attention_engine.compiler import Kernel, analyse
+from attention_engine.compiler import Kernel
 from attention_engine.errors import CustomInputMissing
 from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, alibi, causal, dilated, document, scale
+from attention_engine.passes.maths import analyse
 from attention_engine.runtime.launch import Launcher
 from attention_engine.target import cache, compile
 from attention_engine.target.cache import KernelKey, spell

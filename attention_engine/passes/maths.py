@@ -1,0 +1,117 @@
+"""A program, analysed: its backward pass derived, both directions in order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from attention_engine.errors import BackwardNotDerived
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.program import Backward, Program
+from attention_engine.passes.absent_pairs import leave_out_absent
+from attention_engine.passes.bent_output import Bend, part_output
+from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+
+
+@dataclass(frozen=True)
+class Maths:
+    """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, if there is none.
+
+    bent: where the epilogue is no factor of the output, what runs in place of this program when gradients are wanted.
+    """
+
+    program: Program
+    backward: Backward | None
+    refusal: BackwardNotDerived | None
+    forward_schedule: ForwardSchedule
+    backward_schedule: BackwardSchedule | None
+    bent: Bent | None = None
+
+    @property
+    def trained(self) -> Maths:
+        """What runs when gradients are wanted."""
+        return self if self.bent is None else self.bent.maths
+
+    def forward_of(self, dtype: str) -> ForwardSchedule:
+        """The forward pass in this dtype: in fp16 its weights may need a bound."""
+        return self._forward_bounded if dtype == "float16" and not self._weights_fit else self.forward_schedule
+
+    def forward_parted_of(self, dtype: str) -> ForwardSchedule:
+        """The same with a score's terms of rows out of its tile, where they can leave it."""
+        bounded = dtype == "float16" and not self._weights_fit
+        return self._bounded_parted if bounded else self.forward_parted
+
+    @cached_property
+    def forward_parted(self) -> ForwardSchedule:
+        """The forward pass with a score's terms of rows out of its tile, in other dtypes than fp16."""
+        return schedule_forward(self.program, self._saved, parts_rows=True)
+
+    @cached_property
+    def _forward_bounded(self) -> ForwardSchedule:
+        return schedule_forward(bound_weights(self.program), self._saved)
+
+    @cached_property
+    def _bounded_parted(self) -> ForwardSchedule:
+        return schedule_forward(bound_weights(self.program), self._saved, parts_rows=True)
+
+    @cached_property
+    def _weights_fit(self) -> bool:
+        return weights_fit(self.program)
+
+    @cached_property
+    def backward_fits_half(self) -> bool:
+        """Are the backward pass's weights in fp16's range?"""
+        return self._weights_fit or final_weights_fit(self.program)
+
+    @property
+    def _saved(self) -> tuple[tuple[str, Expr], ...]:
+        return self.backward.saved if self.backward else ()
+
+    def wanting(self, names: Collection[str]) -> Maths:
+        """The same with the gradients of these custom inputs alone."""
+        if self.backward is None:
+            return self
+        of_pairs, of_rows = (
+            tuple((read, e) for read, e in gradients if read.name in names)
+            for gradients in (self.backward.pair_gradients, self.backward.row_gradients)
+        )
+        backward = replace(self.backward, pair_gradients=of_pairs, row_gradients=of_rows)
+        return replace(self, backward=backward, backward_schedule=schedule_backward(self.program, backward))
+
+
+@dataclass(frozen=True)
+class Bent:
+    """A program whose output `bend` makes the wanted one of."""
+
+    bend: Bend
+    maths: Maths
+
+
+def analyse(program: Program) -> Maths:
+    """Derives the backward pass and puts both directions in order."""
+    program = leave_out_absent(program)
+    bend = part_output(program)
+    if bend is None:
+        return _analyse(program)
+    inner = _analyse(bend.inner)
+    lacking = dict(inner.backward.undifferentiated) if inner.backward is not None else {}
+    reasons = [lacking[name] for name in bend.rows if name in lacking]
+    refusal = BackwardNotDerived(f"{reasons[0]}.\n  Detach it (`.detach()`).") if reasons else inner.refusal
+    bent = Bent(bend, inner) if refusal is None else None
+    return Maths(program, None, refusal, schedule_forward(program), None, bent)
+
+
+def _analyse(program: Program) -> Maths:
+    backward: Backward | None = None
+    refusal: BackwardNotDerived | None = None
+    try:
+        backward = derive_backward(program)
+    except BackwardNotDerived as error:
+        refusal = error
+    forward_schedule = schedule_forward(program, backward.saved if backward else ())
+    return Maths(
+        program, backward, refusal, forward_schedule, schedule_backward(program, backward) if backward else None
+    )
