@@ -4,8 +4,8 @@ import pytest
 
 from attention_engine.ir.expr import Op, const, make
 from attention_engine.ir.program import Q_IDX, SCORE, H
-from attention_engine.passes.derive_backward import is_steadying
 from attention_engine.passes.simplify import add, mul
+from attention_engine.passes.steadying import is_steadying
 
 TOP = make(Op.REDUCE, SCORE, arg="max")
 
