@@ -35,6 +35,7 @@ from attention_engine.runtime.inputs import (
     follow_autocast,
     guess_types,
     order_custom,
+    share_keys,
     type_of,
 )
 from attention_engine.runtime.linear_channels import ChannelLauncher
@@ -216,13 +217,15 @@ class LinearAttentionEngine(torch.nn.Module):
     def _tokens_first(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The tensors as (batch, length, heads, ...), cast as autocast asks."""
+        """The tensors as (batch, length, heads, ...), keys and values for every batch, cast as autocast asks."""
         check_ranks(self.layout, q, k, v)
         if decay is not None and not isinstance(decay, Tensor):
             raise BadInput(f"decay is {type(decay).__name__}. Give a tensor {ROWS[self.layout]}, or None.")
         if decay is not None and decay.ndim not in (3, 4):
             raise BadInput(f"decay has {decay.ndim} dimensions, {tuple(decay.shape)}. Give {ROWS[self.layout]}.")
         q, k, v = follow_autocast(q, k, v)
+        if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
+            k, v = share_keys(q, k, v)
         if self.layout == "bshd":
             return q, k, v, decay
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -269,7 +272,7 @@ class LinearAttentionEngine(torch.nn.Module):
             if tensor.shape[:2] != q.shape[:2]:
                 raise BadInput(
                     f"q has batch {q.shape[0]} and length {q.shape[1]}, {name} has {tensor.shape[0]} and "
-                    f"{tensor.shape[1]}. They must be equal."
+                    f"{tensor.shape[1]}. They must be equal, but k and v may have one batch for all."
                 )
         cast = q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
         built = self.qkv_meta[0].dtype_name
