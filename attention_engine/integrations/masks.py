@@ -137,7 +137,7 @@ class Mask:
 
 
 NUMBERS = frozenset(
-    ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "neg",
+    ("bool", "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "neg",
      "baddbmm", "addcmul", "float", "double", "half", "bfloat16", "type_as", "matmul", "bmm")
 )  # fmt: skip
 

@@ -30,9 +30,9 @@ class Layer:
     """What a model's layer asks of its attention, as the parts of an engine.
 
     scaling: the factor of the score. band: what causality and windows keep. softcap: cap * tanh(score / cap), if any.
-    sinks: one more score a head. inputs: the custom inputs that the layer will bring, with their axes: "padding"
-    (bool, True keeps a key), "shift" (added to q_idx where earlier keys are cached), "mask" (bool) and "bias" of
-    pairs, "alike" (bool, True for a row whose pairs share alike, whatever their scores), "sinks".
+    sinks: one more score a head, or a query. inputs: the custom inputs that the layer will bring, with their axes:
+    "padding" (bool, True keeps a key), "shift" (added to q_idx where earlier keys are cached), "mask" (bool) and "bias"
+    of pairs, "alike" (bool, True for a row whose pairs share alike, whatever their scores), "sinks".
     """
 
     scaling: float
@@ -75,6 +75,11 @@ class Layer:
         return keep
 
 
+# Tensors that models hand through their layers to whoever may want them, and that no score depends on.
+OF_OTHERS = frozenset({
+    "position_ids", "cache_position", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "seq_idx", "token_type_ids",
+})  # fmt: skip
 EngineFactory = Callable[[Sequence[Meta], Layer], AttentionEngine]
 
 
@@ -142,7 +147,9 @@ def _inputs(
         bias = bias[..., :keys] if bias.shape[-1] != 1 else bias
         bias = bias + found["bias"][1] if "bias" in found else bias
         found["bias"] = (_axes(bias), bias)
-    if sinks is not None:
+    if sinks is not None and sinks.ndim == 4:  # one for each query
+        found["sinks"] = (_axes(sinks)[:3], sinks[..., 0])
+    elif sinks is not None:
         found["sinks"] = (("heads",), sinks.reshape(-1))
     return found
 
@@ -160,6 +167,12 @@ def _refuse_what_is_not_there(dropout: float, mask: Mask, options: Mapping[str, 
     if options.get("cu_seq_lens_q") is not None and mask.pairs is None:
         raise NotYetSupported(
             "cu_seq_lens_q: engines read packed sequences from position_ids. Give those, and use_cache=False."
+        )
+    unknown = [name for name, x in options.items() if isinstance(x, Tensor) and name not in OF_OTHERS]
+    if unknown:
+        raise NotYetSupported(
+            f"{', '.join(unknown)}: the model gives its attention a tensor that engines know nothing of. "
+            'Use attn_implementation="eager".'
         )
 
 
@@ -188,19 +201,20 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
         scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
         softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-        **options: Any,
+        sinks: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         if query.shape[0] != key.shape[0]:  # learned queries or keys that all of a batch share
             query, key, value = (t.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for t in (query, key, value))
         mask = attention_mask if attention_mask is not None else _of_module(module, query, is_causal)
         band = mask.band if isinstance(mask, Mask) else Band()
         _refuse_what_is_not_there(dropout, mask if isinstance(mask, Mask) else Mask(Band(), pairs=mask), options)
-        found = _inputs(mask, key, position_bias, s_aux)
+        found = _inputs(mask, key, position_bias, s_aux if sinks is None else sinks)
         inputs = tuple((name, axes) for name, (axes, _) in found.items())
         factor = float(scaling if scaling is not None else query.shape[3] ** -0.5).hex()
         cap = None if softcap is None else float(softcap).hex()
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        dtype = torch.float32 if dtype is torch.float64 else dtype  # descriptions know kernels' dtypes alone
         sizes = tuple([(index(t.shape[1]), index(t.shape[3])) for t in (query, key, value)])
         name = name_engine(factor, band.least, band.most, cap, inputs, dtype, sizes)
         engine: AttentionEngine = getattr(engines, name)
