@@ -16,12 +16,12 @@ GOLDEN = HERE / "golden"
 
 # Files of many cases, each of seconds: `make test` runs one case in so many, by its name, and `make slow` the rest.
 SAMPLED = {
-    3: ("kernels/test_hopper_interpret", "kernels/test_numerics_interpret", "kernels/test_linear_interpret",
-        "kernels/test_key_items", "runtime/test_transforms", "runtime/test_integers", "runtime/test_extremes",
-        "runtime/test_bent_outputs"),
-    2: ("kernels/test_lengths", "kernels/test_tile_map", "runtime/test_functions", "runtime/test_odd_programs",
-        "runtime/test_masks", "runtime/test_captured", "runtime/test_absent_pairs", "runtime/test_linear",
-        "runtime/test_custom_inputs", "passes/test_half_range", "test_fuzz", "runtime/test_integers"),
+    5: ("kernels/test_hopper_interpret", "kernels/test_numerics_interpret", "kernels/test_linear_interpret",
+        "kernels/test_key_items", "kernels/test_lengths", "kernels/test_tile_map", "runtime/test_transforms",
+        "runtime/test_integers", "runtime/test_extremes", "runtime/test_bent_outputs"),
+    4: ("runtime/test_functions", "runtime/test_odd_programs", "runtime/test_masks", "runtime/test_captured",
+        "runtime/test_absent_pairs", "runtime/test_linear", "runtime/test_custom_inputs", "passes/test_half_range",
+        "runtime/test_linear_shared_keys", "test_fuzz"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in SAMPLED.items() for name in names}
 

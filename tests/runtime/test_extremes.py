@@ -213,6 +213,7 @@ def test_kernels_of_other_programs_ask_for_no_extremes():
     assert "--fmad=false" not in str(AttentionEngine(metas)._kernels("tilelang").backward.configs)
 
 
+@pytest.mark.slow
 def test_the_kernel_of_extremes_lowers_for_gpus_with_and_without_wgmma():
     from attention_engine.arch import A100, H100
     from attention_engine.target.compile import NO_CONTRACTION, lower_kernel

@@ -184,6 +184,7 @@ def test_a_power_of_any_base_to_any_exponent_is_torchs(dtype, backend):
     torch.testing.assert_close(found.double(), bases.double() ** exponents.double(), rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fast_math_takes_no_power_of_a_negative_number():
     """nvcc makes such a power of logarithms: NaN for every negative base, whatever the exponent."""
     pytest.importorskip("tilelang")

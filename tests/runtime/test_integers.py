@@ -225,6 +225,7 @@ LOWERED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOWERED)
 def test_kernels_of_wide_integers_lower(name):
     """Sums and products that may wrap are unsigned, so that compilers can't take them for ones that don't."""
