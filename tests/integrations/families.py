@@ -20,6 +20,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -149,25 +150,24 @@ def judged(expected: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[str, 
     return ("right" if off[worst] <= 1e-3 else "wrong"), f"{off[worst]:.1e} {worst}"
 
 
-class counted:  # noqa: N801 - it is used as a function
-    """Counts how often an engine is called."""
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """A list that grows by one whenever an engine is called."""
+    from transformers import AttentionInterface
 
-    def __enter__(self) -> list[str]:
-        from transformers import AttentionInterface
+    calls: list[str] = []
+    functions = AttentionInterface._global_mapping
+    attention = functions[NAME]
 
-        calls: list[str] = []
-        self.functions = AttentionInterface._global_mapping
-        self.before = self.functions[NAME]
+    def noted(*given: Any, **named: Any) -> Any:
+        calls.append(NAME)
+        return attention(*given, **named)
 
-        def noted(*given: Any, **named: Any) -> Any:
-            calls.append(NAME)
-            return self.before(*given, **named)
-
-        self.functions[NAME] = noted
-        return calls
-
-    def __exit__(self, *_: object) -> None:
-        self.functions[NAME] = self.before
+    functions[NAME] = noted
+    try:
+        yield calls
+    finally:
+        functions[NAME] = attention
 
 
 def survey(chosen: list[str]) -> Iterator[tuple[str, str, str]]:
