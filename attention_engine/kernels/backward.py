@@ -13,6 +13,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, WEIGHT, WEIGHT_GRADIENT, Backward, Extreme, row_variable
 from attention_engine.kernels.common import (
@@ -46,6 +47,7 @@ from attention_engine.kernels.rows import counters, place_in_workspace, take_sum
 from attention_engine.kernels.splice import both, name_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_parameters
+from attention_engine.kernels.unseen import clear_operand
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule
@@ -124,6 +126,7 @@ def backward(
     own_tile = [factor_of(schedule, e) is None for _, e in (*summed.of_keys, *summed.diagonals)]
     in_products = with_dq and not problem.splits and not any(own_tile[len(summed.of_keys) :])  # dS is shared anyhow
     own_shared_tile = len(summed.diagonals) > 0 and not in_products
+    seen = key_condition(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -152,6 +155,9 @@ def backward(
             kv0 = block * tile.kv
             load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
             load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
+            if with_dq and seen is not None:
+                of_keys = Place(batch, kv_head, {}, reader(buffers, sizes.inside(problem, batch, kv_head)))
+                clear_operand(seen, of_keys, kv0, k)
             T.fill(dk, 0)
             T.fill(dv, 0)
             for total in key_sums:

@@ -24,6 +24,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.backward import (
@@ -73,6 +74,7 @@ from attention_engine.kernels.spare_warps import (
 )
 from attention_engine.kernels.splice import hold_value, take_for_granted
 from attention_engine.kernels.tiles import QueryWalk, either
+from attention_engine.kernels.unseen import clear_keys
 from attention_engine.kernels.warps import (
     COLUMNS_SHARED,
     COMPUTE,
@@ -127,6 +129,7 @@ def backward_hopper(
     factors = [factor_of(schedule, expr) for _, expr in summed.diagonals]
     skews = tile.skewed_sums and len(summed.diagonals) > 0
     masks_gradients = not in_turn or not vanishes_with_weights(schedule)
+    seen = key_condition(schedule.mask)
     only_head = problem.group == 1  # then what a head's block values are is known before the first step
     dq_shape = (dim, tile.q) if transposed else (tile.q, dim)
     producer_registers, consumer_registers = registers(tile.threads, 40 if persistent and plan.mapped else 24)
@@ -162,13 +165,13 @@ def backward_hopper(
         first_row = hold_value(first_row) if with_dq and row_is_held else first_row
         T.barrier_wait(memory.k_full, item.items_before % 2)
         T.barrier_wait(memory.v_full, item.items_before % 2)
+        unseen = (k, v) if not masks_gradients else (k,) if with_dq else ()
+        clear_keys(seen, Place(batch, kv_head, {}, own_read), kv0, unseen, tile.threads)
         for step in T.serial(item.steps):
             stage, turn = item.stage(step, stages)
             visit = walk.at(step) if memory.entries is None else None
             T.barrier_wait(q_full[stage], turn)
-            T.wgmma_gemm(
-                k, shared["q"][stage, :, :], products, transpose_B=True, policy=policy, clear_accum=True
-            )
+            T.wgmma_gemm(k, shared["q"][stage, :, :], products, transpose_B=True, policy=policy, clear_accum=True)
             if memory.entries is not None:
                 visit = walk.at(step)
             head = visit.head
@@ -191,9 +194,7 @@ def backward_hopper(
                 where_partial(partial, bind(maths.mask, weights))
                 T.copy(weights, weights_in)
             T.barrier_wait(do_full[stage], turn)
-            T.wgmma_gemm(
-                v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=policy, clear_accum=True
-            )
+            T.wgmma_gemm(v, shared["do"][stage, :, :], gradients, transpose_B=True, policy=policy, clear_accum=True)
             if in_turn:
                 T.copy(weights_in, weights_out[step % 2, :, :])
             else:

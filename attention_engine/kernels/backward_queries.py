@@ -11,6 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.backward import PairMaths, keeps_products, of_pairs
@@ -33,6 +34,7 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
+from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 
@@ -54,6 +56,7 @@ def backward_queries(
         parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
     parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    seen = key_condition(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -66,6 +69,7 @@ def backward_queries(
             do = Operand("do", problem, (tile.q, dim_v))
             k = Operand("k", problem, (tile.kv, dim))
             v = Operand("v", problem, (tile.kv, dim_v))
+            keys = SeenTile(seen if with_dq else None, k, problem, tile.stages)
             products = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             weights = T.alloc_fragment([tile.q, tile.kv], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.q, tile.kv], FLOAT)
@@ -93,7 +97,8 @@ def backward_queries(
                 visit = walk.at(step)
                 kv0 = visit.start
                 maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, False, staged)
-                load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
+                keys.ask(buffers["k"], batch, kv_head, kv0)
+                keys.take(buffers["k"], batch, kv_head, kv0, place)
                 T.clear(products)
                 multiply(q, k, products, transpose_B=True)
                 load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))

@@ -10,6 +10,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, Op, const, make, topological
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
 from attention_engine.kernels.common import (
@@ -44,6 +45,7 @@ from attention_engine.kernels.inside import where_inside
 from attention_engine.kernels.splice import both, hold_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
+from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.row_terms import KV_FIRST, terms_beside_product
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
@@ -101,6 +103,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     plan = plan_tiles(schedule.mask)
     parameters = forward_parameters(sizes, problem, plan, schedule, tile)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    seen = key_condition(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -112,6 +115,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             q = Operand("q", problem, (tile.q, dim))
             k = Operand("k", problem, (tile.kv, dim))
             v = Operand("v", problem, (tile.kv, dim_v))
+            values = SeenTile(seen, v, problem, tile.stages)
             weights = Operand("weights", problem, (tile.q, tile.kv), fragment=True)
             scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
@@ -132,6 +136,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
                 kv0 = visit.start
+                values.ask(buffers["v"], batch, kv_head, kv0)
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(scores)
                 multiply(q, k, scores, transpose_B=True)
@@ -145,7 +150,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
                 load(weights, scores)
                 if schedule.rescale is not None:
                     multiply_rows(output, rows[schedule.rescale], tile, dim_v)
-                load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
+                values.take(buffers["v"], batch, kv_head, kv0, place)
                 accumulate(weights, v, sums)
             maths.finish(output, dim_v)
             T.copy(output, window(buffers["o"], batch, head, q0, tile.q, dim_v))

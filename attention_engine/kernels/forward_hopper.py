@@ -31,6 +31,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.kernels.common import (
     FLOAT,
@@ -58,6 +59,7 @@ from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.turns import Turns
+from attention_engine.kernels.unseen import clear_step
 from attention_engine.kernels.warps import (
     GROUP,
     ROWS_WHOLE,
@@ -107,7 +109,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     turns = Turns(groups, in_turn)
     early = in_turn and groups == 2 and (schedule.rescale is None or schedule.rescales_early)  # it waits early
     warps = tile.threads // WARP
-    blocks = T.ceildiv(sizes.q, tile.q)
+    blocks, seen = T.ceildiv(sizes.q, tile.q), key_condition(schedule.mask)
     items = Items(problem, tile, sizes, plan.later_is_longer, places)
     queries_ahead = tile.queries_ahead and keeps_queries_ahead(problem, tile)
     added = terms_beside_product(schedule.score)
@@ -116,6 +118,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
     by_index = starts_ahead and not in_place
     of_scores = topological(schedule.score, *((schedule.ends.below, schedule.ends.above) if schedule.ends else ()))
     of_start = tuple((v, e) for v, e in schedule.block if v in of_scores)
+
 
     @T.macro
     def nothing() -> None: ...
@@ -227,6 +230,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             start_tile(maths, walk, 1)
         queries.give_back_before(thread, item)
         turns.let_second_start(thread, item.items_before)
+        clear_step(seen, maths.place, first_visit, v, memory.v_full, item.stage(0, stages), tile.threads)
         for after in T.serial(steps - 1):
             step = after + 1
             stage, turn = item.stage(step, stages)
@@ -253,6 +257,7 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, plac
             T.copy(scores, weights)
             if starts_ahead:
                 start_tile(maths, walk, step + 1)
+            clear_step(seen, maths.place, visit, v, memory.v_full, (stage, turn), tile.threads)
         last, last_turn = item.stage(steps - 1, stages)
         T.barrier_wait(memory.v_full[last], last_turn)
         T.wgmma_gemm(weights, v[last, :, :], output, policy=ROWS_WHOLE)

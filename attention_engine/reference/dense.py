@@ -6,12 +6,13 @@ Tensors are (batch, heads, length, dim) here; rows are (batch, heads, queries).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attention_engine.ir.expr import Expr
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.program import (
     DELTA,
     KV_IDX,
@@ -64,6 +65,15 @@ class _Problem:
             indices[variable] = torch.arange(length, device=q.device, dtype=DTYPES[variable.dtype]).view(shape)
         return _Problem(q.to(dtype), k, v, indices, dtype)
 
+    def seen(self, program: Program, custom: Custom) -> _Problem:
+        """The same with 0 for keys and values that nobody sees, by a condition that reads neither query nor head."""
+        condition = key_condition(program.mask)
+        if condition is None:
+            return self
+        seen = Evaluator(self.indices, custom, self.dtype, self.q.device)(condition).transpose(-1, -2)
+        zero = torch.zeros((), dtype=self.dtype, device=self.q.device)
+        return replace(self, k=torch.where(seen, self.k, zero), v=torch.where(seen, self.v, zero))
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2]
@@ -101,7 +111,7 @@ def attend(
     broadcasts over pairs, what an outside block mask keeps; dtype: to compute in, if not in at least fp32.
     """
     custom = custom or {}
-    p = _Problem.of(q, k, v, custom, dtype)
+    p = _Problem.of(q, k, v, custom, dtype).seen(program, custom)
     empty_finals = _empty_finals(program, p, custom)
     if 0 in p.shape:
         zero = (p.q.sum() + p.k.sum() + p.v.sum()) * 0.0
@@ -157,7 +167,7 @@ def attend_backward(
 
     delta: (batch, heads, queries), the row sum of o * d_output; d_finals: gradients of returned rows, by name.
     """
-    p = _Problem.of(q, k, v, custom)
+    p = _Problem.of(q, k, v, custom).seen(program, custom)
     products = p.q @ p.k.transpose(-1, -2)
     score = Evaluator({**p.indices, PRODUCT: products}, custom, p.dtype, q.device)(program.score)
     keep = p.keep(program, custom, blocks) & (score != -torch.inf)
