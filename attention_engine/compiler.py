@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attention_engine.arch import Arch
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.expr import Expr
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward
@@ -22,6 +23,7 @@ from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.target.compile import (
+    DISABLE_WARP_SPECIALIZATION,
     HELD_BARRIERS,
     HELD_THREADS,
     NO_CONTRACTION,
@@ -125,9 +127,9 @@ def pass_configs(problem: Problem | LinearProblem, by_hand: bool = False) -> dic
     Kernels placed by hand have their own barriers. A bulk copy wants rows that begin at whole 16 bytes: where strides
     may be anything there is none, and no warps of its own for it (TileLang would give those bulk copies all the same).
     """
-    narrow = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": True} if problem.stride_unit == 1 else {}
+    narrow = {"tl.disable_tma_lower": True, DISABLE_WARP_SPECIALIZATION: True} if problem.stride_unit == 1 else {}
     if problem.dtype == "float32":
-        return {"tl.disable_wgmma": True, "tl.disable_warp_specialized": True, **narrow}
+        return {"tl.disable_wgmma": True, DISABLE_WARP_SPECIALIZATION: True, **narrow}
     fast = {"tl.enable_fast_math": True, **narrow}
     return {**fast, "tl.disable_thread_storage_sync": True} if by_hand else fast
 
@@ -179,7 +181,8 @@ class Kernels:
         """q, k, v -> o and rows."""
         tile = self.tiles.forward
         if not tile.specialised:
-            return self._kernel("forward.forward", self.maths.forward_of(self.problem.dtype), tile)
+            given = (self.maths.forward_of(self.problem.dtype), tile)
+            return self._kernel("forward.forward", *given, rules=self._one_role)
         places = (places_of(self.target),) if tile.persistent else ()
         schedule = self.maths.forward_parted_of(self.problem.dtype)
         rules = [UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else [])]
@@ -226,6 +229,13 @@ class Kernels:
         """Their tile: that of the products which meet them."""
         tile = self.tiles.backward if over_keys else self.tiles.queries
         return replace(tile, stages=min(tile.stages, 1))
+
+    @property
+    def _one_role(self) -> list[str]:
+        """The rules of kernels that bring tiles by registers (unseen.py): TileLang would give one warp the loads and
+        another the stores."""
+        seen = key_condition(self.maths.program.mask)
+        return [] if seen is None or self.problem.dtype == "float32" else [DISABLE_WARP_SPECIALIZATION]
 
     @property
     def _exact(self) -> list[str]:
@@ -285,7 +295,7 @@ class Kernels:
         """dQ, and what rows add to gradients of custom inputs."""
         return self._kernel(
             "backward_queries.backward_queries", self._schedule, self._backward, self._sums, self.tiles.queries,
-            self.row_pad, rules=self._exact,
+            self.row_pad, rules=[*self._exact, *self._one_role],
         )
 
     @cached_property

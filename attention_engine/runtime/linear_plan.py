@@ -18,9 +18,9 @@ from attention_engine.ir.linear import (
 from attention_engine.ir.problem import padded
 from attention_engine.passes.differentiate import ONE
 from attention_engine.passes.mods import reads_own, row_factor
+from attention_engine.target.compile import DISABLE_WARP_SPECIALIZATION
 from attention_engine.tuner.space import as_arch
 
-DISABLE_SPECIALIZATION = "tl.disable_warp_specialized"
 ROWS = 8  # the most numbers a token that a walk keeps, fp32
 
 
@@ -37,7 +37,7 @@ class LinearKernels:
         if key not in self._made:
             configs = pass_configs(self.problem)
             if tile is not None and not tile.specialize:
-                configs = {**configs, DISABLE_SPECIALIZATION: True}
+                configs = {**configs, DISABLE_WARP_SPECIALIZATION: True}
             given = (self.problem, self.program, *given)
             self._made[key] = Kernel(f"linear.{builder}", given, self.target, self.problem, configs)
         return self._made[key]

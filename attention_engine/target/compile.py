@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
@@ -21,7 +21,9 @@ from attention_engine.errors import NoCudaCompiler
 from attention_engine.target import fences, printed, wait_groups
 from attention_engine.target.proofs import with_quick_proofs
 
+Made = TypeVar("Made")
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
+FAILS_BY_SPECIALIZATION = ("[ThreadSync] Cannot lower", "(C7602)")
 FAST_MATH = "tl.enable_fast_math"
 UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
 HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
@@ -106,8 +108,9 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     and missing.
     """
     tilelang = load_tilelang()
-    configs, rewriting, flags = _prepare(arch, pass_configs)
-    try:
+
+    def compiled(given: Mapping[str, Any]) -> CompiledKernel:
+        configs, rewriting, flags = _prepare(arch, given)
         with rewriting, warnings.catch_warnings():
             # TileLang would have each copy say that it is no bulk copy; we say it of a whole kernel.
             warnings.filterwarnings("ignore", "`tl.disable_tma_lower` is deprecated", DeprecationWarning)
@@ -120,16 +123,33 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
                     compile_flags=flags or None,
                 )
             )
+        symbol = str(prim_func.attrs["global_symbol"])
+        lowered = LoweredKernel(
+            prim_func, arch, kernel.get_kernel_source(), kernel.get_host_source(), nvcc_flags(configs, flags), symbol
+        )
+        executable = kernel.adapter.get_exportable_executable()
+        return CompiledKernel(lowered, executable[symbol], _library(kernel))
+
+    try:
+        return _specialized_if_possible(compiled, pass_configs)
     except RuntimeError as error:
         if find_nvcc() is None:
             raise NoCudaCompiler from error
         raise
-    symbol = str(prim_func.attrs["global_symbol"])
-    lowered = LoweredKernel(
-        prim_func, arch, kernel.get_kernel_source(), kernel.get_host_source(), nvcc_flags(configs, flags), symbol
-    )
-    executable = kernel.adapter.get_exportable_executable()
-    return CompiledKernel(lowered, executable[symbol], _library(kernel))
+
+
+def _specialized_if_possible(
+    make: Callable[[Mapping[str, Any]], Made], pass_configs: Mapping[str, Any] | None
+) -> Made:  # fmt: skip
+    """What `make` makes with these configs; without TileLang's warp specialization where TileLang 0.1.15 or ptxas
+    fails by it: a barrier would stand among some threads of a warp, or a thread has fewer registers than a product."""
+    configs = pass_configs or {}
+    try:
+        return make(configs)
+    except RuntimeError as error:
+        if DISABLE_WARP_SPECIALIZATION in configs or not any(sign in str(error) for sign in FAILS_BY_SPECIALIZATION):
+            raise
+    return make({**configs, DISABLE_WARP_SPECIALIZATION: True})
 
 
 def _library(kernel: Any) -> Path | None:
@@ -143,13 +163,17 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
     tilelang = load_tilelang()
     from tilelang import tvm
 
-    configs, rewriting, flags = _prepare(arch, pass_configs)
     target = tvm.target.Target(tilelang_target(arch))
-    with rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
-        artifact = with_quick_proofs(lambda: tilelang.lower(prim_func, target=target, enable_host_codegen=True))
-    return LoweredKernel(
-        prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)
-    )
+
+    def lowered(given: Mapping[str, Any]) -> LoweredKernel:
+        configs, rewriting, flags = _prepare(arch, given)
+        with rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
+            artifact = with_quick_proofs(lambda: tilelang.lower(prim_func, target=target, enable_host_codegen=True))
+        return LoweredKernel(
+            prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)
+        )
+
+    return _specialized_if_possible(lowered, pass_configs)
 
 
 def _prepare(

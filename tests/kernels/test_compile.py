@@ -11,7 +11,7 @@ from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.compiler import Kernels
 from attention_engine.frontend.meta import hints_of
 from attention_engine.ir.problem import Tile
-from attention_engine.library import OnlineSoftmax, causal, document, relative_bias, scale
+from attention_engine.library import OnlineSoftmax, causal, document, padding, relative_bias, scale
 
 pytest.importorskip("tilelang")
 from attention_engine.target import compile as target_compile
@@ -293,3 +293,17 @@ def test_an_older_gpu_copies_by_cp_async():
 def test_rows_that_are_no_whole_16_bytes_are_not_copied_in_bulk(kernel, dtype, dim, bulk):
     """A GPU refuses the descriptor of such a copy when the kernel is launched."""
     assert ("CUtensorMap" in lower(arch.H100(), kernel, dtype, dim).cuda) == bulk
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_tiles_that_come_by_registers_are_loaded_and_stored_by_the_same_threads(dtype):
+    """TileLang's warp specialization would let one warp load them and store another's registers, which nobody wrote."""
+    metas = [meta_tensor(1, 2, 256, dim, dtype=dtype) for dim in (96, 96, 64)]
+    engine = AttentionEngine(
+        metas, CustomIO({"lengths": ("batch",)}), scale(0.1), padding(), OnlineSoftmax(), device=arch.H100()
+    )
+    forward = engine._kernels("cuda").forward
+    assert forward.builder == "forward.forward"
+    cuda = target_compile.lower_kernel(forward.prim_func, arch.H100(), pass_configs=forward.configs).cuda
+    assert "wgmma" in cuda and "_producer_ws" not in cuda

@@ -192,3 +192,26 @@ def test_a_kernel_that_needs_a_longer_proof_is_lowered_with_all_of_z3() -> None:
 
     assert proofs.with_quick_proofs(lower) == "lowered"
     assert solvers == ["2", "6"]
+
+
+@pytest.mark.parametrize("sign", target_compile.FAILS_BY_SPECIALIZATION)
+def test_what_fails_by_warp_specialization_is_made_without(sign):
+    asked = []
+
+    def make(configs):
+        asked.append(dict(configs))
+        if target_compile.DISABLE_WARP_SPECIALIZATION not in configs:
+            raise RuntimeError(f"tvm: {sign} and more")
+        return "made"
+
+    assert target_compile._specialized_if_possible(make, {"a": True}) == "made"
+    assert asked == [{"a": True}, {"a": True, target_compile.DISABLE_WARP_SPECIALIZATION: True}]
+
+
+@pytest.mark.parametrize("configs", [None, {target_compile.DISABLE_WARP_SPECIALIZATION: True}])
+def test_other_failures_are_told(configs):
+    def make(_):
+        raise RuntimeError("out of luck" if configs is None else target_compile.FAILS_BY_SPECIALIZATION[0])
+
+    with pytest.raises(RuntimeError):
+        target_compile._specialized_if_possible(make, configs)
