@@ -9,6 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from attention_engine.arch import Arch
+from attention_engine.codegen.compile import (
+    DISABLE_WARP_SPECIALIZATION,
+    HELD_BARRIERS,
+    HELD_THREADS,
+    NO_CONTRACTION,
+    ONE_CHAIN,
+    UNIFORM_GROUPS,
+    Resources,
+)
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
@@ -22,18 +31,9 @@ from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
-from attention_engine.target.compile import (
-    DISABLE_WARP_SPECIALIZATION,
-    HELD_BARRIERS,
-    HELD_THREADS,
-    NO_CONTRACTION,
-    ONE_CHAIN,
-    UNIFORM_GROUPS,
-    Resources,
-)
 
 if TYPE_CHECKING:
-    from attention_engine.target.cache import KernelKey
+    from attention_engine.codegen.cache import KernelKey
 
 Target = Arch | str  # an architecture, or "interpret"
 INTERPRETED_PLACES = 3  # blocks that the interpreter's GPU runs at once: few, so that each has several work items
@@ -76,11 +76,11 @@ class Kernel:
     def compiled(self) -> Any:
         """The callable: (tensors and numbers, in the order of the parameters) -> None."""
         if isinstance(self.target, str):
-            from attention_engine.target.interpreter import Interpreter
+            from attention_engine.codegen.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
-        from attention_engine.target.cache import find_or_compile
-        from attention_engine.target.compile import compile_kernel
+        from attention_engine.codegen.cache import find_or_compile
+        from attention_engine.codegen.compile import compile_kernel
 
         arch, configs = self.target, self.configs
         kernel = find_or_compile(self._key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
@@ -96,7 +96,7 @@ class Kernel:
 
     @property
     def _key(self) -> KernelKey:
-        from attention_engine.target.cache import KernelKey
+        from attention_engine.codegen.cache import KernelKey
 
         assert isinstance(self.target, Arch), "the interpreter keeps nothing"
         return KernelKey(self.builder, self.given, self.target, tuple(self.configs.items()))
@@ -104,7 +104,7 @@ class Kernel:
     @property
     def resources(self) -> Resources:
         """What the compiled kernel takes of a GPU."""
-        from attention_engine.target.cache import resources_of
+        from attention_engine.codegen.cache import resources_of
 
         return resources_of(self._key, self.compiled.lowered)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from attention_engine import AttentionEngine
-from attention_engine.target.compile import Resources
+from attention_engine.codegen.compile import Resources
 from attention_engine.tuner.cases import Case, find
 from benchmarks.cases import make_inputs, moved_bytes
 from benchmarks.timing import Call

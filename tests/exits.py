@@ -81,7 +81,7 @@ def kinds_here() -> list[str]:
     """The kinds that can run on this machine."""
     import torch
 
-    from attention_engine.target.compile import find_nvcc
+    from attention_engine.codegen.compile import find_nvcc
 
     lacking = {"compiled"} if find_nvcc() is None else set()
     return [k for k in KINDS if k not in lacking | {"refused"} | (set() if torch.cuda.is_available() else {"gpu"})]

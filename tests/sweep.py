@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
-from attention_engine.target import compile as target_compile
+from attention_engine.codegen import compile as codegen_compile
 from attention_engine.tuner.worker import RemoteError, call_all, worker_count
 from tests import cases, programs
 from tests.kernels.together import compile_together
@@ -86,7 +86,7 @@ def run(job: Job, arch_name: str, lower: bool, limit: int | None, only: Collecti
     if limit is not None:
         allow_cpu_seconds(limit * len(chosen))
     lowered = {
-        f"n{number}": target_compile.lower_kernel(kernel.prim_func, device, pass_configs=kernel.configs)
+        f"n{number}": codegen_compile.lower_kernel(kernel.prim_func, device, pass_configs=kernel.configs)
         for number, kernel in enumerate(chosen.values())
     }
     names = dict(zip(lowered, chosen, strict=True))

@@ -124,8 +124,8 @@ AS_NOBODY = """
 import logging, os, sys, tempfile
 from pathlib import Path
 from attention_engine import folders
-from attention_engine.target import cache
-from tests.target.text_compiler import KEY, Compiler
+from attention_engine.codegen import cache
+from tests.codegen.text_compiler import KEY, Compiler
 cache._module = lambda path: {"forward": None}
 work = Path(tempfile.mkdtemp())
 work.chmod(0o777)
@@ -140,8 +140,8 @@ print(compiler.count, len(list(cache.entries())), folders.kernel_folders().writa
 @only_root
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_cache_that_root_filled_serves_others_who_cannot_write_there(trusted, tmp_path, monkeypatch):
-    from attention_engine.target import cache
-    from tests.target.text_compiler import KEY, Compiler
+    from attention_engine.codegen import cache
+    from tests.codegen.text_compiler import KEY, Compiler
 
     monkeypatch.setattr(cache, "_module", lambda path: {"forward": None})
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # pytest's folders are closed to others

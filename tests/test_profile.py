@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention_engine import arch
-from attention_engine.target.compile import Resources, find_nvcc
+from attention_engine.codegen.compile import Resources, find_nvcc
 from attention_engine.tuner.cases import CASES, Case
 from benchmarks import profile
 

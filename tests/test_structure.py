@@ -26,7 +26,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 # What each part may import of the package, besides itself. A level may use all levels below it.
 LEVELS = [
     {"errors", "settings", "files", "folders"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"},
-    {"kernels"}, {"target"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"},
+    {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"},
     {"__main__"},
 ]  # fmt: skip
 BELOW = {part: set().union(*LEVELS[:i]) for i, level in enumerate(LEVELS) for part in level}
@@ -35,8 +35,8 @@ BELOW["files"], BELOW["folders"] = set(), {"files", "settings"}
 BELOW["frontend"] |= {"passes"}  # tracing leaves normal forms
 BELOW["reference"] = {"errors", "ir"}
 BELOW["arch"] = {"errors", "settings", "ir"}
-TORCH_PARTS = {"reference", "target", "tuner", "runtime", "integrations", "cli"}  # and inside functions of arch
-TILELANG_PARTS = {"kernels", "target"}
+TORCH_PARTS = {"reference", "codegen", "tuner", "runtime", "integrations", "cli"}  # and inside functions of arch
+TILELANG_PARTS = {"kernels", "codegen"}
 
 
 def part_of(path: Path) -> str:

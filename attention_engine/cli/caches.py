@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lists or clears."""
-    from attention_engine.target.cache import clear, entries
+    from attention_engine.codegen.cache import clear, entries
 
     held_in = folders.kernel_folders()
     if args.clear:

@@ -81,7 +81,7 @@ def limits() -> Finding:
 
 def compiler() -> Finding:
     """nvcc."""
-    from attention_engine.target.compile import find_nvcc
+    from attention_engine.codegen.compile import find_nvcc
 
     nvcc = find_nvcc()
     if nvcc is None:
@@ -93,7 +93,7 @@ def compiler() -> Finding:
 
 def cache() -> Finding:
     """The folders of compiled kernels."""
-    from attention_engine.target.cache import entries
+    from attention_engine.codegen.cache import entries
 
     found = folders.kernel_folders()
     held = list(entries())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from attention_engine.codegen.compile import DISABLE_WARP_SPECIALIZATION
 from attention_engine.compiler import Kernel, Target, pass_configs
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import (
@@ -18,7 +19,6 @@ from attention_engine.ir.linear import (
 from attention_engine.ir.problem import padded
 from attention_engine.passes.differentiate import ONE
 from attention_engine.passes.mods import reads_own, row_factor
-from attention_engine.target.compile import DISABLE_WARP_SPECIALIZATION
 from attention_engine.tuner.space import as_arch
 
 ROWS = 8  # the most numbers a token that a walk keeps, fp32

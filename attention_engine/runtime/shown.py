@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
+from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, Kernels
 from attention_engine.errors import NoDevice, UnknownOption
 from attention_engine.frontend.captured import Captured
@@ -28,7 +29,6 @@ from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, s
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.plans import as_parameter
 from attention_engine.runtime.tuning import Asked, Tuning
-from attention_engine.target.compile import Resources
 
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
 KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")

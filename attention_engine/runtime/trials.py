@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine import folders
+from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, Kernels, Target, Tiles
 from attention_engine.errors import AttentionEngineError
 from attention_engine.frontend.custom_io import CustomSpec
@@ -21,7 +22,6 @@ from attention_engine.ir.program import Program
 from attention_engine.passes.maths import analyse
 from attention_engine.reference.dense import attend, attend_backward
 from attention_engine.runtime.launch import Launcher
-from attention_engine.target.compile import Resources
 from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
 from attention_engine.tuner.problems import KernelName
 from attention_engine.tuner.search import Outcome, Trial

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attention_engine.arch import H100, Arch
+from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Target
 from attention_engine.ir.problem import ROW_PAD, TILE_FORMS, Problem, Tile, padded
 from attention_engine.passes.by_hand import backward_persists, pairs_in_turn
-from attention_engine.target.compile import Resources
 from attention_engine.tuner.entries import AnyTile
 from attention_engine.tuner.problems import KernelName
 

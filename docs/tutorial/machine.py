@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attention_engine import arch
-from attention_engine.target.compile import compile_kernel
-from attention_engine.target.interpreter import Interpreter
+from attention_engine.codegen.compile import compile_kernel
+from attention_engine.codegen.interpreter import Interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

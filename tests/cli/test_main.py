@@ -13,10 +13,10 @@ import torch
 from attention_engine.cli import doctor
 from attention_engine.cli.doctor import Finding
 from attention_engine.cli.main import main
+from attention_engine.codegen import cache
 from attention_engine.ir.problem import Tile
-from attention_engine.target import cache
 from attention_engine.tuner.store import Entry, TuneFile
-from tests.target.text_compiler import KEY, Compiler
+from tests.codegen.text_compiler import KEY, Compiler
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MHA = str(ROOT / "attn_script" / "mha.py")

@@ -14,7 +14,7 @@ from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, causal, document, padding, relative_bias, scale
 
 pytest.importorskip("tilelang")
-from attention_engine.target import compile as target_compile
+from attention_engine.codegen import compile as codegen_compile
 from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 from tests.kernels.together import assert_fits, compile_together
@@ -57,7 +57,7 @@ IN_MEMORY = ("deep_backward", "ungrouped_deep_backward", "widest_backward")
 
 def by_nvcc(test):
     """A test that compiles kernels, which takes minutes."""
-    return pytest.mark.slow(pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")(test))
+    return pytest.mark.slow(pytest.mark.skipif(codegen_compile.find_nvcc() is None, reason="needs nvcc")(test))
 
 
 def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None, heads=(4, 2)):
@@ -69,7 +69,7 @@ def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None, heads=(4, 2)):
         made = engine._kernels("cuda")
         tiles = replace(made.tiles, forward=replace(made.tiles.forward, **forms))
         source = Kernels(made.maths, made.problem, tiles, gpu, False).forward
-    return target_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
+    return codegen_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
 
 
 def lower_sums_of_diagonals(kv_heads):
@@ -82,7 +82,7 @@ def lower_sums_of_diagonals(kv_heads):
     tile = Tile(64, 128, 256, 2, specialised=True, skewed_sums=True)
     tiles = replace(kernels.tiles, backward=tile)
     source = Kernels(maths, kernels.problem, tiles, arch.H100(), deterministic=False).backward
-    return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
+    return codegen_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
 
 
 def lower_default_sums_of_diagonals(kv_heads, dtype):
@@ -94,7 +94,7 @@ def lower_default_sums_of_diagonals(kv_heads, dtype):
     )
     kernels = engine._kernels("cuda")
     assert kernels.tiles.backward == Tile(80, 128, 256, 2, specialised=True, skewed_sums=True)
-    return target_compile.lower_kernel(
+    return codegen_compile.lower_kernel(
         kernels.backward.prim_func, arch.H100(), pass_configs=kernels.backward.configs
     )
 
@@ -105,7 +105,7 @@ def lower_case(kernel, name):
     maths = made.maths.wanting(())
     tiles = default_tiles(made.problem, maths, arch.H100(), hints_of(case.metas()))
     source = getattr(Kernels(maths, made.problem, tiles, arch.H100(), deterministic=False), kernel)
-    return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
+    return codegen_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
 
 
 def lower_lists(dim, dtype, kv_heads):
@@ -117,7 +117,7 @@ def lower_lists(dim, dtype, kv_heads):
     tiles = default_tiles(made.problem, maths, arch.H100())
     assert tiles.backward.persistent
     source = Kernels(maths, made.problem, tiles, arch.H100(), deterministic=False).backward
-    return target_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
+    return codegen_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
 
 
 @functools.cache
@@ -305,5 +305,5 @@ def test_tiles_that_come_by_registers_are_loaded_and_stored_by_the_same_threads(
     )
     forward = engine._kernels("cuda").forward
     assert forward.builder == "forward.forward"
-    cuda = target_compile.lower_kernel(forward.prim_func, arch.H100(), pass_configs=forward.configs).cuda
+    cuda = codegen_compile.lower_kernel(forward.prim_func, arch.H100(), pass_configs=forward.configs).cuda
     assert "wgmma" in cuda and "_producer_ws" not in cuda

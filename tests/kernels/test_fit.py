@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, arch, meta_tensor
+from attention_engine.codegen.compile import find_nvcc
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.kernels.warps import registers
-from attention_engine.target.compile import find_nvcc
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 

@@ -6,11 +6,11 @@ import torch
 pytest.importorskip("tilelang")
 import tilelang.language as T
 
+from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.items import Deal, Items, KeyBlocks
 from attention_engine.passes.by_hand import pairs_of_a_unit
-from attention_engine.target.interpreter import Interpreter
 
 TILE = Tile(128, 128, 256, 2)
 

@@ -7,12 +7,12 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, document_ids
 from attention_engine.arch import H100
+from attention_engine.codegen.warp_simulator import Turns
 from attention_engine.ir.problem import Problem
 from attention_engine.kernels import spare_warps
 from attention_engine.library import OnlineSoftmax, document, scale
 from attention_engine.passes.by_hand import backward_persists
 from attention_engine.runtime import launch, op
-from attention_engine.target.warp_simulator import Turns
 from attention_engine.tuner.defaults import default_tiles
 from tests.cases import CASES, Shape, errors
 from tests.kernels.test_hopper_interpret import MANY, PROGRAMS, SHARED_KEYS, WALKS, by_hand, by_head, kernels, ran

@@ -11,12 +11,12 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
 from attention_engine import AttentionEngine, CustomIO, document_ids
+from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.errors import HazardInKernel
 from attention_engine.kernels.spare_warps import walk_share
 from attention_engine.kernels.warps import WARP
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, scale
 from attention_engine.runtime import launch, op
-from attention_engine.target.interpreter import Interpreter
 from tests import plain
 from tests.cases import Shape
 from tests.kernels.test_hopper_interpret import by_hand, kernels

@@ -19,12 +19,12 @@ from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
 
 pytest.importorskip("tilelang")
+from attention_engine.codegen import compile as codegen_compile
 from attention_engine.kernels.linear.channels.common import APART_BY_COLUMNS, APART_BY_PAIRS
 from attention_engine.kernels.linear.common import COPYING, SM_REGISTERS, consumer_registers
-from attention_engine.target import compile as target_compile
 from tests.kernels.together import assert_fits, compile_together
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(codegen_compile.find_nvcc() is None, reason="needs nvcc")]
 
 PROGRAM = trace_mods({"v": lambda x, c: x * c["dt"]}, CustomIO({"dt": ("batch", "heads", "seq_len")}))
 SCALED = trace_mods({"q": lambda x, c: x * 0.0625}, CustomIO({}))
@@ -78,7 +78,7 @@ def halves(gpu):
 
 def lower(kernel):
     configs = {**pass_configs(kernel.problem), **kernel.configs}
-    return target_compile.lower_kernel(kernel.prim_func, kernel.target, pass_configs=configs)
+    return codegen_compile.lower_kernel(kernel.prim_func, kernel.target, pass_configs=configs)
 
 
 @functools.cache

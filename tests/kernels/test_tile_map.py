@@ -16,9 +16,9 @@ from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.reference.evaluate import Evaluator
 
 pytest.importorskip("tilelang")
+from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.kernels.tile_map import tile_map
 from attention_engine.kernels.tiles import EMPTY, PIECE
-from attention_engine.target.interpreter import Interpreter
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 4, 2, 150, 181
 TILES = {"small": Tile(32, 16, 128, 0), "asked in four strips": Tile(128, 64, 128, 0)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attention_engine.arch import Arch
-from attention_engine.target.compile import LoweredKernel, Resources, parse_resources, ptxas_report
+from attention_engine.codegen.compile import LoweredKernel, Resources, parse_resources, ptxas_report
 
 
 @dataclass(frozen=True)

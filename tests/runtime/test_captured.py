@@ -25,6 +25,7 @@ from attention_engine import (
     library,
     meta_tensor,
 )
+from attention_engine.codegen import compile as codegen_compile
 from attention_engine.errors import (
     BadInitialValue,
     CustomInputMissing,
@@ -35,7 +36,6 @@ from attention_engine.errors import (
     WrongIndex,
 )
 from attention_engine.library import OnlineSoftmax
-from attention_engine.target import compile as target_compile
 from tests.runtime.engines import BACKENDS, DIM, HEADS, build, close, qkv
 
 both = pytest.mark.parametrize("backend", BACKENDS)
@@ -440,7 +440,7 @@ def test_kernels_that_read_captured_tensors_are_lowered_for_a_gpu():
         lambda b, h, i, j: i >= j, device=arch.H100(),
     )  # fmt: skip
     kernel = engine._source_kernel("forward", "cuda")
-    text = target_compile.lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
+    text = codegen_compile.lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
     assert "custom_t[" in text and "custom_table[" in text
 
 

@@ -189,13 +189,13 @@ def test_fast_math_takes_no_power_of_a_negative_number():
     """nvcc makes such a power of logarithms: NaN for every negative base, whatever the exponent."""
     pytest.importorskip("tilelang")
     from attention_engine import arch
-    from attention_engine.target import compile as target_compile
+    from attention_engine.codegen import compile as codegen_compile
 
     def text(score_mod: Callable[..., Any]) -> str:
         metas = (meta_tensor(1, 1, 64, 64, dtype=torch.float16),) * 3
         engine = AttentionEngine(metas, CustomIO({"p": ("heads",)}), score_mod, None, OnlineFunc(), device=arch.A100())
         kernel = engine._source_kernel("forward", "cuda")
-        return target_compile.lower_kernel(kernel.prim_func, arch.A100(), pass_configs=kernel.configs).cuda
+        return codegen_compile.lower_kernel(kernel.prim_func, arch.A100(), pass_configs=kernel.configs).cuda
 
     of_any = text(lambda s, c, b, h, i, j: s ** c["p"])
     assert "powf(" in of_any and all(part.startswith("fabsf(") for part in of_any.split("powf(")[1:])

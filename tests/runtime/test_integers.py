@@ -230,7 +230,7 @@ LOWERED = {
 def test_kernels_of_wide_integers_lower(name):
     """Sums and products that may wrap are unsigned, so that compilers can't take them for ones that don't."""
     pytest.importorskip("tilelang")
-    from attention_engine.target.compile import lower_kernel
+    from attention_engine.codegen.compile import lower_kernel
 
     which, device, mask, axes = LOWERED[name]
     device = getattr(arch, device)()

@@ -53,7 +53,7 @@ def test_two_hundred_packed_batches_compile_once(monkeypatch):
         def __call__(self, *arguments):
             pass
 
-    monkeypatch.setattr("attention_engine.target.interpreter.Interpreter", Silent)
+    monkeypatch.setattr("attention_engine.codegen.interpreter.Interpreter", Silent)
     kept = dict(op.ATTENTIONS)
     op.ATTENTIONS.clear()
     try:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from attention_engine import arch
+from attention_engine.codegen.compile import Resources
 from attention_engine.ir.problem import Tile
 from attention_engine.runtime import trials
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, compiled, judged
-from attention_engine.target.compile import Resources
 from attention_engine.tuner import measure
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.measure import worst_difference

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attention_engine import arch, compiler
+from attention_engine.codegen import interpreter
 from attention_engine.errors import TuneFileUnreadable, UnknownOption
 from attention_engine.runtime import launch, tuning
-from attention_engine.target import interpreter
 from attention_engine.tuner import entries, measure, search
 from attention_engine.tuner.search import Budget
 from tests.runtime.benches import SecondIsBest

@@ -3,9 +3,9 @@
 import pytest
 
 from attention_engine import arch
+from attention_engine.codegen.compile import Resources
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.problem import Problem, Tile
-from attention_engine.target.compile import Resources
 from attention_engine.tuner import defaults
 from attention_engine.tuner.cost import Work, blocks_per_sm, cycles
 from attention_engine.tuner.problems import KERNEL_NAMES, bucket

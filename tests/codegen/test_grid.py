@@ -8,7 +8,7 @@ from attention_engine.errors import HazardInKernel
 pytest.importorskip("tilelang")
 import tilelang.language as T
 
-from attention_engine.target.interpreter import Interpreter
+from attention_engine.codegen.interpreter import Interpreter
 
 
 def test_the_first_index_of_a_grid_runs_fastest():

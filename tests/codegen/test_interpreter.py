@@ -13,11 +13,11 @@ tilelang = pytest.importorskip("tilelang")
 
 import tilelang.language as T  # noqa: E402
 
+from attention_engine.codegen.interpreter import Interpreter  # noqa: E402
+from attention_engine.codegen.scalar_ops import truncate_to_tf32  # noqa: E402
 from attention_engine.errors import HazardInKernel  # noqa: E402
 from attention_engine.kernels.splice import take_for_granted  # noqa: E402
-from attention_engine.target.interpreter import Interpreter  # noqa: E402
-from attention_engine.target.scalar_ops import truncate_to_tf32  # noqa: E402
-from tests.target import flash  # noqa: E402
+from tests.codegen import flash  # noqa: E402
 
 ROWS, COLUMNS = 8, 16
 TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "int32": torch.int32}

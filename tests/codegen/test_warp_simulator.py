@@ -4,9 +4,9 @@ import pytest
 import tilelang.language as T
 import torch
 
+from attention_engine.codegen.interpreter import Interpreter
+from attention_engine.codegen.warp_simulator import Barrier
 from attention_engine.errors import HazardInKernel
-from attention_engine.target.interpreter import Interpreter
-from attention_engine.target.warp_simulator import Barrier
 
 STEPS, STAGES = 5, 2
 

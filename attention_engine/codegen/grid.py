@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any, Protocol
 
+from attention_engine.codegen.tile_buffers import ROLE
+from attention_engine.codegen.tile_windows import Frame, Run
+from attention_engine.codegen.tir_nodes import kind_of
 from attention_engine.errors import HazardInKernel
-from attention_engine.target.tile_buffers import ROLE
-from attention_engine.target.tile_windows import Frame, Run
-from attention_engine.target.tir_nodes import kind_of
 
 GRID_KIND = 4  # tirx.ForKind.THREAD_BINDING: an index of a block
 

@@ -14,11 +14,11 @@ tilelang = pytest.importorskip("tilelang")
 import tilelang.language as T  # noqa: E402
 
 from attention_engine import arch  # noqa: E402
+from attention_engine.codegen import compile as codegen_compile  # noqa: E402
+from attention_engine.codegen import proofs  # noqa: E402
 from attention_engine.errors import NoCudaCompiler  # noqa: E402
-from attention_engine.target import compile as target_compile  # noqa: E402
-from attention_engine.target import proofs  # noqa: E402
 
-needs_nvcc = pytest.mark.skipif(target_compile.find_nvcc() is None, reason="needs nvcc")
+needs_nvcc = pytest.mark.skipif(codegen_compile.find_nvcc() is None, reason="needs nvcc")
 
 REPORT = """
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
@@ -45,7 +45,7 @@ HOST = """
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory):
     """TileLang's disk cache in a fresh folder."""
-    tilelang = target_compile.load_tilelang()
+    tilelang = codegen_compile.load_tilelang()
     before = tilelang.env.TILELANG_CACHE_DIR
     tilelang.env.TILELANG_CACHE_DIR = str(tmp_path_factory.mktemp("tilelang"))
     yield
@@ -53,8 +53,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_a_report_is_read_in_full() -> None:
-    assert target_compile.dynamic_shared_bytes(CUDA, HOST) == 49152
-    got = target_compile.parse_resources(REPORT, 49152)
+    assert codegen_compile.dynamic_shared_bytes(CUDA, HOST) == 49152
+    got = codegen_compile.parse_resources(REPORT, 49152)
     assert (got.registers, got.spill_stores, got.spill_loads, got.shared_bytes) == (168, 24, 20, 49152 + 72)
     assert got.spills
     assert [note[:21] for note in got.notes] == ["ptxas info    : (C751"]
@@ -90,7 +90,7 @@ def causal_sum(rows: int = 256, dim: int = 32, tile: int = 64):
 @needs_nvcc
 @pytest.mark.parametrize("gpu", [arch.A100(), arch.RTX4090(), arch.H100()], ids=lambda gpu: gpu.target)
 def test_a_dynamic_extent_with_two_stages_compiles(gpu: arch.Arch) -> None:
-    lowered = target_compile.lower_kernel(causal_sum(), gpu)
+    lowered = codegen_compile.lower_kernel(causal_sum(), gpu)
     if gpu.has_tma:
         assert "tma_load" in lowered.cuda and "wgmma" in lowered.cuda
     else:
@@ -106,24 +106,24 @@ def test_a_dynamic_extent_with_two_stages_compiles(gpu: arch.Arch) -> None:
 @needs_nvcc
 def test_a_compiled_kernel_shows_its_sources_and_is_found_again() -> None:
     program = causal_sum()
-    kernel = target_compile.compile_kernel(program, arch.H100())
+    kernel = codegen_compile.compile_kernel(program, arch.H100())
     assert "wgmma" in kernel.source("cuda")
     assert "T.gemm(" in kernel.source("tilelang")
-    assert target_compile.dynamic_shared_bytes(kernel.lowered.cuda, kernel.lowered.host) >= 64 * 32 * 2 * 5
+    assert codegen_compile.dynamic_shared_bytes(kernel.lowered.cuda, kernel.lowered.host) >= 64 * 32 * 2 * 5
     q = torch.zeros(256, 32, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="device_type mismatch, expected cuda"):
         kernel(q, q, q, torch.zeros(256, 64))
     start = time.perf_counter()
-    again = target_compile.compile_kernel(causal_sum(), arch.H100())
+    again = codegen_compile.compile_kernel(causal_sum(), arch.H100())
     assert time.perf_counter() - start < 1  # from the cache: no lowering, no nvcc
     assert again.source() == kernel.source()
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert target_compile.find_nvcc() is None
+    assert codegen_compile.find_nvcc() is None
     with pytest.raises(NoCudaCompiler, match=r"pip install 'tilelang\[nvcc\]'"):
-        target_compile.ptxas_report("", arch.H100())
+        codegen_compile.ptxas_report("", arch.H100())
 
 
 @needs_nvcc
@@ -131,12 +131,12 @@ def test_a_failed_compilation_without_a_compiler_says_so(monkeypatch: pytest.Mon
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("[Errno 2] No such file or directory: 'nvcc'")
 
-    monkeypatch.setattr(target_compile.load_tilelang(), "compile", fail)
+    monkeypatch.setattr(codegen_compile.load_tilelang(), "compile", fail)
     with pytest.raises(RuntimeError, match="No such file"):
-        target_compile.compile_kernel(None, arch.H100())
+        codegen_compile.compile_kernel(None, arch.H100())
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(NoCudaCompiler):
-        target_compile.compile_kernel(None, arch.H100())
+        codegen_compile.compile_kernel(None, arch.H100())
 
 
 def test_nvcc_is_found_in_cuda_home_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,20 +144,20 @@ def test_nvcc_is_found_in_cuda_home_first(monkeypatch: pytest.MonkeyPatch, tmp_p
     compiler.parent.mkdir()
     compiler.touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert target_compile.find_nvcc() == compiler
+    assert codegen_compile.find_nvcc() == compiler
 
 
 def test_an_unknown_form_of_source_is_an_error() -> None:
-    kernel = target_compile.LoweredKernel(None, arch.H100(), "cuda text", "host text")
+    kernel = codegen_compile.LoweredKernel(None, arch.H100(), "cuda text", "host text")
     assert kernel.source() == "cuda text"
     with pytest.raises(ValueError, match="form='ptx' is neither 'tilelang' nor 'cuda'"):
         kernel.source("ptx")  # type: ignore[arg-type]
 
 
 def test_the_wait_fix_is_for_targets_without_tma_pipelines() -> None:
-    fixed = {gpu().target for gpu in arch.KNOWN_GPUS if target_compile.needs_wait_fix(gpu(), {})}
+    fixed = {gpu().target for gpu in arch.KNOWN_GPUS if codegen_compile.needs_wait_fix(gpu(), {})}
     assert fixed == {"sm_80", "sm_86", "sm_89", "sm_120a"}
-    assert target_compile.needs_wait_fix(arch.H100(), {target_compile.DISABLE_WARP_SPECIALIZATION: True})
+    assert codegen_compile.needs_wait_fix(arch.H100(), {codegen_compile.DISABLE_WARP_SPECIALIZATION: True})
 
 
 def test_z3_is_as_before_after_a_kernel_was_lowered() -> None:
@@ -194,24 +194,24 @@ def test_a_kernel_that_needs_a_longer_proof_is_lowered_with_all_of_z3() -> None:
     assert solvers == ["2", "6"]
 
 
-@pytest.mark.parametrize("sign", target_compile.FAILS_BY_SPECIALIZATION)
+@pytest.mark.parametrize("sign", codegen_compile.FAILS_BY_SPECIALIZATION)
 def test_what_fails_by_warp_specialization_is_made_without(sign):
     asked = []
 
     def make(configs):
         asked.append(dict(configs))
-        if target_compile.DISABLE_WARP_SPECIALIZATION not in configs:
+        if codegen_compile.DISABLE_WARP_SPECIALIZATION not in configs:
             raise RuntimeError(f"tvm: {sign} and more")
         return "made"
 
-    assert target_compile._specialized_if_possible(make, {"a": True}) == "made"
-    assert asked == [{"a": True}, {"a": True, target_compile.DISABLE_WARP_SPECIALIZATION: True}]
+    assert codegen_compile._specialized_if_possible(make, {"a": True}) == "made"
+    assert asked == [{"a": True}, {"a": True, codegen_compile.DISABLE_WARP_SPECIALIZATION: True}]
 
 
-@pytest.mark.parametrize("configs", [None, {target_compile.DISABLE_WARP_SPECIALIZATION: True}])
+@pytest.mark.parametrize("configs", [None, {codegen_compile.DISABLE_WARP_SPECIALIZATION: True}])
 def test_other_failures_are_told(configs):
     def make(_):
-        raise RuntimeError("out of luck" if configs is None else target_compile.FAILS_BY_SPECIALIZATION[0])
+        raise RuntimeError("out of luck" if configs is None else codegen_compile.FAILS_BY_SPECIALIZATION[0])
 
     with pytest.raises(RuntimeError):
-        target_compile._specialized_if_possible(make, configs)
+        codegen_compile._specialized_if_possible(make, configs)

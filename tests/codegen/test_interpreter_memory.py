@@ -8,8 +8,8 @@ tilelang = pytest.importorskip("tilelang")
 import tilelang.language as T  # noqa: E402
 from tilelang.language.eager.builder import Builder  # noqa: E402
 
+from attention_engine.codegen.interpreter import Interpreter  # noqa: E402
 from attention_engine.errors import NotInterpretable  # noqa: E402
-from attention_engine.target.interpreter import Interpreter  # noqa: E402
 
 
 def test_copies_fill_with_zeros_and_drop_what_lies_outside() -> None:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attention_engine.errors import NotInterpretable
-from attention_engine.target.scalar_ops import (
+from attention_engine.codegen.scalar_ops import (
     BINARY,
     UNARY,
     UNSIGNED_MASKS,
@@ -20,11 +19,11 @@ from attention_engine.target.scalar_ops import (
     reinterpret,
     wraps,
 )
-from attention_engine.target.tile_buffers import MASK, ROLE, BufferCompiler, Code, constant
-from attention_engine.target.tile_windows import BufferInfo, Frame, Run, gather
-from attention_engine.target.tir_nodes import handle_of, kind_of, nodes_used_twice
-from attention_engine.target.warp_lanes import READ, STORED
-from attention_engine.target.warp_watch import (
+from attention_engine.codegen.tile_buffers import MASK, ROLE, BufferCompiler, Code, constant
+from attention_engine.codegen.tile_windows import BufferInfo, Frame, Run, gather
+from attention_engine.codegen.tir_nodes import handle_of, kind_of, nodes_used_twice
+from attention_engine.codegen.warp_lanes import READ, STORED
+from attention_engine.codegen.warp_watch import (
     tell,
     vote,
     watch_count,
@@ -33,6 +32,7 @@ from attention_engine.target.warp_watch import (
     watch_tile,
     watch_variable,
 )
+from attention_engine.errors import NotInterpretable
 
 
 class ExpressionCompiler(BufferCompiler):

@@ -4,8 +4,8 @@ import pytest
 import tilelang.language as T
 import torch
 
+from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.errors import HazardInKernel, NotInterpretable
-from attention_engine.target.interpreter import Interpreter
 
 WARP, ITEMS, SLOTS = 32, 4, 2
 

@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeVar
 
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
+from attention_engine.codegen import fences, printed, wait_groups
+from attention_engine.codegen.proofs import with_quick_proofs
 from attention_engine.errors import NoCudaCompiler
-from attention_engine.target import fences, printed, wait_groups
-from attention_engine.target.proofs import with_quick_proofs
 
 Made = TypeVar("Made")
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"

@@ -1,9 +1,9 @@
 """Rules on the CUDA text: rows in several chains, warpgroups' numbers uniform; all else stays as it was."""
 
 from attention_engine.arch import H100
-from attention_engine.target.compile import ONE_CHAIN, lower_kernel
-from attention_engine.target.printed import in_chains, with_held_barriers, with_held_threads, with_uniform_groups
-from tests.target import flash
+from attention_engine.codegen.compile import ONE_CHAIN, lower_kernel
+from attention_engine.codegen.printed import in_chains, with_held_barriers, with_held_threads, with_uniform_groups
+from tests.codegen import flash
 
 PRINTED = """\
   float most[2];

@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, document_ids, folders, meta_tensor
+from attention_engine.codegen import cache, compile
+from attention_engine.codegen.cache import KernelKey, spell
+from attention_engine.codegen.compile import CompiledKernel, LoweredKernel, Resources, find_nvcc
 from attention_engine.compiler import Kernel
 from attention_engine.errors import CustomInputMissing
 from attention_engine.ir.expr import Type
@@ -23,10 +26,7 @@ from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, alibi, causal, dilated, document, scale
 from attention_engine.passes.maths import analyse
 from attention_engine.runtime.launch import Launcher
-from attention_engine.target import cache, compile
-from attention_engine.target.cache import KernelKey, spell
-from attention_engine.target.compile import CompiledKernel, LoweredKernel, Resources, find_nvcc
-from tests.target.text_compiler import H100, KEY, Compiler
+from tests.codegen.text_compiler import H100, KEY, Compiler
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -81,7 +81,7 @@ def test_kernels_of_a_package_have_sources_of_their_own():
 
 
 def test_a_key_is_the_same_in_another_process():
-    code = "from tests.target.text_compiler import KEY; print(KEY.digest)"
+    code = "from tests.codegen.text_compiler import KEY; print(KEY.digest)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == KEY.digest
 
@@ -170,7 +170,7 @@ def test_threads_that_want_one_kernel_compile_it_once(tmp_path, loaded):
 
 
 def test_processes_that_want_one_kernel_compile_it_once(tmp_path):
-    code = "import sys; from pathlib import Path; from tests.target.text_compiler import compile_once; "
+    code = "import sys; from pathlib import Path; from tests.codegen.text_compiler import compile_once; "
     code += "print(compile_once(Path(sys.argv[1])))"
     command = [sys.executable, "-c", code]
     running = [

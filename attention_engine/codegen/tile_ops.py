@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from attention_engine.codegen.scalar_ops import as_matrix_operand
+from attention_engine.codegen.tile_windows import Frame, Run, Window, cropped
 from attention_engine.errors import HazardInKernel, NotInterpretable
-from attention_engine.target.scalar_ops import as_matrix_operand
-from attention_engine.target.tile_windows import Frame, Run, Window, cropped
 
 
 class Compiler(Protocol):

@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
+from attention_engine.codegen.scalar_ops import poison
+from attention_engine.codegen.tile_buffers import ROLE
+from attention_engine.codegen.tile_ops import TILE_OPS
+from attention_engine.codegen.tile_windows import Frame, Jump, Run, Window
+from attention_engine.codegen.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.warp_lanes import READ, STORED, WARP, Lanes
+from attention_engine.codegen.warp_simulator import Barrier, Role, Turns
+from attention_engine.codegen.warp_watch import watched
 from attention_engine.errors import HazardInKernel, NotInterpretable
-from attention_engine.target.scalar_ops import poison
-from attention_engine.target.tile_buffers import ROLE
-from attention_engine.target.tile_ops import TILE_OPS
-from attention_engine.target.tile_windows import Frame, Jump, Run, Window
-from attention_engine.target.tir_nodes import handle_of, kind_of
-from attention_engine.target.warp_lanes import READ, STORED, WARP, Lanes
-from attention_engine.target.warp_simulator import Barrier, Role, Turns
-from attention_engine.target.warp_watch import watched
 
 Cases = tuple[Run, Run]
 

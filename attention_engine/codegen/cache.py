@@ -30,8 +30,8 @@ from typing import Any
 
 from attention_engine import folders
 from attention_engine.arch import Arch
+from attention_engine.codegen.compile import CompiledKernel, LoweredKernel, Resources, load_tilelang
 from attention_engine.ir.expr import Expr
-from attention_engine.target.compile import CompiledKernel, LoweredKernel, Resources, load_tilelang
 
 SCHEMA = 1
 LIBRARY, CUDA, HOST, SCRIPT, KEY = "kernel.so", "device.cu", "host.c", "tilelang.py", "key.json"
@@ -40,7 +40,7 @@ ABANDONED = 24 * 3600  # seconds after which nobody is still writing a folder
 LOG = logging.getLogger("attention_engine")
 # What turns a key into a kernel.
 WORK_AROUNDS = ("wait_groups", "fences", "printed", "proofs")
-MAKERS = ("ir", "passes", "kernels", "target/compile.py", *(f"target/{name}.py" for name in WORK_AROUNDS))
+MAKERS = ("ir", "passes", "kernels", "codegen/compile.py", *(f"codegen/{name}.py" for name in WORK_AROUNDS))
 
 
 def spell(value: object) -> str:

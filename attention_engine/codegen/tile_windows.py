@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from attention_engine.codegen.scalar_ops import STORAGE, Value, is_float
 from attention_engine.errors import NotInterpretable
-from attention_engine.target.scalar_ops import STORAGE, Value, is_float
 
 Frame = list[Any]  # the values of one run, by slot
 Run = Callable[[Frame], Value]

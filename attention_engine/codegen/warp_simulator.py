@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_engine.codegen.scalar_ops import as_matrix_operand
+from attention_engine.codegen.warp_lanes import READ, WARP, Accesses, Clock, Lanes, join
 from attention_engine.errors import HazardInKernel
-from attention_engine.target.scalar_ops import as_matrix_operand
-from attention_engine.target.warp_lanes import READ, WARP, Accesses, Clock, Lanes, join
 
 Extent = tuple[int, int]  # first byte, and one past the last, of memory on chip
 
