@@ -1,10 +1,12 @@
 """Random programs on the interpreter and the reference; the faults that `python -m tests.fuzz` found, as tests."""
 
+import re
+
 import pytest
 import torch
 
 from tests.fuzz.__main__ import main
-from tests.fuzz.check import Outcome, attempt, names_of, run
+from tests.fuzz.check import Measured, Outcome, attempt, names_of, plain_results, run
 from tests.fuzz.normalisers import NORMALISERS
 from tests.fuzz.pieces import MASKS, SCORES
 from tests.fuzz.scripts import draw
@@ -57,5 +59,24 @@ def test_draws_are_the_same_in_every_process_and_use_every_piece():
 
 def test_the_yardstick_leaves_nothing_of_a_masked_pair():
     names = names_of(draw(12, 3).text)
-    o, _, some = names["plain"](*(names[n].double() for n in "qkv"), names["custom"], torch.float64)
+    o, _, some, _ = names["plain"](*(names[n].double() for n in "qkv"), names["custom"], torch.float64)
     assert bool((o[~some.transpose(1, 2)] == 0).all())
+
+
+def test_a_row_of_one_key_may_be_off_by_the_rounding_of_its_delta_and_no_more():
+    drawn = (draw(24, n) for n in range(9999))
+    gated = next(d.text for d in drawn if "scores: plain; mask: full; gated softmax" in d.name)
+    text = re.sub("SK, D, DV = .*", "SK, D, DV = 2, 4, 2, 63, 1, 32, 32", gated)
+    text = re.sub("DTYPE, LAYOUT, FORM, (.*) = torch.[a-z0-9]+", r"DTYPE, LAYOUT, FORM, \1 = torch.bfloat16", text)
+    names = names_of(text)
+    exact, _, moved = plain_results(names, torch.float64, "cpu")
+    group = names["H"] // names["HK"]
+    keys = names["k"].double().repeat_interleave(group, 2)  # (batch, 1, heads, dim)
+    off = ((exact["o"].bfloat16() - exact["o"]) * names["d_o"].double()).sum(-1, keepdim=True)
+    scale = float(re.findall(r"score = score \* ([0-9.]+)", text)[0])
+    assert moved["dq"] == pytest.approx(float((off * scale * keys).abs().mean()), rel=1e-3)
+    assert moved["dv"] == 0 and exact["dq"].abs().max() < 1e-15
+    wider = Measured(3 * moved["dq"], 0.0, moved["dq"], 0.0, 10**6, torch.bfloat16)
+    assert wider.ratio > 1
+    found = run(text, "interpret")
+    assert found.kind == "right", found.detail

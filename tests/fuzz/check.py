@@ -20,6 +20,8 @@ AGAIN = 6  # more draws of tensors where the first looks wrong
 FLOOR = 0.1  # of a unit in the last place, for what eager PyTorch has exactly by chance
 UNITS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}  # fp32: of sums of hundreds
 NOISE = 4e-6  # of fp32 sums of products of normal numbers, where the exact result is 0
+UNIT = 2.0**-24  # what fp32 rounds off a number
+SIGNS = 4  # draws of the signs of what fp32 sums lose
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ def run_names(names: dict[str, Any], backend: str, device: str = "cpu") -> Outco
         ours = attempt(names, backend, device)
         if isinstance(ours, Outcome):
             return ours
-        exact, some = plain_results(names, torch.float64, device)
-        eager, _ = plain_results(names, torch.float32, device)
+        exact, some, moved = plain_results(names, torch.float64, device)
+        eager, _, _ = plain_results(names, torch.float32, device)
         dtype, rows = names["DTYPE"], names["ROWS"]
-        found.append({n: Measured.of(ours[n], exact[n], eager[n], dtype, n in rows, some) for n in exact})
+        found.append({
+            n: Measured.of(ours[n], exact[n], eager[n], dtype, n in rows, some, moved.get(n, 0.0)) for n in exact
+        })
         means = {n: Measured.mean([one[n] for one in found]) for n in exact}
         worst = max(means, key=lambda n: means[n].ratio)
         if means[worst].ratio <= 1:
@@ -121,12 +125,36 @@ def our_results(names: dict[str, Any], backend: str, device: str) -> Named:
     return _with_gradients(names, leaves, o, rows, device)
 
 
-def plain_results(names: dict[str, Any], wide: torch.dtype, device: str) -> tuple[Named, Tensor]:
-    """The same in plain torch, and which rows keep a key."""
+def plain_results(names: dict[str, Any], wide: torch.dtype, device: str) -> tuple[Named, Tensor, dict[str, float]]:
+    """The same in plain torch; which rows keep a key; in float64, how far rounding may move each gradient."""
     leaves, custom = _leaves(names, wide if wide is torch.float64 else None, device)
-    o, rows, some = names["plain"](leaves["q"], leaves["k"], leaves["v"], custom, wide)
+    o, rows, some, factor = names["plain"](leaves["q"], leaves["k"], leaves["v"], custom, wide)
     rows = {n: rows[n] for n in names["ROWS"]}
-    return _with_gradients(names, leaves, o, rows, device), some
+    moved = _moved(names, leaves, o, factor, device) if wide is torch.float64 else {}
+    return _with_gradients(names, leaves, o, rows, device), some, moved
+
+
+def _moved(names: dict[str, Any], leaves: Named, o: Tensor, factor: Tensor, device: str) -> dict[str, float]:
+    """The mean of what the rounding of each row's delta, the sum of o * dO, changes in each gradient.
+
+    Every fused kernel, FlashAttention too, takes delta of an o that was rounded to its dtype, and sums in fp32. What
+    multiplies a row of weights (1 over their sum) gets its gradient of delta: d log(factor) * delta. Eager PyTorch sums
+    over weights instead, and in a row of one key, whose weight is 1, the gradient of a score is exactly 0 by that.
+    """
+    if not factor.requires_grad:
+        return {}
+    o, arriving = o.detach().transpose(1, 2), names["d_o"].to(device, o.dtype).transpose(1, 2)
+    off = ((o.to(names["DTYPE"]).to(o.dtype) - o) * arriving).sum(-1, keepdim=True)
+    lost = UNIT * (o * arriving).abs().sum(-1, keepdim=True)
+    make = torch.Generator().manual_seed(0)
+    totals = dict.fromkeys(leaves, 0.0)
+    for _ in range(SIGNS):
+        signs = (torch.randint(0, 2, off.shape, generator=make) * 2 - 1).to(off)
+        moves = (off + signs * lost).expand(factor.shape)
+        found = torch.autograd.grad(factor.log(), list(leaves.values()), moves, retain_graph=True, allow_unused=True)
+        for name, gradient in zip(leaves, found, strict=True):
+            totals[name] += 0.0 if gradient is None else float(gradient.abs().mean()) / SIGNS
+    return {f"d{name}": total for name, total in totals.items()}
 
 
 def _with_gradients(names: dict[str, Any], leaves: Named, o: Tensor, rows: Named, device: str) -> Named:
@@ -153,42 +181,47 @@ def _kept(names: dict[str, Any], device: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean errors of a result, ours and eager PyTorch's, the mean of its size, and how many numbers it has."""
+    """Mean errors of a result, ours, eager PyTorch's and what the rounding of delta makes (_moved); the mean of its
+    size, and how many numbers it has.
+    """
 
     ours: float
     eager: float
+    moved: float
     size: float
     count: int
     dtype: torch.dtype
 
     @classmethod
     def of(
-        cls, ours: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype, row: bool, some: Tensor
+        cls, ours: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype, row: bool, some: Tensor, moved: float
     ) -> Measured:
         """row: a returned row, of which only rows that keep a key count."""
         if ours.shape != exact.shape:
-            return cls(math.inf, 0.0, 0.0, exact.numel(), dtype)
+            return cls(math.inf, 0.0, 0.0, 0.0, exact.numel(), dtype)
         if row:
             ours, exact, eager = (torch.where(some, x.double(), 0.0) for x in (ours, exact, eager))
         ours, exact, eager = (x.double() for x in (ours, exact, eager))
         if exact.numel() == 0:
-            return cls(0.0, 0.0, 0.0, 0, dtype)
+            return cls(0.0, 0.0, 0.0, 0.0, 0, dtype)
         assert exact.isfinite().all(), "plain torch in float64 is not finite"
         off, limit = (ours - exact).abs().nan_to_num(math.inf), (eager - exact).abs().nan_to_num(0.0)
-        return cls(float(off.mean()), float(limit.mean()), float(exact.abs().mean()), exact.numel(), dtype)
+        return cls(float(off.mean()), float(limit.mean()), moved, float(exact.abs().mean()), exact.numel(), dtype)
 
     @classmethod
     def mean(cls, found: list[Measured]) -> Measured:
         """Of several draws, the numbers of all."""
-        ours, eager, size = (sum(getattr(m, n) for m in found) / len(found) for n in ("ours", "eager", "size"))
-        return cls(ours, eager, size, sum(m.count for m in found), found[0].dtype)
+        names = ("ours", "eager", "moved", "size")
+        ours, eager, moved, size = (sum(getattr(m, n) for m in found) / len(found) for n in names)
+        return cls(ours, eager, moved, size, sum(m.count for m in found), found[0].dtype)
 
     @property
     def ratio(self) -> float:
-        """The error over what is allowed."""
+        """The error over what is allowed. Errors that know nothing of each other add up in squares."""
         factor = FACTORS[self.dtype] * (1.0 if self.count >= MANY else FACTOR_FEW)
-        return self.ours / (factor * self.eager + FLOOR * UNITS[self.dtype] * self.size + NOISE)
+        return self.ours / (factor * math.hypot(self.eager, self.moved) + FLOOR * UNITS[self.dtype] * self.size + NOISE)
 
     @property
     def said(self) -> str:
-        return f"error {self.ours:.2e}, eager {self.eager:.2e}, {self.ratio:.2f} of what is allowed"
+        yardsticks = f"eager {self.eager:.2e}, by rounding {self.moved:.2e}"
+        return f"error {self.ours:.2e}, {yardsticks}, {self.ratio:.2f} of what is allowed"

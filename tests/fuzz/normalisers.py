@@ -1,6 +1,7 @@
 """Row functions of random programs, as text: classes as users write them, and plain torch.
 
 The plain text has x (scores in float64 or fp32), keep (bool of the same shape), c, and makes w, the weights, and rows.
+Where numbers of the row multiply a whole row of weights, it says their product, factor: 1 over the sum, say.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ e = (x - top).exp()
 SOFTMAX_END = """\
 some = total > 0
 safe = torch.where(some, total, 1.0)
+factor = 1 / safe
 w = torch.where(some, e / safe, 0.0)
 rows = {"lse": torch.where(some, safe.log() + top, -math.inf)}
 """
@@ -65,13 +67,15 @@ NORMALISERS = {
     "squares over their sum": Normaliser(
         states(r=0.0) + FORWARD + '    f = scores.square()\n    return f, {"r": rows["r"] + f.get_reduce("sum")}, 1.0\n'
         + EPILOGUE + '    return o / (rows["r"] + 0.1), {"r": rows["r"]}\n',
-        'f = torch.where(keep, x.square(), 0.0)\nr = f.sum(-1, keepdim=True)\nw, rows = f / (r + 0.1), {"r": r}\n',
+        'f = torch.where(keep, x.square(), 0.0)\nr = f.sum(-1, keepdim=True)\nfactor = 1 / (r + 0.1)\n'
+        'w, rows = f / (r + 0.1), {"r": r}\n',
         rows=("r",),
     ),
     "over the absolute sum": Normaliser(
         states(a=0.0) + FORWARD + '    return scores, {"a": rows["a"] + scores.get_reduce("abssum")}, 1.0\n'
         + EPILOGUE + '    return o / (rows["a"] + 1), {"a": rows["a"]}\n',
-        'x = torch.where(keep, x, 0.0)\na = x.abs().sum(-1, keepdim=True)\nw, rows = x / (a + 1), {"a": a}\n',
+        'x = torch.where(keep, x, 0.0)\na = x.abs().sum(-1, keepdim=True)\nfactor = 1 / (a + 1)\n'
+        'w, rows = x / (a + 1), {"a": a}\n',
         rows=("a",),
     ),
     "softplus": Normaliser(
@@ -83,14 +87,15 @@ NORMALISERS = {
         states(r=0.0) + FORWARD + "    f = (scores * 0.5).exp()\n"
         + '    return f, {"r": rows["r"] + f.get_reduce("sum")}, 1.0\n'
         + EPILOGUE + '    return o / (rows["r"] + 1), {"r": rows["r"]}\n',
-        'f = torch.where(keep, (x * 0.5).exp(), 0.0)\nr = f.sum(-1, keepdim=True)\nw, rows = f / (r + 1), {"r": r}\n',
+        'f = torch.where(keep, (x * 0.5).exp(), 0.0)\nr = f.sum(-1, keepdim=True)\n'
+        'factor = 1 / (r + 1)\nw, rows = f / (r + 1), {"r": r}\n',
         rows=("r",),
     ),
     "gated softmax": Normaliser(
         EPILOGUE_CUSTOM + '    m, r = rows["m"], rows["r"]\n'
         '    return o / r * custom["gate"].sigmoid(), {"lse": r.log() + m}\n',
         EXPONENTIALS + "total = e.sum(-1, keepdim=True)\n" + SOFTMAX_END
-        + 'w = w * c["gate"].sigmoid()[:, None, :, None]\n',
+        + 'gate = c["gate"].sigmoid()[:, None, :, None]\nfactor, w = factor * gate, w * gate\n',
         "L.OnlineSoftmax", ("lse",), (Input("gate", '("batch", "seq_len")', "randn(B, SQ)"),),
     ),
     "tempered softmax": Normaliser(
@@ -110,7 +115,8 @@ NORMALISERS = {
     "over the largest": Normaliser(
         states(t=0.0) + FORWARD + '    return scores, {"t": rows["t"].max(scores.get_reduce("absmax"))}, 1.0\n'
         + EPILOGUE + '    return o / (rows["t"] + 1), {"t": rows["t"]}\n',
-        'x = torch.where(keep, x, 0.0)\nt = x.abs().amax(-1, keepdim=True)\nw, rows = x / (t + 1), {"t": t}\n',
+        'x = torch.where(keep, x, 0.0)\nt = x.abs().amax(-1, keepdim=True)\nfactor = 1 / (t + 1)\n'
+        'w, rows = x / (t + 1), {"t": t}\n',
         rows=("t",),
     ),
     "entropy": Normaliser(

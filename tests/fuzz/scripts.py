@@ -65,7 +65,10 @@ def engine(backend, **options):
 
 
 def plain(q, k, v, c, wide):
-    """o (batch, queries, heads, dim_v), returned rows, and which rows keep a key; in the dtype of q, rows in wide."""
+    """o (batch, queries, heads, dim_v), returned rows, which rows keep a key, and what multiplies a row of weights.
+
+    In the dtype of q, rows in wide.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(H // HK, 1) for x in (k, v))
     b, h, i, j = (
@@ -75,9 +78,9 @@ def plain(q, k, v, c, wide):
     s = q @ k.transpose(-1, -2)
     s = s * {scale}
 {plain_score}    keep = ({plain_mask}).expand(s.shape)
-    x = s.to(wide)
+    x, factor = s.to(wide), torch.ones((), dtype=wide)
 {normaliser}    o = (w.to(v.dtype) @ v).transpose(1, 2)
-    return o, {{name: row.squeeze(-1).expand(B, H, SQ) for name, row in rows.items()}}, keep.any(-1)
+    return o, {{name: row.squeeze(-1).expand(B, H, SQ) for name, row in rows.items()}}, keep.any(-1), factor
 '''
 END = '''
 
