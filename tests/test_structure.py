@@ -35,6 +35,11 @@ BELOW["files"], BELOW["folders"] = set(), {"files", "settings"}
 BELOW["frontend"] |= {"passes"}  # tracing leaves normal forms
 BELOW["reference"] = {"errors", "ir"}
 BELOW["arch"] = {"errors", "settings", "ir"}
+# The same within codegen/: what runs kernels on a CPU knows nothing of what compiles them.
+BELOW_IN_CODEGEN: dict[str, set[str]] = {
+    "tiles": set(), "simulator": {"tiles"}, "interpreter": {"tiles", "simulator"},
+    "patches": set(), "compile": {"patches"}, "cache": {"compile"}, "__init__": set(),
+}  # fmt: skip
 TORCH_PARTS = {"reference", "codegen", "tuner", "runtime", "integrations", "cli"}  # and inside functions of arch
 TILELANG_PARTS = {"kernels", "codegen"}
 
@@ -78,6 +83,15 @@ def test_imports_go_one_way(path):
             continue
         other = words[1] if len(words) > 1 and words[1] in BELOW else "__init__"
         assert other == part or other in BELOW[part], f"{name_of(path)}:{line}: {part} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "codegen").rglob("*.py")), ids=name_of)
+def test_imports_go_one_way_in_codegen(path):
+    part = path.relative_to(PACKAGE / "codegen").parts[0].removesuffix(".py")
+    for name, line, _ in imports(path):
+        words = name.split(".")
+        if words[:2] == ["attention_engine", "codegen"]:
+            assert words[2] in BELOW_IN_CODEGEN[part] | {part}, f"{name_of(path)}:{line}: {part} imports {name}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

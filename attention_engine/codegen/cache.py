@@ -39,8 +39,7 @@ RESOURCES = "resources.json"
 ABANDONED = 24 * 3600  # seconds after which nobody is still writing a folder
 LOG = logging.getLogger("attention_engine")
 # What turns a key into a kernel.
-WORK_AROUNDS = ("wait_groups", "fences", "printed", "proofs")
-MAKERS = ("ir", "passes", "kernels", "codegen/compile.py", *(f"codegen/{name}.py" for name in WORK_AROUNDS))
+MAKERS = ("ir", "passes", "kernels", "codegen/compile.py", "codegen/patches")
 
 
 def spell(value: object) -> str:
@@ -76,9 +75,10 @@ def sources_digest(package: str = "") -> str:
     for maker in MAKERS:
         path = root / maker
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            inside = file.relative_to(root).parts
-            if inside[0] != "kernels" or len(inside) == 2 or inside[1] == package:
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+            inside = file.relative_to(root)
+            folder, *rest = inside.parts
+            if folder != "kernels" or len(rest) == 1 or rest[0] == package:
+                digest.update(inside.as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

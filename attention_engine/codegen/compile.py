@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
-from attention_engine.codegen import fences, printed, wait_groups
-from attention_engine.codegen.proofs import with_quick_proofs
+from attention_engine.codegen.patches import fences, printed, wait_groups
+from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.errors import NoCudaCompiler
 
 Made = TypeVar("Made")

@@ -16,7 +16,7 @@ So the lowest item that is not done waits for nothing that is not done, and one 
 for granted is that a warp acts as one. Its lanes part where one of them waits alone, and need not meet again by
 themselves. So a lane speaks for its warp, and a place that the warp reads is written anew, behind a `sync_warp` alone:
 a lane left behind would read another item's numbers, go another way than the rest, and they would wait for each other.
-The interpreter holds all kernels to that (codegen/warp_lanes.py).
+The interpreter holds all kernels to that (codegen/simulator/lanes.py).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from attention_engine.library import OnlineSoftmax, alibi, causal, dilated, docu
 from attention_engine.passes.maths import analyse
 from attention_engine.runtime.launch import Launcher
 from tests.codegen.text_compiler import H100, KEY, Compiler
+from tests.test_structure import imports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -78,6 +79,21 @@ def test_a_key_changes_with_what_tilelang_is_told():
 def test_kernels_of_a_package_have_sources_of_their_own():
     dense, linear = cache.sources_digest("forward"), cache.sources_digest("linear")
     assert cache.sources_digest("backward_hopper") == dense != linear
+
+
+def test_a_key_digests_all_that_its_makers_import():
+    """What a maker has of elsewhere makes kernels too: it is digested, or says nothing of a kernel's text."""
+    package = Path(cache.__file__).parent.parent
+    silent = {"errors", "folders", "settings", "files", "arch"}  # where files lie; what a GPU is stands in the key
+    makers = [package / maker for maker in cache.MAKERS]
+    for file in (f for maker in makers for f in (maker.rglob("*.py") if maker.is_dir() else [maker])):
+        for name, line, _ in imports(file):
+            parts = name.split(".")[1:]
+            if not name.startswith("attention_engine.") or parts[0] in silent:
+                continue
+            places = [package.joinpath(*parts[: n + 1]) for n in range(len(parts))]
+            digested = any(place in makers or place.with_suffix(".py") in makers for place in places)
+            assert digested, f"{file.name}:{line} imports {name}, which no key digests"
 
 
 def test_a_key_is_the_same_in_another_process():

@@ -15,7 +15,7 @@ import tilelang.language as T  # noqa: E402
 
 from attention_engine import arch  # noqa: E402
 from attention_engine.codegen import compile as codegen_compile  # noqa: E402
-from attention_engine.codegen import proofs  # noqa: E402
+from attention_engine.codegen.patches import proofs  # noqa: E402
 from attention_engine.errors import NoCudaCompiler  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(codegen_compile.find_nvcc() is None, reason="needs nvcc")

@@ -14,7 +14,7 @@ tilelang = pytest.importorskip("tilelang")
 import tilelang.language as T  # noqa: E402
 
 from attention_engine.codegen.interpreter import Interpreter  # noqa: E402
-from attention_engine.codegen.scalar_ops import truncate_to_tf32  # noqa: E402
+from attention_engine.codegen.tiles.scalar_ops import truncate_to_tf32  # noqa: E402
 from attention_engine.errors import HazardInKernel  # noqa: E402
 from attention_engine.kernels.splice import take_for_granted  # noqa: E402
 from tests.codegen import flash  # noqa: E402

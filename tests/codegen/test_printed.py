@@ -2,7 +2,12 @@
 
 from attention_engine.arch import H100
 from attention_engine.codegen.compile import ONE_CHAIN, lower_kernel
-from attention_engine.codegen.printed import in_chains, with_held_barriers, with_held_threads, with_uniform_groups
+from attention_engine.codegen.patches.printed import (
+    in_chains,
+    with_held_barriers,
+    with_held_threads,
+    with_uniform_groups,
+)
 from tests.codegen import flash
 
 PRINTED = """\

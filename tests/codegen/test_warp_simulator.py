@@ -5,7 +5,7 @@ import tilelang.language as T
 import torch
 
 from attention_engine.codegen.interpreter import Interpreter
-from attention_engine.codegen.warp_simulator import Barrier
+from attention_engine.codegen.simulator.roles import Barrier
 from attention_engine.errors import HazardInKernel
 
 STEPS, STAGES = 5, 2

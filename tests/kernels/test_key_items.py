@@ -7,7 +7,7 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, document_ids
 from attention_engine.arch import H100
-from attention_engine.codegen.warp_simulator import Turns
+from attention_engine.codegen.simulator.roles import Turns
 from attention_engine.ir.problem import Problem
 from attention_engine.kernels import spare_warps
 from attention_engine.library import OnlineSoftmax, document, scale

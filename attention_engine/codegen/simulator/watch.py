@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from attention_engine.codegen.tile_buffers import ROLE
-from attention_engine.codegen.tile_ops import TILE_OPS, Compiler
-from attention_engine.codegen.tile_windows import BufferInfo, Frame, Run, Window
-from attention_engine.codegen.warp_lanes import READ, STORED
-from attention_engine.codegen.warp_simulator import Role
+from attention_engine.codegen.simulator.lanes import READ, STORED
+from attention_engine.codegen.simulator.roles import Role
+from attention_engine.codegen.tiles.buffers import ROLE
+from attention_engine.codegen.tiles.ops import TILE_OPS, Compiler
+from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, Window
 
 
 def watch_tile(window: Window, kind: int, run: Run) -> Run:

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
-from attention_engine.codegen.scalar_ops import poison
-from attention_engine.codegen.tile_buffers import ROLE
-from attention_engine.codegen.tile_ops import TILE_OPS
-from attention_engine.codegen.tile_windows import Frame, Jump, Run, Window
-from attention_engine.codegen.tir_nodes import handle_of, kind_of
-from attention_engine.codegen.warp_lanes import READ, STORED, WARP, Lanes
-from attention_engine.codegen.warp_simulator import Barrier, Role, Turns
-from attention_engine.codegen.warp_watch import watched
+from attention_engine.codegen.simulator.lanes import READ, STORED, WARP, Lanes
+from attention_engine.codegen.simulator.roles import Barrier, Role, Turns
+from attention_engine.codegen.simulator.watch import watched
+from attention_engine.codegen.tiles.buffers import ROLE
+from attention_engine.codegen.tiles.ops import TILE_OPS
+from attention_engine.codegen.tiles.scalar_ops import poison
+from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.windows import Frame, Jump, Run, Window
 from attention_engine.errors import HazardInKernel, NotInterpretable
 
 Cases = tuple[Run, Run]

@@ -5,7 +5,7 @@ barrier that is not there yet. A copy lands when a barrier that it arrives at is
 is waited for; until then their targets are NaN. Raises HazardInKernel for a deadlock, a wait that could miss a phase,
 an operand that changes while a product or a copy reads it, a product or copy nobody waits for, and shared memory handed
 over without a fence or a meeting of threads; and where lanes of a warp that are late, or early, might find in shared
-memory what others have stored too soon or too late, or would not meet each other (warp_lanes.py).
+memory what others have stored too soon or too late, or would not meet each other (lanes.py).
 
 Not modelled: the layout of tiles, and races between the threads of one role other than by shared memory.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attention_engine.codegen.scalar_ops import as_matrix_operand
-from attention_engine.codegen.warp_lanes import READ, WARP, Accesses, Clock, Lanes, join
+from attention_engine.codegen.simulator.lanes import READ, WARP, Accesses, Clock, Lanes, join
+from attention_engine.codegen.tiles.scalar_ops import as_matrix_operand
 from attention_engine.errors import HazardInKernel
 
 Extent = tuple[int, int]  # first byte, and one past the last, of memory on chip

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from attention_engine.codegen.scalar_ops import as_matrix_operand
-from attention_engine.codegen.tile_windows import Frame, Run, Window, cropped
+from attention_engine.codegen.tiles.scalar_ops import as_matrix_operand
+from attention_engine.codegen.tiles.windows import Frame, Run, Window, cropped
 from attention_engine.errors import HazardInKernel, NotInterpretable
 
 

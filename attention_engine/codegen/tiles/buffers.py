@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention_engine.codegen.scalar_ops import STORAGE, poison
-from attention_engine.codegen.tile_windows import BufferInfo, Frame, Run, Span, Whole, Window, fresh_tensor
-from attention_engine.codegen.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.scalar_ops import STORAGE, poison
+from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, Span, Whole, Window, fresh_tensor
 from attention_engine.errors import NotInterpretable
 
 MASK = 0  # the slot of the lanes that the enclosing conditions leave active; None: all
-ROLE = 1  # the slot of the threads that run together (warp_simulator.Role)
+ROLE = 1  # the slot of the threads that run together (simulator/roles.py)
 
 
 class Code(NamedTuple):

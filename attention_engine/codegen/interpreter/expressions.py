@@ -8,7 +8,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from attention_engine.codegen.scalar_ops import (
+from attention_engine.codegen.simulator.lanes import READ, STORED
+from attention_engine.codegen.simulator.watch import (
+    tell,
+    vote,
+    watch_count,
+    watch_counter,
+    watch_elements,
+    watch_tile,
+    watch_variable,
+)
+from attention_engine.codegen.tiles.buffers import MASK, ROLE, BufferCompiler, Code, constant
+from attention_engine.codegen.tiles.scalar_ops import (
     BINARY,
     UNARY,
     UNSIGNED_MASKS,
@@ -19,19 +30,8 @@ from attention_engine.codegen.scalar_ops import (
     reinterpret,
     wraps,
 )
-from attention_engine.codegen.tile_buffers import MASK, ROLE, BufferCompiler, Code, constant
-from attention_engine.codegen.tile_windows import BufferInfo, Frame, Run, gather
-from attention_engine.codegen.tir_nodes import handle_of, kind_of, nodes_used_twice
-from attention_engine.codegen.warp_lanes import READ, STORED
-from attention_engine.codegen.warp_watch import (
-    tell,
-    vote,
-    watch_count,
-    watch_counter,
-    watch_elements,
-    watch_tile,
-    watch_variable,
-)
+from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of, nodes_used_twice
+from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, gather
 from attention_engine.errors import NotInterpretable
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from attention_engine.codegen.scalar_ops import STORAGE, cast, is_float
-from attention_engine.codegen.tile_buffers import BufferCompiler
-from attention_engine.codegen.tile_windows import BufferInfo, Frame, Run
-from attention_engine.codegen.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.buffers import BufferCompiler
+from attention_engine.codegen.tiles.scalar_ops import STORAGE, cast, is_float
+from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run
 
 Binding = Callable[[Frame, Sequence[Any]], None]
 

@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from attention_engine.codegen.grid import GRID_KIND, grid, is_nothing, wait_for_blocks
-from attention_engine.codegen.program_arguments import Arguments
-from attention_engine.codegen.tile_buffers import MASK, ROLE, Lanes
-from attention_engine.codegen.tile_expressions import ExpressionCompiler
-from attention_engine.codegen.tile_ops import SILENT_OPS, TILE_OPS
-from attention_engine.codegen.tile_windows import Frame, Jump, Run, Window, scatter
-from attention_engine.codegen.tir_nodes import handle_of, kind_of, variables_of
-from attention_engine.codegen.warp_lanes import STORED
-from attention_engine.codegen.warp_ops import WARP_OPS, enter_block, split
-from attention_engine.codegen.warp_watch import watch_elements, watch_tile
+from attention_engine.codegen.interpreter.arguments import Arguments
+from attention_engine.codegen.interpreter.expressions import ExpressionCompiler
+from attention_engine.codegen.interpreter.grid import GRID_KIND, grid, is_nothing, wait_for_blocks
+from attention_engine.codegen.simulator.lanes import STORED
+from attention_engine.codegen.simulator.ops import WARP_OPS, enter_block, split
+from attention_engine.codegen.simulator.watch import watch_elements, watch_tile
+from attention_engine.codegen.tiles.buffers import MASK, ROLE, Lanes
+from attention_engine.codegen.tiles.ops import SILENT_OPS, TILE_OPS
+from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of, variables_of
+from attention_engine.codegen.tiles.windows import Frame, Jump, Run, Window, scatter
 from attention_engine.errors import NotInterpretable
 
 PARALLEL_KINDS = (1, 2)  # tirx.ForKind.PARALLEL, VECTORIZED: one value for each lane

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any, Protocol
 
-from attention_engine.codegen.tile_buffers import ROLE
-from attention_engine.codegen.tile_windows import Frame, Run
-from attention_engine.codegen.tir_nodes import kind_of
+from attention_engine.codegen.tiles.buffers import ROLE
+from attention_engine.codegen.tiles.tir_nodes import kind_of
+from attention_engine.codegen.tiles.windows import Frame, Run
 from attention_engine.errors import HazardInKernel
 
 GRID_KIND = 4  # tirx.ForKind.THREAD_BINDING: an index of a block

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attention_engine.codegen.scalar_ops import STORAGE, Value, is_float
+from attention_engine.codegen.tiles.scalar_ops import STORAGE, Value, is_float
 from attention_engine.errors import NotInterpretable
 
 Frame = list[Any]  # the values of one run, by slot
