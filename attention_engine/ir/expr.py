@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 
@@ -31,6 +32,44 @@ class Axis(Enum):
     QUERY = "q"
     KEY = "kv"
     CHANNEL = "d"
+
+
+class VarKind(Enum):
+    """What a variable stands for. ir/verify.py says where each kind may be read."""
+
+    GIVEN = "given"  # what each attention has one of: q . k, the score, the output so far, delta ...
+    INDEX = "index"  # where a pair stands: its batch, head, query or key
+    PLACE = "place"  # a part of an index: as tiles, threads and registers divide it
+    STATE = "state"  # a row state
+    FINAL = "final"  # a row at its end: one that is returned, or kept for the backward pass
+    ARRIVING = "arriving"  # the gradient that arrives at a returned row
+    ROW = "row"  # a row that the pairs of the backward pass read
+    EXTREME = "extreme"  # what of a pair a row's extreme is taken of, where that gets a gradient
+    BLOCK = "block"  # a number of a batch and a head that a schedule computes before its loop
+    MADE = "made"  # a row that a forward schedule computes on its way
+    CUT = "cut"  # what of a mask depends on the query alone, or on the key alone
+
+    @property
+    def prefix(self) -> str:
+        """What a variable's name is written behind."""
+        return PREFIXES.get(self, "")
+
+
+# Users name these; the others have names that the package gives. The latter hold no dot, so that none is written alike.
+PREFIXES = {VarKind.STATE: "state.", VarKind.FINAL: "final.", VarKind.ARRIVING: "dfinal."}
+
+
+class Variable(NamedTuple):
+    """A variable's own datum. Two variables of one name and different kinds are two."""
+
+    kind: VarKind
+    name: str
+    axes: frozenset[Axis]
+
+    @property
+    def written(self) -> str:
+        """The name as it is printed, and as digests have it."""
+        return self.kind.prefix + self.name
 
 
 class Op(Enum):
@@ -85,7 +124,7 @@ class Op(Enum):
 LEAVES = frozenset({Op.CONST, Op.VAR})
 INTEGERS = frozenset({Type.INT, Type.LONG})
 Number = bool | int | float
-Argument = Number | str | Type | tuple[str, frozenset[Axis]] | None
+Argument = Number | str | Type | Variable | None
 
 
 class Expr:
@@ -143,18 +182,27 @@ class Expr:
 
     @property
     def name(self) -> str:
-        """The name of a variable or of a custom input."""
-        if self.op is Op.VAR:
-            assert isinstance(self.arg, tuple)
-            return self.arg[0]
-        assert isinstance(self.arg, str)
+        """The name of a variable, as it is written, or of a custom input."""
+        if isinstance(self.arg, Variable):
+            return self.arg.written
+        assert self.op is Op.LOAD and isinstance(self.arg, str)
         return self.arg
+
+    @property
+    def bare_name(self) -> str:
+        """The name of a variable without what is written before it: "m" of state.m."""
+        assert isinstance(self.arg, Variable)
+        return self.arg.name
+
+    @property
+    def kind(self) -> VarKind | None:
+        """What a variable stands for; None where the expression is none."""
+        return self.arg.kind if isinstance(self.arg, Variable) else None
 
 
 _nodes: WeakValueDictionary[str, Expr] = WeakValueDictionary()
 _lock = threading.Lock()
 
-_SAME = frozenset({Op.ADD, Op.MUL, Op.MAXIMUM, Op.MINIMUM, Op.MOD, Op.FLOORDIV, Op.POW})
 _TRUTHS = frozenset({Op.LESS, Op.LESS_EQUAL, Op.EQUAL, Op.AND, Op.OR, Op.NOT})
 
 
@@ -174,15 +222,15 @@ def dtype_of(op: Op, args: tuple[Expr, ...], arg: Argument = None, dtype: Type |
 
 def _axes(op: Op, args: tuple[Expr, ...], arg: Argument) -> frozenset[Axis]:
     if op is Op.VAR:
-        assert isinstance(arg, tuple)
-        return arg[1]
+        assert isinstance(arg, Variable)
+        return arg.axes
     axes = frozenset[Axis]().union(*(a.axes for a in args))
     return axes - {Axis.KEY} | {Axis.BATCH, Axis.HEAD, Axis.QUERY} if op is Op.REDUCE else axes
 
 
 def _spell(arg: Argument) -> str:
-    if isinstance(arg, tuple):
-        return arg[0] + ":" + "".join(a.value for a in Axis if a in arg[1])
+    if isinstance(arg, Variable):
+        return arg.written + ":" + "".join(a.value for a in Axis if a in arg.axes)
     return arg.value if isinstance(arg, Type) else repr(arg)
 
 
@@ -199,6 +247,8 @@ def make(op: Op, *args: Expr, arg: Argument = None, dtype: Type | None = None) -
             for field, value in fields.items():
                 object.__setattr__(node, field, value)
             _nodes[digest] = node
+        elif op is Op.VAR and node.arg != arg:
+            raise ValueError(f"two variables are written alike: {node.arg} and {arg}")
         return node
 
 
@@ -219,9 +269,11 @@ def in_64_bits(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def var(name: str, axes: Iterable[Axis], dtype: Type = Type.FLOAT) -> Expr:
+def var(name: str, axes: Iterable[Axis], dtype: Type = Type.FLOAT, kind: VarKind = VarKind.GIVEN) -> Expr:
     """A named value that the surroundings supply."""
-    return make(Op.VAR, arg=(name, frozenset(axes)), dtype=dtype)
+    if "." in name and kind not in PREFIXES:
+        raise ValueError(f"{name!r} may be written like a name of the user's: a variable of this kind has no dot")
+    return make(Op.VAR, arg=Variable(kind, name, frozenset(axes)), dtype=dtype)
 
 
 def as_expr(value: Expr | Number, dtype: Type) -> Expr:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from attention_engine.ir.expr import Axis, Expr, Op, is_const, topological, var
 from attention_engine.ir.pretty import lines
 from attention_engine.ir.problem import padded
+from attention_engine.ir.program import digest_of_parts
 
 X = var("x", [Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.CHANNEL])  # an entry of q, k, v or decay
 GRADIENT = var("dx", [Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.CHANNEL])  # the gradient of what a mod made of it
@@ -50,7 +50,7 @@ class LinearProgram:
     def fingerprint(self) -> str:
         """A name of the program that is the same in every process: equal programs, equal fingerprints."""
         parts = [f"{name} {expr.digest}" for name, expr in self.named()] + [f"custom {c}" for c in self.custom]
-        return hashlib.blake2b("\n".join(parts).encode(), digest_size=10).hexdigest()
+        return digest_of_parts(parts)
 
     def loads(self, name: str) -> tuple[Expr, ...]:
         """The reads of custom inputs in one mod, each once."""

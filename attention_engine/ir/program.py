@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from attention_engine.ir.expr import Axis, Expr, Op, Type, topological, var
+from attention_engine.ir.expr import Axis, Expr, Op, Type, VarKind, topological, var
 from attention_engine.ir.pretty import lines
 
 PAIR = (Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.KEY)
 ROW = (Axis.BATCH, Axis.HEAD, Axis.QUERY)
 
-B = var("b", [Axis.BATCH], Type.INT)
-H = var("h", [Axis.HEAD], Type.INT)
-Q_IDX = var("q_idx", [Axis.QUERY], Type.INT)
-KV_IDX = var("kv_idx", [Axis.KEY], Type.INT)
+B = var("b", [Axis.BATCH], Type.INT, VarKind.INDEX)
+H = var("h", [Axis.HEAD], Type.INT, VarKind.INDEX)
+Q_IDX = var("q_idx", [Axis.QUERY], Type.INT, VarKind.INDEX)
+KV_IDX = var("kv_idx", [Axis.KEY], Type.INT, VarKind.INDEX)
 
 PRODUCT = var("qk", PAIR)  # q . k, fp32, unscaled
 SCORE = var("score", PAIR)  # what score_mod made of it
@@ -27,17 +27,23 @@ DELTA = var("delta", ROW)  # dO . o, one number a row
 
 def state_variable(name: str) -> Expr:
     """A row state as the tile finds it (in an epilogue: as the last tile left it)."""
-    return var(f"state.{name}", ROW)
+    return var(name, ROW, kind=VarKind.STATE)
 
 
 def final_variable(name: str) -> Expr:
-    """A row that the epilogue returned."""
-    return var(f"final.{name}", ROW)
+    """A row at its end: one that the epilogue returned, or that is kept for the backward pass."""
+    return var(name, ROW, kind=VarKind.FINAL)
 
 
 def final_gradient(name: str) -> Expr:
     """The gradient that arrives at a returned row."""
-    return var(f"dfinal.{name}", ROW)
+    return var(name, ROW, kind=VarKind.ARRIVING)
+
+
+def digest_of_parts(parts: Iterable[str]) -> str:
+    """A name of the parts, which hold names that users gave: other parts, another name."""
+    lines = (part.replace("\\", "\\\\").replace("\n", "\\n") for part in parts)  # a part is one line
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=10).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Program:
         """A name of the program that is the same in every process: equal programs, equal fingerprints."""
         parts = [f"{name} {expr.digest}" for name, expr in self.named()]
         parts += [f"initial {s.name} {s.initial!r}" for s in self.states] + [f"custom {c}" for c in self.custom]
-        return hashlib.blake2b("\n".join(parts).encode(), digest_size=10).hexdigest()
+        return digest_of_parts(parts)
 
     def loads(self) -> list[Expr]:
         """The reads of custom inputs, each once."""
@@ -110,6 +116,16 @@ class Program:
         start = [f"state.{s.name} = {s.initial}" for s in self.states]
         names = list(self.named())
         return "\n".join(["# before the first tile", *start, "# each tile, then the end of the row", *lines(names)])
+
+
+def row_variable(name: str) -> Expr:
+    """A row that the backward's main kernel reads."""
+    return var(name, ROW, kind=VarKind.ROW)
+
+
+def made_variable(name: str, axes: Iterable[Axis] = ROW) -> Expr:
+    """A row that a forward schedule computes on its way."""
+    return var(name, axes, kind=VarKind.MADE)
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,7 @@ class Extreme:
     @property
     def of_pair(self) -> Expr:
         """The variable that stands for `value`."""
-        return var(f"extreme{self.number}", PAIR)
+        return var(f"extreme{self.number}", PAIR, kind=VarKind.EXTREME)
 
     @property
     def row(self) -> Expr:
@@ -190,8 +206,3 @@ class Backward:
 
     def __str__(self) -> str:
         return "\n".join(["# backward: dweight = dO . v, delta = dO . o", *lines(self.named(), prefix="g")])
-
-
-def row_variable(name: str) -> Expr:
-    """A row that the backward's main kernel reads."""
-    return var(name, ROW)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import INTEGERS, Axis, Expr, Op, Type, substitute, topological, var
+from attention_engine.ir.expr import INTEGERS, Axis, Expr, Op, Type, VarKind, substitute, topological, var
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, WRAPPING, Reader, name_value, wrapping
 from attention_engine.passes.index_ranges import NARROW, WIDE, Ranges
@@ -29,7 +29,7 @@ def cut(mask: Expr) -> tuple[Expr, dict[Expr, Expr]]:
         sides = node.axes & {Axis.QUERY, Axis.KEY}
         return node.op not in (Op.VAR, Op.CONST) and node.dtype is not Type.FLOAT and len(sides) == 1
 
-    cuts = {node: var(f"cut{n}", node.axes, node.dtype) for n, node in enumerate(largest([mask], is_cut))}
+    cuts = {node: var(f"cut{n}", node.axes, node.dtype, VarKind.CUT) for n, node in enumerate(largest([mask], is_cut))}
     return substitute(mask, cuts), {variable: node for node, variable in cuts.items()}
 
 

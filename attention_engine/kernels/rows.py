@@ -7,9 +7,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr, Op, topological
+from attention_engine.ir.expr import Expr, VarKind, topological
 from attention_engine.ir.problem import ROW_PAD, Problem, Tile, padded
-from attention_engine.ir.program import DELTA, Backward, final_gradient, final_variable
+from attention_engine.ir.program import DELTA, Backward, final_variable
 from attention_engine.kernels.common import (
     FLOAT,
     Buffers,
@@ -228,9 +228,9 @@ def _read_rows(
         values: dict[Expr, Any] = {DELTA: delta[i]} if delta is not None else {}
         values.update({final_variable(n): value(f"saved_{n}", i) for n in backward.given_rows})
         for node in topological(*(e for _, e in rows)):
-            if node.op is Op.VAR and node.name.startswith("dfinal."):
-                final = node.name.removeprefix("dfinal.")
-                values[final_gradient(final)] = value(f"d_{final}", i) if final in finals else T.float32(0)
+            if node.kind is VarKind.ARRIVING:
+                final = node.bare_name
+                values[node] = value(f"d_{final}", i) if final in finals else T.float32(0)
         splice = place.splice(row0 + i, None, values)
         results = splice(*(e for _, e in rows))
         for (name, _), result in zip(rows, results, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from attention_engine.ir.expr import Expr, Op, Type, const, is_const, make, topological
+from attention_engine.ir.expr import Expr, Op, Type, VarKind, const, is_const, make, topological
 from attention_engine.ir.program import PRODUCT, Program
 from attention_engine.ir.reach import HIGHEST, may_be_infinite
 from attention_engine.passes.empty_rows import counts_kept_pairs
@@ -78,5 +78,5 @@ def _asks_biases(score: Expr) -> Expr:
 
 def guard_row(row: Expr) -> Expr:
     """A row value that weights take, 0 where it is infinite: in a row that kept no pair."""
-    reads_saved = any(n.op is Op.VAR and n.name.startswith("final.") for n in topological(row))
+    reads_saved = any(n.kind is VarKind.FINAL for n in topological(row))
     return where(make(Op.LESS, const(HIGHEST), row), const(0.0), row) if reads_saved else row

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from attention_engine.ir.evaluate import Value, evaluate
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, make, substitute, topological, var
+from attention_engine.ir.expr import Axis, Expr, Op, Type, VarKind, const, is_const, make, substitute, topological, var
 from attention_engine.ir.program import OUTPUT, ROW, Program, State, final_variable, state_variable
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.row_values import largest, name_product, unlike
@@ -39,8 +39,7 @@ class Bend:
     @property
     def rows(self) -> list[str]:
         """The returned rows that get gradients."""
-        reads = [target.name for target, _ in self.gradients if target.op is Op.VAR and target is not OUTPUT]
-        return [name.removeprefix("final.") for name in reads]
+        return [target.bare_name for target, _ in self.gradients if target.kind is VarKind.FINAL]
 
 
 def part_output(program: Program) -> Bend | None:

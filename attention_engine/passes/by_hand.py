@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from attention_engine.ir.expr import Axis, Expr, Op, const, substitute, topological
+from attention_engine.ir.expr import Axis, Expr, Op, VarKind, const, substitute, topological
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import (
     DELTA,
@@ -13,7 +13,6 @@ from attention_engine.ir.program import (
     Q_IDX,
     WEIGHT,
     Backward,
-    final_gradient,
     row_variable,
 )
 from attention_engine.passes.analyse_mask import analyse_mask
@@ -70,7 +69,7 @@ def backward_fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSu
 def rows_read(schedule: BackwardSchedule) -> int:
     """How many rows of numbers the pairs read."""
     nodes = topological(schedule.weights, schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
-    return sum(node.op is Op.VAR and node is row_variable(node.name) for node in nodes)
+    return sum(node.kind is VarKind.ROW for node in nodes)
 
 
 def pairs_in_turn(problem: Problem, tile: Tile) -> bool:
@@ -117,7 +116,7 @@ def makes_delta(problem: Problem, rows: Backward, schedule: BackwardSchedule, su
         return False
     name, expr = of_delta[0]
     read = [n for n in topological(expr) if n.op is Op.VAR and n is not DELTA]
-    alone = all(n.name.startswith(final_gradient("").name) for n in read)
+    alone = all(n.kind is VarKind.ARRIVING for n in read)
     late = row_variable(name) not in topological(*(e for e in (schedule.weights, schedule.mask) if e is not None))
     return alone and late and not any((summed.of_keys, summed.diagonals, summed.pairs, summed.by_rows))
 

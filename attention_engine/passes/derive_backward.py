@@ -38,6 +38,7 @@ from attention_engine.ir.program import (
     Extreme,
     Program,
     final_gradient,
+    final_variable,
 )
 from attention_engine.ir.reach import may_be_far, may_be_infinite
 from attention_engine.passes.absent_pairs import guard_row
@@ -349,8 +350,8 @@ def _assemble(
     unbounded = may_be_infinite(program.score)
     of_pairs = {(guard_row(expr) if unbounded else expr): name for expr, name in rows.rows.items()}
     needed = [e for e in (*rows.rows, *(g for _, g in row_gradients))]
-    used = {n.name for n in topological(*needed) if n.op is Op.VAR} if needed else set()
-    saved = [(n, e) for n, e in program.finals if f"final.{n}" in used]
+    used = set(topological(*needed))
+    saved = [(n, e) for n, e in program.finals if final_variable(n) in used]
     saved += [(name, expr) for expr, name in rows.saved.items()]
     read = tuple((name, expr) for expr, name in of_pairs.items())
     return Backward(tuple(saved), read, weights, product, tuple(zip(pair, pairs, strict=True)), row_gradients,

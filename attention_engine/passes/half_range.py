@@ -17,6 +17,7 @@ from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, substitu
 from attention_engine.ir.program import OUTPUT, SCORE, Program, State, state_variable
 from attention_engine.passes.derive_backward import close
 from attention_engine.passes.empty_rows import finite
+from attention_engine.passes.row_values import unlike
 from attention_engine.passes.simplify import mul, recip, simplify
 
 LARGEST = 65504.0  # of fp16
@@ -75,7 +76,8 @@ def _fits(weights: Value) -> bool:
 
 def bound_weights(program: Program) -> Program:
     """The program with its weights divided by the row's bound so far, a state that ends as the output's factor."""
-    bound = state_variable("_bound")
+    name = unlike("bound", {s.name for s in program.states})
+    bound = state_variable(name)
     so_far = mul(bound, make(Op.ABS, program.rescale))
     here = mul(const(1 / ROOM), _largest(program.weights))
     update = make(Op.MAXIMUM, make(Op.MAXIMUM, so_far, here), const(LEAST))
@@ -83,7 +85,7 @@ def bound_weights(program: Program) -> Program:
         mul(program.rescale, bound, recip(update)), mul(program.weights, recip(update)), update
     )
     return dataclasses.replace(
-        program, states=(*program.states, State("_bound", LEAST, update)), weights=weights, rescale=rescale,
+        program, states=(*program.states, State(name, LEAST, update)), weights=weights, rescale=rescale,
         output=simplify(substitute(program.output, {OUTPUT: mul(OUTPUT, bound)}))[0],
     )  # fmt: skip
 

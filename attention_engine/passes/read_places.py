@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from attention_engine.ir.expr import Axis, Expr, Op, Type, substitute, var
+from attention_engine.ir.expr import Axis, Expr, Op, Type, VarKind, substitute, var
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.passes.simplify import add, simplify
 
-STEP = var("_step", [Axis.QUERY, Axis.KEY], Type.INT)
+STEP = var("_step", [Axis.QUERY, Axis.KEY], Type.INT, VarKind.PLACE)
 
 
 class ReadPlace(Enum):

@@ -8,13 +8,15 @@ stay below 2^24.
 
 from __future__ import annotations
 
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, topological, var
+from attention_engine.ir.expr import Axis, Expr, Op, Type, VarKind, const, topological, var
 from attention_engine.ir.program import KV_IDX, PRODUCT, ROW
 from attention_engine.passes.simplify import add, cast, factors, mul, split_coefficient, terms
 
-KV_FIRST = var("kv_first", ROW, Type.INT)  # of a tile: known when its rows are
+KV_FIRST = var("kv_first", ROW, Type.INT, VarKind.PLACE)  # of a tile: known when its rows are
 # kv_idx = kv_first + the two parts of its place: what differs between threads, and what between a thread's registers.
-KV_PLACE = tuple(var(f"kv_place_of_{part}", frozenset({Axis.KEY}), Type.INT) for part in ("thread", "register"))
+KV_PLACE = tuple(
+    var(f"kv_place_of_{part}", frozenset({Axis.KEY}), Type.INT, VarKind.PLACE) for part in ("thread", "register")
+)
 
 
 def part_row_terms(score: Expr) -> tuple[Expr, Expr | None]:

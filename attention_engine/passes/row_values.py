@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from attention_engine.errors import BackwardNotDerived
-from attention_engine.ir.expr import Axis, Expr, Op, const, rebuild, substitute, topological
+from attention_engine.ir.expr import Axis, Expr, Op, VarKind, const, rebuild, substitute, topological
 from attention_engine.ir.program import DELTA, final_variable, row_variable
 from attention_engine.passes.simplify import add, construct, factors, mul, simplify, split_coefficient, terms
 
@@ -98,7 +98,7 @@ class RowValues:
 
 def _is_late(node: Expr) -> bool:
     """Is it known only in the backward pass (or saved for it already)?"""
-    return node is DELTA or (node.op is Op.VAR and node.name.startswith(("final.", "dfinal.")))
+    return node is DELTA or node.kind in (VarKind.FINAL, VarKind.ARRIVING)
 
 
 def unlike(name: str, taken: Iterable[str]) -> str:

@@ -13,8 +13,20 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from attention_engine.ir.evaluate import LOWEST
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, is_const, rebuild, substitute, topological, var
-from attention_engine.ir.program import PAIR, PRODUCT, ROW, SCORE, Backward, Extreme, Program, State
+from attention_engine.ir.expr import (
+    Axis,
+    Expr,
+    Op,
+    Type,
+    VarKind,
+    const,
+    is_const,
+    rebuild,
+    substitute,
+    topological,
+    var,
+)
+from attention_engine.ir.program import PAIR, PRODUCT, SCORE, Backward, Extreme, Program, State, made_variable
 from attention_engine.ir.reach import least_of, may_be_far
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
@@ -236,7 +248,7 @@ def _hoist(roots: list[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
     def is_block(node: Expr) -> bool:
         return node.dtype is Type.FLOAT and node.op not in (Op.CONST, Op.VAR) and node.axes <= {Axis.BATCH, Axis.HEAD}
 
-    found = {node: var(f"block{i}", node.axes) for i, node in enumerate(largest(roots, is_block))}
+    found = {node: var(f"block{i}", node.axes, kind=VarKind.BLOCK) for i, node in enumerate(largest(roots, is_block))}
     return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
 
 
@@ -256,7 +268,7 @@ def _row_values(
             and node not in waiting
         )
 
-    found = {node: var(f"{prefix}{i}", node.axes) for i, node in enumerate(largest(roots, is_row))}
+    found = {node: made_variable(f"{prefix}{i}", node.axes) for i, node in enumerate(largest(roots, is_row))}
     return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
 
 
@@ -270,7 +282,7 @@ class _Steps:
     def __init__(self, roots: list[Expr]) -> None:
         *self.updates, self.weights, self.rescale = roots
         self.pending = [n for n in topological(self.weights, *roots) if n.op is Op.REDUCE]
-        self.results = {n: var(f"reduced{i}", ROW) for i, n in enumerate(self.pending)}
+        self.results = {n: made_variable(f"reduced{i}") for i, n in enumerate(self.pending)}
         self.waited = set(self.results.values())
         self.steps: list[Step] = []
         self.left: dict[Expr, Expr] = {}  # to be assigned: states, and the factor of the output
@@ -282,7 +294,7 @@ class _Steps:
         self.left = {s: self._resolve(u) for s, u in updates if u is not s}
         rescale = None
         if not is_const(self.rescale, 1):
-            rescale = var("rescale", ROW)
+            rescale = made_variable("rescale")
             self.left[rescale] = self._resolve(self.rescale)
         from_zero = {s.variable for s in states if s.initial == 0}
         current: Expr = TILE
@@ -335,7 +347,7 @@ class _Steps:
             if state not in from_zero or rest is not variable or {state, *self.waited} & set(others):
                 continue
             del self.left[state]
-            name = next((v for v, e in self.left.items() if e is factor), var(f"factor{len(self.sums)}", ROW))
+            name = next((v for v, e in self.left.items() if e is factor), made_variable(f"factor{len(self.sums)}"))
             if name not in self.left and not is_const(factor, 1):
                 named.append((name, factor))
             self.sums[variable] = SumStep(state, None if is_const(factor, 1) else name)
@@ -348,7 +360,7 @@ class _Steps:
         ahead = {v: e for v, e in self.left.items() if v not in ready}
         found, exprs = _row_values(list(ahead.values()), "ahead", self.waited)
         old = [v for v in ready if v in topological(weights, *exprs)]
-        copies = {v: var(f"old{number}", ROW) for number, v in enumerate(old)}
+        copies = {v: made_variable(f"old{number}") for number, v in enumerate(old)}
         self.left = {v: substitute(e, copies) for v, e in zip(ahead, exprs, strict=True)}
         moved = [*ready.items(), *found, *((copy, v) for v, copy in copies.items())]
         return moved, substitute(weights, copies)

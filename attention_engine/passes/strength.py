@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attention_engine.ir.expr import Axis, Expr, Number, Op, Type, const, make, transform, var
+from attention_engine.ir.expr import Axis, Expr, Number, Op, Type, VarKind, const, make, transform, var
 from attention_engine.ir.program import KV_IDX, Q_IDX
 from attention_engine.passes.simplify import (
     CONSTRUCTORS,
@@ -76,7 +76,7 @@ def open_pairs(*roots: Expr) -> tuple[Expr, ...]:
 
 # An index is the sum of its parts: what differs between threads, and what between the registers of a thread.
 PARTS = {
-    index: tuple(var(f"{index.name}_of_{part}", index.axes, Type.INT) for part in ("thread", "register"))
+    index: tuple(var(f"{index.name}_of_{part}", index.axes, Type.INT, VarKind.PLACE) for part in ("thread", "register"))
     for index in (Q_IDX, KV_IDX)
 }
 

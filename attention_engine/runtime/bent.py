@@ -53,7 +53,7 @@ def bent_gradients(
             before = torch.zeros_like(custom[target.name], dtype=torch.float32) if before is None else before
             found.custom[target.name] = add_at(before, target, total, evaluate)
         else:
-            found.rows[target.name.removeprefix("final.")] = total[..., 0]
+            found.rows[target.bare_name] = total[..., 0]
     return found
 
 

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from attention_engine.ir.expr import (
     Expr,
     Op,
     Type,
+    Variable,
+    VarKind,
     as_expr,
     const,
     count_uses,
@@ -91,6 +94,39 @@ def test_an_expression_that_nobody_holds_is_forgotten():
     digest = make(Op.SIN, X + 123.25).digest
     gc.collect()
     assert digest not in module._nodes
+
+
+NAMES = ["m", "_0", "row0", "qk", "tile", "state.m", "final.m", "m:bhq", "", "b", "b float", "reduced0", "a\nb"]
+
+
+def test_no_name_of_a_users_makes_one_variable_of_two():
+    """States, returned rows and their gradients have any name; what the package names beside them is another."""
+    ours = [name for name in NAMES if "." not in name]
+    kinds = [VarKind.STATE, VarKind.FINAL, VarKind.ARRIVING]
+    made = [var(name, axes, kind=kind) for kind in kinds for name in NAMES for axes in ([], [Axis.QUERY])]
+    made += [var(name, axes, kind=VarKind.ROW) for name in ours for axes in ([], [Axis.QUERY])]
+    assert len(set(made)) == len({node.digest for node in made}) == len(made)
+
+
+@pytest.mark.parametrize("name", ["state.m", "final.lse", "a."])
+def test_a_name_that_the_package_gives_is_none_of_a_users(name):
+    with pytest.raises(ValueError, match="has no dot"):
+        var(name, [Axis.QUERY], kind=VarKind.MADE)
+
+
+def test_variables_of_two_kinds_are_not_written_alike():
+    held = var("row0", [Axis.QUERY], kind=VarKind.ROW)
+    with pytest.raises(ValueError, match="two variables are written alike"):
+        var("row0", [Axis.QUERY], kind=VarKind.MADE)
+    assert (held.kind, held.name, held.arg) == (
+        VarKind.ROW, "row0", Variable(VarKind.ROW, "row0", frozenset({Axis.QUERY}))
+    )  # fmt: skip
+
+
+def test_a_variable_says_its_kind_and_the_name_that_it_was_given():
+    state = var("a.b", [Axis.QUERY], kind=VarKind.STATE)
+    assert (state.kind, state.bare_name, state.name) == (VarKind.STATE, "a.b", "state.a.b")
+    assert const(1.0).kind is None
 
 
 def test_an_expression_is_never_written_on():
@@ -215,3 +251,11 @@ def test_a_fingerprint_tells_programs_apart():
     one, other = EXAMPLES["softmax"].trace(), EXAMPLES["softmax one"].trace()
     assert one.fingerprint != other.fingerprint
     assert one.fingerprint == EXAMPLES["softmax"].trace().fingerprint
+
+
+def test_a_name_of_two_lines_makes_no_other_programs_fingerprint():
+    program = EXAMPLES["softmax"].trace()
+    (name, row), other = program.finals[0], make(Op.EXP, program.finals[0][1])
+    two = replace(program, finals=((name, row), ("b", other)))
+    one = replace(program, finals=((f"{name} {row.digest}\nfinal.b", other),))
+    assert one.fingerprint != two.fingerprint

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, wrap
 from attention_engine.ir.evaluate import evaluate
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topological, var
+from attention_engine.ir.expr import Axis, Expr, Op, Type, VarKind, const, make, topological, var
 from attention_engine.ir.pretty import formula, lines
 from tests.expressions import FLOATS, INTS, agree, expressions, sample
 from tests.programs import EXAMPLES, MASKS
@@ -175,4 +175,4 @@ def test_a_tower_of_squares_is_printed_in_a_moment():
 
 
 def test_a_variable_of_any_name_is_spelled_by_it():
-    assert str(var("state.m", [Axis.QUERY])) == "state.m"
+    assert str(var("m", [Axis.QUERY], kind=VarKind.STATE)) == "state.m"

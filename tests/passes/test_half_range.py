@@ -69,6 +69,24 @@ def test_bounded_weights_are_the_same_attention(func):
     assert 2.0**13 <= max(weights) <= 2.0**15
 
 
+class NamesABound(OnlineFunc):
+    """x^4 over its row sum, which stands in a state called as the bound would be."""
+
+    weigh = staticmethod(Power.weigh)
+
+    def __init__(self):
+        super().__init__({"_bound": 0.0}, {})
+
+    @classmethod
+    def online_fwd(cls, scores, online_rowscales, b, h, q_idx):
+        weights = cls.weigh(scores)
+        return weights, {"_bound": online_rowscales["_bound"] + weights.get_reduce("sum")}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+        return o / online_rowscales["_bound"], {}
+
+
 def plain(weigh, q, k, v, normalised):
     x = torch.einsum("bqhd,bkhd->bhqk", q, k)
     keep = torch.ones(x.shape[-2:], dtype=torch.bool).tril()
@@ -79,7 +97,7 @@ def plain(weigh, q, k, v, normalised):
 
 @pytest.mark.parametrize("size", [0.02, 1.0, 8.0, 20.0, 300.0])
 @pytest.mark.parametrize("backend", ["reference", "interpret"])
-@pytest.mark.parametrize("func", [Power, ConstantMaximum, Bumps, programs.Relu2])
+@pytest.mark.parametrize("func", [Power, ConstantMaximum, Bumps, programs.Relu2, NamesABound])
 def test_fp16_is_right_where_weights_leave_its_range(func, backend, size):
     """Scores of about `size`; within a few roundings of fp16 of the formula in float64, gradients too."""
     if func is ConstantMaximum and size > 8:
