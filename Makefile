@@ -3,6 +3,7 @@
 # make slow   the slow ones: kernels of many programs compiled by nvcc, and most cases of large tables
 # make lint   the style and type checks alone
 # make docs   the documents as a site, in build/site
+# make drawings   the pictures of the documents, and what the pages for maintainers print, made anew
 # make clean  remove what these targets made
 #
 # The first call makes .venv and installs the versions of constraints.txt in it. To use another interpreter:
@@ -25,7 +26,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: demo test slow lint docs clean
+.PHONY: demo test slow lint docs drawings clean
 
 demo: $(READY)
 	$(RUN) attn_script/mha.py --show
@@ -42,6 +43,11 @@ lint: $(READY)
 
 docs: $(READY)
 	$(RUN) -m mkdocs build
+
+drawings: $(READY)
+	$(RUN) docs/pictures.py
+	$(RUN) docs/drawings/draw.py
+	$(RUN) docs/outputs.py --write
 
 # torch first and alone: the constraint then takes whichever 2.13.0 build the index prefers, and nothing replaces it.
 $(VENV)/ready: pyproject.toml constraints.txt
