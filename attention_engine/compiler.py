@@ -145,7 +145,9 @@ class Kernels:
     def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
         schedule = maths.backward_schedule
-        self.row_sums = plan_row_sums(schedule, maths.backward) if schedule and maths.backward else None
+        self.row_sums = (
+            plan_row_sums(schedule, maths.backward, problem.splits) if schedule and maths.backward else None
+        )
         axes = {name: axes for name, _, axes in problem.custom}
         self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
         self.over_queries = deterministic or bool(

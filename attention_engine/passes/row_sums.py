@@ -6,6 +6,10 @@ and what a pair adds is affine in the rows that hold delta, so with exact sums D
 d pair / d row_k
 
     gradient of the row = sum of pairs + (D - delta) * sum over k of C_k * d row_k / d delta.
+
+D is no better than the weights, whose exponents lose what fp32 rounds off a score and off the row's lse. Beside 16 bits
+that is nothing. But an fp32 output made of full fp32 products is as exact, and where a pair multiplies its product (a
+learned scale of the scores), C_k is as large as the scores and shows each bit: there delta is taken as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention_engine.ir.expr import Axis, Expr, is_const, topological
-from attention_engine.ir.program import DELTA, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
+from attention_engine.ir.program import DELTA, PRODUCT, WEIGHT, WEIGHT_GRADIENT, Backward, row_variable
+from attention_engine.ir.reach import BOUNDED
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.simplify import mul
@@ -45,8 +50,8 @@ class RowSums:
     gradients: tuple[RowGradient, ...]
 
 
-def plan_row_sums(schedule: BackwardSchedule, backward: Backward) -> RowSums:
-    """The sums for every read whose place doesn't depend on the key."""
+def plan_row_sums(schedule: BackwardSchedule, backward: Backward, full_fp32: bool) -> RowSums:
+    """The sums for every read whose place doesn't depend on the key; full_fp32: o has no 16-bit or tf32 rounding."""
     sums: dict[Expr, int] = {}
 
     def index(expr: Expr) -> int:
@@ -58,7 +63,8 @@ def plan_row_sums(schedule: BackwardSchedule, backward: Backward) -> RowSums:
             continue
         main = index(pair)
         corrections = []
-        for name, row in () if backward.exact_delta else backward.rows:
+        exact = backward.exact_delta or (full_fp32 and _grows_with_product(pair))
+        for name, row in () if exact else backward.rows:
             if DELTA not in topological(row) or row_variable(name) not in topological(pair):
                 continue
             (slope,) = differentiate(row, [DELTA])
@@ -69,3 +75,8 @@ def plan_row_sums(schedule: BackwardSchedule, backward: Backward) -> RowSums:
     corrected = any(g.corrections for g in gradients)
     delta = index(mul(WEIGHT, WEIGHT_GRADIENT)) if corrected else None
     return RowSums(tuple(sums), delta, tuple(gradients))
+
+
+def _grows_with_product(expr: Expr) -> bool:
+    """Does it read the product, but for what keeps it within bounds?"""
+    return expr is PRODUCT or (expr.op not in BOUNDED and any(map(_grows_with_product, expr.args)))

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from attention_engine import OnlineFunc
+from attention_engine import AttentionEngine, CustomIO, OnlineFunc, meta_tensor
 from attention_engine.errors import BadCustomInput, BadInput
 from attention_engine.library import OnlineSoftmax
+from tests import plain
 from tests.programs import SinkSoftmax
 from tests.runtime.engines import BACKENDS, HEADS, agrees, build, causal, close, exactly, qkv, results, same
 
 Q_LEN, KV_LEN = 35, 70
 SIZES = {"batch": 2, "heads": HEADS, "seq_len": Q_LEN, "seq_len_kv": KV_LEN}
 
+NAMES = ("q", "k", "v", "t")
 
 def biased(score, custom, b, h, q_idx, kv_idx):
     return score * 0.25 * (1 + 0.1 * custom["x"]) + custom["x"]
@@ -327,6 +329,23 @@ def test_the_gradient_of_a_rows_input_is_corrected_by_what_arrives_at_a_returned
     of_k, of_v = (x.repeat_interleave(copies, 2) for x in wide[1:3])
     weights = (0.125 * torch.einsum("bqhd,bkhd->bhqk", wide[0], of_k) * wide[3][..., None]).exp()
     r = weights.sum(-1)
-    plain = torch.einsum("bhqk,bkhd->bqhd", weights / (r[..., None] + 1), of_v)
-    exact = torch.autograd.grad([plain, r], wide, [d_o.double(), d_r.double()])
-    close([o, *found], [plain, *exact], 1e-4)
+    straight = torch.einsum("bhqk,bkhd->bqhd", weights / (r[..., None] + 1), of_v)
+    exact = torch.autograd.grad([straight, r], wide, [d_o.double(), d_r.double()])
+    close([o, *found], [straight, *exact], 1e-4)
+
+
+def test_a_learned_scale_of_scores_far_from_0_has_as_exact_a_gradient_as_eager_pytorch_in_fp32():
+    torch.manual_seed(3)
+    inputs = [torch.randn(1, 64, 8, 64, requires_grad=True) for _ in range(3)]
+    scale, d_o = torch.full((8,), 2.0, requires_grad=True), torch.randn(1, 64, 8, 64)
+    engine = AttentionEngine((meta_tensor(None, 8, None, 64, dtype=torch.float32),) * 3, CustomIO({"t": ("heads",)}),
+                             lambda s, c, b, h, i, j: s * c["t"], backend="interpret")  # fmt: skip
+
+    def plainly(attend, dtype):
+        wide = [x.detach().to(dtype).requires_grad_() for x in (*inputs, scale)]
+        found = attend(*wide[:3], "softmax", score=lambda s, b, h, i, j: s * wide[3][h])
+        return dict(zip(NAMES, torch.autograd.grad(found, wide, d_o.to(dtype)), strict=True))
+
+    found = torch.autograd.grad(engine(*inputs, scale), (*inputs, scale), d_o)
+    exact, eager = plainly(plain.attention, torch.float64), plainly(plain.eager, torch.float32)
+    plain.compare(dict(zip(NAMES, found, strict=True)), exact, eager, torch.float32)
