@@ -21,6 +21,7 @@ Words = Callable[[Act], tuple[str, str]]  # what a box says of an act, and its k
 COLORS = {"wait": PALE, "copy": "#bbdefb", "product": "#ffe0b2", "maths": "#c8e6c9", "tell": "#e1bee7"}
 OF_GROUPS = {"group 1": "#ffcc80", "group 2": "#fff3e0"}
 FULL, FILLING = "#90caf9", "#e3f2fd"
+BARRIER = "#b71c1c"
 FORWARD = Tile(128, 128, 256, 2, specialised=True)
 BACKWARD = Tile(64, 128, 256, 2, specialised=True)
 SYMBOLS = {
@@ -168,9 +169,12 @@ def backward_words(act: Act) -> tuple[str, str]:
             return forward_words(act)
 
 
-def stage_boxes(made: Replay, tile: str, stage: int, x: float, width: float) -> list[Shape]:
+def stage_boxes(
+    made: Replay, tile: str, stage: int, place: tuple[float, float], arrows: Sequence[float]
+) -> list[Shape]:
     """What a stage of a tile holds, from when a copy begins until nobody reads it."""
     shapes: list[Shape] = []
+    x, width = place[0], place[1] - place[0]
     landed = [c for c in made.copies if c.event.names[1] == tile and c.event.barrier == f"{tile}_full[{stage}]"]
     emptied = made.barriers[f"{tile}_empty[{stage}]"].over if f"{tile}_empty[{stage}]" in made.barriers else []
     for number, copy in enumerate(landed):
@@ -179,39 +183,70 @@ def stage_boxes(made: Replay, tile: str, stage: int, x: float, width: float) -> 
         )
         end = emptied[number] if number < len(emptied) else max(last, copy.end)
         top, middle, bottom = (TOP + ROW * at for at in (copy.start, copy.end, end))
+        held, center = f"{short(tile)} {copy.of[0][-1]}", x + width / 2
         shapes += [
-            Box(x, top, width, middle - top, FILLING, FAINT), Box(x, middle, width, bottom - middle, FULL, FAINT),
-            Text(x + width / 2, (top + middle) / 2 + 4, "comes", 10),
-            Text(x + width / 2, (middle + bottom) / 2 + 4, f"{short(tile)} {copy.of[0].split()[-1]}", 11, bold=True),
-        ]  # fmt: skip
+            Box(x, top, width, middle - top, FILLING, FAINT),
+            Box(x, middle, width, bottom - middle, FULL, FAINT),
+            Text(center, beside(arrows, (top + middle) / 2 + 4), "comes", 10),
+            Text(center, beside(arrows, (middle + bottom) / 2 + 4), held, bold=True),
+        ]
     return shapes
+
+
+def beside(arrows: Sequence[float], baseline: float) -> float:
+    """The baseline for a word where no arrow passes, as near as may be."""
+    tried = (baseline + offset for offset in (0, 6, -6, 12, -12, 18, -18))
+    return next(y for y in tried if not any(y - 9 < arrow < y + 3 for arrow in arrows))
+
+
+def links(made: Replay, places: dict[str, tuple[float, float]]) -> list[Line]:
+    """From who ends a wait to who waited: an arrival of a warp, or a copy that has landed; places: of columns."""
+    found: list[Line] = []
+    for wait in made.acts:
+        name = wait.event.barrier
+        if wait.event.op != "mbarrier_wait_parity" or name.startswith("["):
+            continue
+        arrivals = [a for a in made.acts if a.event.op == "ptx_arrive_barrier" and a.event.barrier == name]
+        source = next((a.lane for a in reversed(arrivals) if a.end == wait.end), name.replace("_full", ""))
+        if source in places:
+            (left, right), (of_left, of_right) = places[source], places[wait.lane]
+            y = TOP + ROW * wait.end
+            ends = (left, of_right) if of_right < left else (right, of_left)
+            found.append(Line([(x, y) for x in ends], BARRIER, 1.1, "3 2", tip=True))
+    return found
 
 
 def draw(made: Replay, columns: Sequence[Column], words: Words, title: str) -> Picture:
     """A block."""
     shapes: list[Shape] = []
+    places: dict[str, tuple[float, float]] = {}
     x, height = float(LEFT), TOP + ROW * made.end + 60
+    for column in columns:
+        places[column.of] = x, x + column.width
+        x += column.width + GAP
+    arrows = links(made, places)
+    passed = [arrow.points[0][1] for arrow in arrows]
     rules = [Line([(LEFT, TOP + ROW * at), (LEFT + sum(c.width + GAP for c in columns) - GAP, TOP + ROW * at)], PALE)
              for at in range(0, made.end + 1, 5)]  # fmt: skip
     for column in columns:
-        middle, width = x + column.width / 2, column.width
-        shapes.append(Box(x, TOP, width, ROW * made.end, "none", PALE))
+        (left, right), width = places[column.of], column.width
+        middle = (left + right) / 2
+        shapes.append(Box(left, TOP, width, ROW * made.end, "none", PALE))
         shapes += [Text(middle, TOP - 22 + 14 * n, line, 11, bold=True) for n, line in enumerate(column.title)]
         if column.of == "tensor cores":
             for product in made.products:
                 top, bottom = TOP + ROW * product.start, TOP + ROW * product.end
-                shapes.append(Box(x, top, width, bottom - top, OF_GROUPS[product.lane], FAINT))
+                shapes.append(Box(left, top, width, bottom - top, OF_GROUPS[product.lane], FAINT))
                 shapes.append(Text(middle, (top + bottom) / 2 + 4, product.of[0], 11))
         elif "[" in column.of:
             tile, stage = column.of.rstrip("]").split("[")
-            shapes += stage_boxes(made, tile, int(stage), x, width)
+            shapes += stage_boxes(made, tile, int(stage), (left, right), passed)
         else:
             for act in merged([a for a in made.acts if a.lane == column.of], words):
                 top, bottom = TOP + ROW * act.start, TOP + ROW * act.end
                 said, kind = words(act)
-                shapes.append(Box(x + 1, top + 0.5, width - 2, bottom - top - 1, COLORS[kind], FAINT, 0.6))
+                shapes.append(Box(left + 1, top + 0.5, width - 2, bottom - top - 1, COLORS[kind], FAINT, 0.6))
                 shapes.append(Text(middle, (top + bottom) / 2 + 3.6, said, 10))
-        x += width + GAP
     legend, at = [], float(LEFT)
     for kind, what in {"wait": "waits", "copy": "copies", "product": "issues", "maths": "computes",
                        "tell": "tells"}.items():  # fmt: skip
@@ -223,13 +258,13 @@ def draw(made: Replay, columns: Sequence[Column], words: Words, title: str) -> P
             Text(at + 18, height - 30, f"product of {group}", 11, "start"),
         ]
         at += 146
-    below = "Time goes down, a line every five steps. A wait that is over when its warp comes to it is not drawn."
+    below = "Time goes down. Red: who ends a wait. A wait that is over when its warp comes to it is not drawn."
     legend.append(Text(LEFT, height - 10, below, 11, "start"))
     return Picture(
         x - GAP + LEFT,
         height,
         title,
-        flatten([Text(LEFT, 18, title, 13, "start", INK, True), *rules, *shapes, *legend]),
+        flatten([Text(LEFT, 18, title, 13, "start", INK, True), *rules, *shapes, *arrows, *legend]),
     )
 
 

@@ -1,7 +1,7 @@
 """A few shapes, and an SVG picture of them: what the drawings of this folder are made with.
 
 A picture is white, so that it reads on light and on dark pages. `crossings` names what cannot be read in one: lines of
-text that meet, or that leave the picture or the box in whose middle they stand.
+text that meet, that leave the picture or the box in whose middle they stand, or that an arrow crosses.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Picture:
 
 
 def crossings(picture: Picture) -> list[str]:
-    """What nobody could read: texts that meet, or leave the picture or their box."""
+    """What nobody could read: texts that meet, leave the picture or their box, or are crossed by an arrow."""
     texts = [shape for shape in picture.shapes if isinstance(shape, Text)]
     found = []
     for text in texts:
@@ -124,6 +124,10 @@ def crossings(picture: Picture) -> list[str]:
         for box in picture.shapes:
             if isinstance(box, Box) and box.has_in_its_middle(text) and right - left > box.width + 1:
                 found.append(f"{text.words!r} leaves its box")
+        for line in (shape for shape in picture.shapes if isinstance(shape, Line) and shape.tip):
+            xs, ys = zip(*line.points, strict=True)
+            if min(xs) < right and left < max(xs) and min(ys) < bottom - 1 and top + 1 < max(ys):
+                found.append(f"an arrow crosses {text.words!r}")
     for one, other in itertools.combinations(texts, 2):
         a, b = one.extent, other.extent
         if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]:

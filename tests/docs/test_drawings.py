@@ -36,6 +36,8 @@ def test_what_cannot_be_read_is_found(draws):
     shapes = svg.Text(50, 20, "one"), svg.Text(55, 22, "two"), svg.Text(98, 45, "three")
     boxed = svg.Box(40, 60, 20, 20), svg.Text(50, 70, "too long")
     found = svg.crossings(svg.Picture(100, 80, "", (*shapes, *boxed)))
+    arrow = svg.Text(50, 20, "one"), svg.Line([(0, 18), (100, 18)], tip=True)
+    assert svg.crossings(svg.Picture(100, 50, "", arrow)) == ["an arrow crosses 'one'"]
     assert found == ["'three' leaves the picture", "'too long' leaves its box", "'one' meets 'two'"]
 
 
