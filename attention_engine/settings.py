@@ -45,6 +45,11 @@ def verbose() -> bool:
     return os.environ.get("ATTENTION_ENGINE_VERBOSE", "0") not in ("", "0")
 
 
+def verifies() -> bool:
+    """Whether passes check what they hand on: ATTENTION_ENGINE_VERIFY set to anything but 0 or nothing."""
+    return os.environ.get("ATTENTION_ENGINE_VERIFY", "0") not in ("", "0")
+
+
 def cuda_home() -> Path | None:
     """The CUDA toolkit that the user named: CUDA_HOME, else CUDA_PATH."""
     value = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

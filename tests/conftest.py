@@ -25,6 +25,8 @@ SAMPLED = {
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in SAMPLED.items() for name in names}
 
+os.environ.setdefault("ATTENTION_ENGINE_VERIFY", "1")  # passes check what they hand on; processes of tests too
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 

@@ -12,6 +12,7 @@ import pytest
 
 from attention_engine.ir.evaluate import PYTHON
 from attention_engine.ir.expr import LEAVES, Op
+from attention_engine.ir.verify import OPERANDS
 from attention_engine.passes.differentiate import GRADIENTS
 from attention_engine.passes.simplify import CONSTRUCTORS
 from attention_engine.passes.symbolic import SYMPY
@@ -146,6 +147,7 @@ TABLES = {
     "what it is to sympy": (SYMPY, OPERATIONS - {Op.LOAD, Op.REDUCE}),
     "its gradient": (GRADIENTS, OPERATIONS),
     "its normal form": (CONSTRUCTORS, OPERATIONS),
+    "what its operands are": (OPERANDS, set(Op) - {Op.LOAD}),
 }
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from attention_engine.errors import WrongResult
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.symbols import convert, lift, wrap
-from attention_engine.frontend.tracing import call, is_number, place_of, wide_inputs
+from attention_engine.frontend.tracing import call, captured_names, is_number, place_of, wide_inputs
 from attention_engine.ir.expr import Op, Type, const, substitute, topological
 from attention_engine.ir.linear import LinearProgram, X
 from attention_engine.ir.program import KV_IDX, Q_IDX
+from attention_engine.ir.verify import checked, verify_linear
 from attention_engine.passes.simplify import simplify
 from attention_engine.passes.widths import widen
 
@@ -33,7 +34,7 @@ def trace_mods(
         (traced["decay"],) = simplify(substitute(traced["decay"], {X: const(0.0)}))
     wide = wide_inputs(custom_types or {})
     typed = {name: widen(expr, wide=wide)[0] for name, expr in traced.items()}
-    return LinearProgram(**typed, custom=tuple(custom_io.specs))
+    return checked(verify_linear, LinearProgram(**typed, custom=tuple(custom_io.specs)), captured_names())
 
 
 def _trace_mod(mod: Mod | None, name: str, custom: CustomInputs) -> Any:

@@ -40,6 +40,7 @@ from attention_engine.ir.program import (
     final_variable,
     state_variable,
 )
+from attention_engine.ir.verify import checked, verify_program
 from attention_engine.passes.index_ranges import settle_comparisons
 from attention_engine.passes.simplify import simplify
 from attention_engine.passes.widths import widen
@@ -267,7 +268,7 @@ def trace(
     optional = [
         widen(*simplify(e), wide=wide)[0] if e is not None else None for e in (mask, online.forward, online.backward)
     ]
-    return Program(
+    program = Program(
         score=score,
         mask=None if optional[0] is not None and optional[0] is const(True) else optional[0],
         states=tuple(State(n, online.initial[n], u) for n, u in zip(states, updates, strict=True)),
@@ -279,6 +280,13 @@ def trace(
         backward=optional[2],
         custom=tuple(custom_io.specs),
     )
+    return checked(verify_program, program, captured_names())
+
+
+def captured_names() -> tuple[str, ...]:
+    """What the tracing that runs calls the tensors that functions captured; they are declared when it has ended."""
+    capture = CAPTURE.get()
+    return () if capture is None else tuple(capture.names)
 
 
 def wide_inputs(types: Mapping[str, Type]) -> set[str]:

@@ -15,6 +15,7 @@ import math
 from attention_engine.ir.expr import Expr, Op, Type, VarKind, const, is_const, make, topological
 from attention_engine.ir.program import PRODUCT, Program
 from attention_engine.ir.reach import HIGHEST, may_be_infinite
+from attention_engine.ir.verify import checked, verify_program
 from attention_engine.passes.empty_rows import counts_kept_pairs
 from attention_engine.passes.fills import absorbs_absent_pairs
 from attention_engine.passes.simplify import CONSTRUCTORS, add, mul, negate, simplify, split_coefficient, terms, where
@@ -29,7 +30,7 @@ def leave_out_absent(program: Program) -> Program:
     program = dataclasses.replace(program, score=score, mask=_without(program.mask, absent))
     if may_be_infinite(score) and (not absorbs_absent_pairs(program) or counts_kept_pairs(program)):
         program = dataclasses.replace(program, mask=_without(program.mask, _asks_biases(score)))
-    return program
+    return checked(verify_program, program)
 
 
 def _without(mask: Expr | None, absent: Expr) -> Expr | None:

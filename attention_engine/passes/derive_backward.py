@@ -41,6 +41,7 @@ from attention_engine.ir.program import (
     final_variable,
 )
 from attention_engine.ir.reach import may_be_far, may_be_infinite
+from attention_engine.ir.verify import checked, verify_backward
 from attention_engine.passes.absent_pairs import guard_row
 from attention_engine.passes.differentiate import ZERO, differentiate, log_derivative
 from attention_engine.passes.row_values import RowValues, name_product, reductions_in, unlike
@@ -273,7 +274,7 @@ def derive_backward(program: Program) -> Backward:
     closed = close(program)
     names = list(closed.finals)
     try:
-        return _derive(program, closed, names)
+        return checked(verify_backward, _derive(program, closed, names), program)
     except BackwardNotDerived:
         found = _derive(program, closed, [])
     kept: list[str] = []
@@ -284,7 +285,7 @@ def derive_backward(program: Program) -> Backward:
             kept.append(name)
         except BackwardNotDerived as error:
             refused.append((name, str(error).splitlines()[0].removesuffix(".")))
-    return dataclasses.replace(found, undifferentiated=tuple(refused))
+    return checked(verify_backward, dataclasses.replace(found, undifferentiated=tuple(refused)), program)
 
 
 def _derive(program: Program, closed: ClosedForm, finals: list[str]) -> Backward:

@@ -8,6 +8,7 @@ import functools
 from attention_engine.ir.evaluate import LOWEST, Value, evaluate
 from attention_engine.ir.expr import Expr, Op, Type, const, is_const, make, substitute, topological
 from attention_engine.ir.program import OUTPUT, Program, State, state_variable
+from attention_engine.ir.verify import checked, verify_program
 from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.simplify import mul, simplify, where
 
@@ -29,7 +30,7 @@ def guard_empty_rows(program: Program) -> Program:
         guarded = mul(OUTPUT, where(empty, const(0.0), factor))
     else:
         guarded = where(empty, const(0.0), program.output)
-    return dataclasses.replace(program, states=states, output=guarded)
+    return checked(verify_program, dataclasses.replace(program, states=states, output=guarded))
 
 
 def counts_kept_pairs(program: Program) -> bool:

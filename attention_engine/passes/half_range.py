@@ -15,6 +15,7 @@ from attention_engine.errors import BackwardNotDerived
 from attention_engine.ir.evaluate import Value, evaluate, evaluate_all
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, substitute, topological
 from attention_engine.ir.program import OUTPUT, SCORE, Program, State, state_variable
+from attention_engine.ir.verify import checked, verify_program
 from attention_engine.passes.derive_backward import close
 from attention_engine.passes.empty_rows import finite
 from attention_engine.passes.row_values import unlike
@@ -84,10 +85,11 @@ def bound_weights(program: Program) -> Program:
     rescale, weights, update = simplify(
         mul(program.rescale, bound, recip(update)), mul(program.weights, recip(update)), update
     )
-    return dataclasses.replace(
+    bounded = dataclasses.replace(
         program, states=(*program.states, State(name, LEAST, update)), weights=weights, rescale=rescale,
         output=simplify(substitute(program.output, {OUTPUT: mul(OUTPUT, bound)}))[0],
     )  # fmt: skip
+    return checked(verify_program, bounded)
 
 
 def _largest(weights: Expr) -> Expr:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.linear import GRADIENT, LinearProgram, ModGradient, X
+from attention_engine.ir.verify import checked, verify_mod_gradient
 from attention_engine.passes.differentiate import ONE, differentiate
 from attention_engine.passes.simplify import factors, mul, simplify
 
@@ -14,7 +15,7 @@ def differentiate_mod(program: LinearProgram, name: str) -> ModGradient:
     """The gradients of the tensor's entry and of the custom inputs that its mod reads."""
     loads = program.loads(name)
     x, *reads = differentiate(program.mod(name), [X, *loads], GRADIENT)
-    return ModGradient(x, tuple(zip(loads, reads, strict=True)))
+    return checked(verify_mod_gradient, ModGradient(x, tuple(zip(loads, reads, strict=True))), program, name)
 
 
 def reads_own(program: LinearProgram, name: str, reads: Collection[Expr]) -> bool:
