@@ -1,7 +1,7 @@
 """What is valid: expressions, programs, their backward passes, the laws of linear attentions. No pass may leave less.
 
 A variable is valid where whoever runs the expression has its value: each law names what an expression may read.
-`checked` asks where ATTENTION_ENGINE_VERIFY is set; tests do.
+Schedules have their laws in passes/verify_schedule.py. `checked` asks where ATTENTION_ENGINE_VERIFY is set; tests do.
 """
 
 from __future__ import annotations

@@ -9,11 +9,15 @@ from functools import cached_property
 from attention_engine.errors import BackwardNotDerived
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.program import Backward, Program
+from attention_engine.ir.verify import checked, verify_program
 from attention_engine.passes.absent_pairs import leave_out_absent
 from attention_engine.passes.bent_output import Bend, part_output
 from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.verify_schedule import verify_backward_schedule, verify_bend, verify_forward_schedule
+
+Saved = tuple[tuple[str, Expr], ...]
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,15 @@ class Maths:
     @cached_property
     def forward_parted(self) -> ForwardSchedule:
         """The forward pass with a score's terms of rows out of its tile, in other dtypes than fp16."""
-        return schedule_forward(self.program, self._saved, parts_rows=True)
+        return _in_order(self.program, self._saved, parts_rows=True)
 
     @cached_property
     def _forward_bounded(self) -> ForwardSchedule:
-        return schedule_forward(bound_weights(self.program), self._saved)
+        return _in_order(bound_weights(self.program), self._saved)
 
     @cached_property
     def _bounded_parted(self) -> ForwardSchedule:
-        return schedule_forward(bound_weights(self.program), self._saved, parts_rows=True)
+        return _in_order(bound_weights(self.program), self._saved, parts_rows=True)
 
     @cached_property
     def _weights_fit(self) -> bool:
@@ -67,7 +71,7 @@ class Maths:
         return self._weights_fit or final_weights_fit(self.program)
 
     @property
-    def _saved(self) -> tuple[tuple[str, Expr], ...]:
+    def _saved(self) -> Saved:
         return self.backward.saved if self.backward else ()
 
     def wanting(self, names: Collection[str]) -> Maths:
@@ -79,7 +83,7 @@ class Maths:
             for gradients in (self.backward.pair_gradients, self.backward.row_gradients)
         )
         backward = replace(self.backward, pair_gradients=of_pairs, row_gradients=of_rows)
-        return replace(self, backward=backward, backward_schedule=schedule_backward(self.program, backward))
+        return replace(self, backward=backward, backward_schedule=_backward_in_order(self.program, backward))
 
 
 @dataclass(frozen=True)
@@ -92,16 +96,16 @@ class Bent:
 
 def analyse(program: Program) -> Maths:
     """Derives the backward pass and puts both directions in order."""
-    program = leave_out_absent(program)
+    program = leave_out_absent(checked(verify_program, program))
     bend = part_output(program)
     if bend is None:
         return _analyse(program)
-    inner = _analyse(bend.inner)
+    inner = _analyse(checked(verify_bend, bend).inner)
     lacking = dict(inner.backward.undifferentiated) if inner.backward is not None else {}
     reasons = [lacking[name] for name in bend.rows if name in lacking]
     refusal = BackwardNotDerived(f"{reasons[0]}.\n  Detach it (`.detach()`).") if reasons else inner.refusal
     bent = Bent(bend, inner) if refusal is None else None
-    return Maths(program, None, refusal, schedule_forward(program), None, bent)
+    return Maths(program, None, refusal, _in_order(program), None, bent)
 
 
 def _analyse(program: Program) -> Maths:
@@ -111,7 +115,15 @@ def _analyse(program: Program) -> Maths:
         backward = derive_backward(program)
     except BackwardNotDerived as error:
         refusal = error
-    forward_schedule = schedule_forward(program, backward.saved if backward else ())
+    forward_schedule = _in_order(program, backward.saved if backward else ())
     return Maths(
-        program, backward, refusal, forward_schedule, schedule_backward(program, backward) if backward else None
+        program, backward, refusal, forward_schedule, _backward_in_order(program, backward) if backward else None
     )
+
+
+def _in_order(program: Program, saved: Saved = (), parts_rows: bool = False) -> ForwardSchedule:
+    return checked(verify_forward_schedule, schedule_forward(program, saved, parts_rows), program)
+
+
+def _backward_in_order(program: Program, backward: Backward) -> BackwardSchedule:
+    return checked(verify_backward_schedule, schedule_backward(program, backward), backward, program)

@@ -26,7 +26,8 @@ from attention_engine.passes.simplify import mul
 
 @dataclass(frozen=True)
 class Correction:
-    """(D - delta) * sums[index] * slope, slope = d row / d delta, of saved rows."""
+    """(D - delta) * sums[index] * slope, slope = d row / d delta, of saved rows and of gradients that arrive at
+    returned ones."""
 
     index: int
     slope: Expr
