@@ -34,6 +34,7 @@ from attention_engine.kernels.backward import (
     factor_of,
     keeps_products,
 )
+from attention_engine.kernels.barriers import arrive_when_read, finish_before
 from attention_engine.kernels.common import (
     FLOAT,
     Packed,
@@ -62,7 +63,6 @@ from attention_engine.kernels.key_items import (
     of_keys,
 )
 from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
-from attention_engine.kernels.query_tiles import arrive_when_read
 from attention_engine.kernels.rows import place_in_workspace, take_sums_for_granted, transposes_dq
 from attention_engine.kernels.spare_warps import (
     Rows,
@@ -83,7 +83,6 @@ from attention_engine.kernels.warps import (
     SPARE,
     TMA_FLOATS,
     WARP,
-    finish_before,
     registers,
 )
 from attention_engine.passes.by_hand import (

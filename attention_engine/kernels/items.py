@@ -25,21 +25,31 @@ TOGETHER, AHEAD, GIVEN = "pairs_of_a_unit", "units_ahead", "units_given"
 
 
 @dataclass(frozen=True)
+class Round:
+    """One item of a block after another: how many items, and how many steps, the block has done before this one."""
+
+    items: Any = 0
+    steps: Any = 0
+
+    def stage(self, step: Any, stages: int) -> tuple[Any, Any]:
+        """Where a step of this round finds its tiles, and the parity of their barriers."""
+        return stage_of(self.steps + step, stages)
+
+
+FIRST_ROUND = Round()  # the only one of a block that has one item
+
+
+@dataclass(frozen=True)
 class Item:
-    """A block of queries of one head and batch, from the query q0 on, and its steps, one at least; what was done before
-    it by the thread's block: items, and steps."""
+    """A block of queries of one head and batch, from the query q0 on; its steps, at least one; the block's round in
+    which it comes."""
 
     block: Any
     head: Any
     batch: Any
     steps: Any
     q0: Any
-    items_before: Any = 0
-    steps_before: Any = 0
-
-    def stage(self, step: Any, stages: int) -> tuple[Any, Any]:
-        """Where a step's keys and values are, and the parity of their barriers."""
-        return stage_of(self.steps_before + step, stages)
+    round: Round = FIRST_ROUND
 
 
 def stage_of(count: Any, stages: int) -> tuple[Any, Any]:

@@ -28,11 +28,11 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.problem import Tile
+from attention_engine.kernels.barriers import arrive, give_back, wait
 from attention_engine.kernels.common import Sizes, named
 from attention_engine.kernels.items import KeyBlocks, Shares, stage_of
-from attention_engine.kernels.query_tiles import SWIZZLED, arrive, wait
 from attention_engine.kernels.tiles import HandedQueries
-from attention_engine.kernels.warps import GROUP, LEAVE, SPARE, WARP, give_back
+from attention_engine.kernels.warps import GROUP, LEAVE, SPARE, SWIZZLED, WARP
 
 # An item's record: its unit and its number there; the first of a unit's heads and tiles of queries that it prepares for
 # it; its block of keys, key head and batch; the first piece of its walk, where bounds say it, and steps.

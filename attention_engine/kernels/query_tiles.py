@@ -1,34 +1,47 @@
 """The tiles of queries of a Hopper forward block: how they come, and how the output leaves by them.
 
 A block that walks over items has room for a tile of the output beside, as a rule. Or that is a second tile of queries
-(Tile.queries_ahead): the next item's come while the present ones are used. An item's output then leaves by the tile of
-its queries, which nobody reads after its last scores; its copy out has read it by the time that the next item has its
-first weights, and then the tile is handed back. Which of two tiles products read is worked out between them in each
-step, so that long items lose what short ones win.
+(Tile.queries_ahead): the next item's queries come while the present ones are used. An item's output then leaves by the
+tile of its queries, which nobody reads after its last scores; its copy out has read the tile by the time that the next
+item has its first weights, and then the tile is handed back. Which of two tiles products read is worked out between
+them in each step, so that long items lose what short ones win.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.kernels.barriers import arrive, arrive_when_read, give_back, wait
 from attention_engine.kernels.common import named, window
-from attention_engine.kernels.items import Item
-from attention_engine.kernels.warps import GROUP, LEAVE, WARP, give_back, keeps_queries_ahead, output_fits
+from attention_engine.kernels.items import Item, Round
+from attention_engine.kernels.methods import macro_method
+from attention_engine.kernels.notes import size_of
+from attention_engine.kernels.warps import GROUP, LEAVE, SWIZZLED, WARP, keeps_queries_ahead, output_fits
 
-SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 128 bytes
 ALL = slice(None)
-BLOCK, HEAD, BATCH, STEPS = range(4)  # an item's record
-NUMBERS = 4
-NO_MORE = -1  # steps, in the record after the last item's
+NO_MORE = -1  # steps, in the note after the last item's
+
+
+class QueryNote(NamedTuple):
+    """What a block notes of an item: its block of queries, head, batch and steps."""
+
+    block: Any
+    head: Any
+    batch: Any
+    steps: Any
+
+
+NO_ITEM = QueryNote(0, 0, 0, NO_MORE)
 
 
 class QueryTiles:
     """The tiles and their barriers; made in the kernel.
 
-    count: of tiles. next_are_there: may a block ask for the next item's queries before its output has left?
+    count: how many tiles there are. next_are_there: may a block ask for the next item's queries before its output has
+    left? Items take the tiles in turn: which tile an item has, its round says.
     """
 
     def __init__(self, problem: Problem, tile: Tile) -> None:
@@ -44,101 +57,111 @@ class QueryTiles:
         self.full = named("q_full", T.alloc_barrier(arrive_count=[WARP] * self.count))
         hands_back = [self.groups * WARP if self.through else tile.threads // WARP] * self.count
         self.empty = named("q_empty", T.alloc_barrier(arrive_count=hands_back)) if tile.persistent else None
-        self.record = named("record", T.alloc_shared([self.count, NUMBERS], "int32")) if tile.persistent else None
+        record = [self.count, size_of(QueryNote)]
+        self.record = named("record", T.alloc_shared(record, "int32")) if tile.persistent else None
         self.noted = named("noted", T.alloc_barrier(arrive_count=[WARP] * self.count)) if self.count == 2 else None
 
-    def slot(self, item: Item) -> Any:
-        """Which tile an item's queries have."""
-        return item.items_before % self.count
+    def slot(self, of: Round) -> Any:
+        """Which tile the queries of a round have."""
+        return of.items % self.count
 
-    def turn(self, item: Item) -> Any:
-        """The parity of their barriers."""
-        return item.items_before // self.count % 2
+    def turn(self, of: Round) -> Any:
+        """The parity of that tile's barriers."""
+        return of.items // self.count % 2
 
-    def tile_of(self, item: Item) -> Any:
-        """An item's queries."""
-        return self.tiles[self.slot(item), :, :]
+    def tile_of(self, of: Round) -> Any:
+        """The queries of a round."""
+        return self.tiles[self.slot(of), :, :]
 
-    def output_of(self, item: Item, rows: slice, columns: slice) -> Any:
-        """Some of the tile by which an item's output leaves."""
-        return self.tiles[self.slot(item), rows, columns] if self.own is None else self.own[rows, columns]
+    def output_of(self, of: Round, rows: slice, columns: slice) -> Any:
+        """Some of the tile by which the output of a round leaves."""
+        return self.tiles[self.slot(of), rows, columns] if self.own is None else self.own[rows, columns]
 
-    def note(self, item: Item) -> None:
-        """The copying warp tells which item is next, when the one before it in its tile is done with."""
-        wait(self.empty, self.slot(item), self.turn(item) ^ 1)
-        write_note(self, item)
+    def note(self, note: QueryNote, of: Round) -> None:
+        """The copying warp notes which item a round has, when the item before it in its tile is done with."""
+        wait(self.empty, self.slot(of), self.turn(of) ^ 1)
+        self._write(note, of)
         if self.noted is not None:
-            arrive(self.noted, self.slot(item))
+            arrive(self.noted, self.slot(of))
 
-    def take_note(self, numbers: Any, item: Item) -> None:
-        """The numbers of an item, whose queries may still be on their way."""
-        wait(self.noted, self.slot(item), self.turn(item))
-        self.read_note(numbers, item)
+    def take_note(self, numbers: Any, of: Round) -> None:
+        """A thread reads the note of a round, whose queries may still be on their way, into an array of its own."""
+        wait(self.noted, self.slot(of), self.turn(of))
+        self.read_note(numbers, of)
 
-    def read_note(self, numbers: Any, item: Item) -> None:
-        """The numbers of an item that is noted, told by a lane, so that ptxas sees a warp agree."""
-        copy_numbers(numbers, self.record, self.slot(item))
+    def read_note(self, numbers: Any, of: Round) -> None:
+        """The same where the note is known to be there."""
+        copy_note(numbers, self.record, self.slot(of))
 
     def copy(self, buffers: Any, item: Item) -> None:
         """The copying warp has an item's queries brought."""
         source = window(buffers["q"], item.batch, item.head, item.q0, self.tile.q, self.dim)
-        copy_in(source, self.tiles, self.full, self.slot(item))
+        copy_in(source, self.tiles, self.full, self.slot(item.round))
 
-    def tell(self, item: Item) -> None:
-        """The copying warp arrives: what it noted of an item is there, whose queries nobody needs."""
-        arrive(self.full, self.slot(item))
+    def tell(self, of: Round) -> None:
+        """The copying warp arrives: the note of a round is there, and nobody needs its queries."""
+        arrive(self.full, self.slot(of))
 
-    def wait_until_there(self, item: Item) -> None:
-        """A computing thread waits for an item's queries."""
-        wait(self.full, self.slot(item), self.turn(item))
+    def wait_until_there(self, of: Round) -> None:
+        """A computing thread waits for the queries of a round."""
+        wait(self.full, self.slot(of), self.turn(of))
 
-    def give_back_after_scores(self, thread: Any, item: Item, last: Any) -> None:
+    def give_back_after_scores(self, thread: Any, of: Round, last: Any) -> None:
         """Nobody reads the queries any more after the last step's scores, unless the output leaves by their tile."""
         if self.empty is not None and not self.through:
-            give_back(thread, self.empty, self.slot(item), last)
+            give_back(thread, self.empty, self.slot(of), last)
 
-    def give_back_before(self, thread: Any, item: Item) -> None:
-        """Of two tiles the one of the item before: its output has left by now."""
+    def give_back_before(self, thread: Any, of: Round) -> None:
+        """Of two tiles, the one of the round before is handed back: its output has left by now."""
         if self.count == 2:
-            arrive_when_read(thread, [(self.empty, (item.items_before + 1) % 2)], item.items_before > 0)
+            arrive_when_read(thread, [(self.empty, (of.items + 1) % 2)], of.items > 0)
 
     def store(self, buffers: Any, output: Any, item: Item, thread: Any) -> None:
         """A group's rows of the output leave."""
         if self.through or self.own is not None:
-            leave_by_tile(self, buffers["o"], output, item, thread)
+            self._leave_by_tile(buffers["o"], output, item, thread)
         else:
             leave(output, window(buffers["o"], item.batch, item.head, item.q0, self.tile.q, self.dim_v))
         if self.empty is not None and self.through and self.count == 1:
             arrive_when_read(thread, [(self.empty, 0)])
 
+    @macro_method
+    def _write(self, note: QueryNote, of: Round) -> None:
+        """A lane writes the note of a round."""
+        slot = self.slot(of)
+        each_number = list(range(size_of(QueryNote)))
+        if T.get_thread_binding() % WARP == 0:
+            for number in each_number:
+                self.record[slot, number] = note[number]
+
+    @macro_method
+    def _leave_by_tile(self, target: Any, output: Any, item: Item, thread: Any) -> None:
+        """Copies the output to a tile and out from there, each group its rows."""
+        each_group, each_column = list(range(self.groups)), list(range(0, self.dim_v, SWIZZLED))
+        q0 = item.q0
+        if not self.through:
+            T.tma_store_wait(0)  # has read the item before
+        for group in each_group:
+            if thread // GROUP == 1 + group:
+                T.sync_threads(LEAVE + group, GROUP)  # nobody reads the rows any more
+        T.copy(output, self.output_of(item.round, ALL, ALL))
+        T.fence_proxy_async()
+        for group in each_group:
+            if thread // GROUP == 1 + group:
+                T.sync_threads(LEAVE + group, GROUP)
+                first = group * 64
+                for at in each_column:
+                    T.tma_copy(
+                        self.output_of(item.round, slice(first, first + 64), slice(at, at + SWIZZLED)),
+                        target[item.batch, q0 + first : q0 + first + 64, item.head, at : at + SWIZZLED],
+                        leader_scope_threads=GROUP,
+                    )
+
 
 @T.macro
-def wait(barriers: Any, number: Any, parity: Any) -> None:
-    """For one of several barriers."""
-    T.barrier_wait(barriers[number], parity)
-
-
-@T.macro
-def arrive(barriers: Any, number: Any) -> None:
-    """At one of several barriers."""
-    T.barrier_arrive(barriers[number])
-
-
-@T.macro
-def write_note(queries: QueryTiles, item: Item) -> None:
-    """A lane writes an item's record."""
-    slot = queries.slot(item)
-    if T.get_thread_binding() % WARP == 0:
-        queries.record[slot, BLOCK] = item.block
-        queries.record[slot, HEAD] = item.head
-        queries.record[slot, BATCH] = item.batch
-        queries.record[slot, STEPS] = item.steps
-
-
-@T.macro
-def copy_numbers(numbers: Any, record: Any, slot: Any) -> None:
-    """A lane reads an item's record, and tells it."""
-    each_number = list(range(NUMBERS))
+def copy_note(numbers: Any, record: Any, slot: Any) -> None:
+    """A lane reads a note, and tells it to its warp, so that ptxas sees a warp agree."""
+    each_number = list(range(size_of(QueryNote)))
     for number in each_number:
         numbers[number] = T.shfl_sync(record[slot, number], 0)
 
@@ -151,40 +174,6 @@ def copy_in(source: Any, tiles: Any, barriers: Any, number: Any) -> None:
 
 
 @T.macro
-def arrive_when_read(thread: Any, empty: list[tuple[Any, Any]], when: Any = True) -> None:
-    """The warp of each group that began the copies out arrives, when they have read: all of it, for which lane began
-    them is the hardware's choice."""
-    if T.And(thread % GROUP < WARP, when):
-        T.tma_store_wait(0)
-        for barrier_and_number in empty:
-            arrive(*barrier_and_number)
-
-
-@T.macro
 def leave(output: Any, target: Any) -> None:
     """Stores the output from registers."""
     T.copy(output, target)
-
-
-@T.macro
-def leave_by_tile(queries: QueryTiles, target: Any, output: Any, item: Item, thread: Any) -> None:
-    """Copies the output to a tile and out from there, each group its rows."""
-    each_group, each_column = list(range(queries.groups)), list(range(0, queries.dim_v, SWIZZLED))
-    q0 = item.q0
-    if not queries.through:
-        T.tma_store_wait(0)  # has read the item before
-    for group in each_group:
-        if thread // GROUP == 1 + group:
-            T.sync_threads(LEAVE + group, GROUP)  # nobody reads the rows any more
-    T.copy(output, queries.output_of(item, ALL, ALL))
-    T.fence_proxy_async()
-    for group in each_group:
-        if thread // GROUP == 1 + group:
-            T.sync_threads(LEAVE + group, GROUP)
-            first = group * 64
-            for at in each_column:
-                T.tma_copy(
-                    queries.output_of(item, slice(first, first + 64), slice(at, at + SWIZZLED)),
-                    target[item.batch, q0 + first : q0 + first + 64, item.head, at : at + SWIZZLED],
-                    leader_scope_threads=GROUP,
-                )

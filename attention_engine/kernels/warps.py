@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile, padded
@@ -12,6 +10,7 @@ WARP, GROUP = 32, 128  # threads
 SPARE = tuple(range(1, GROUP // WARP))  # the copying group's warps that copy nothing
 COMPUTE = 1  # the named barrier on which the computing threads meet
 TURN = 2  # the first of those on which each group waits for its turn to start products
+SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 128 bytes
 TMA_FLOATS = 32  # 128 bytes: what TMA copies to begins at a multiple of them
 LEAVE = 5  # the first of those on which each group meets before its rows leave
 SPARE_START = 8  # on which the spare warps meet before their first work
@@ -40,21 +39,3 @@ def output_fits(problem: Problem, tile: Tile) -> bool:
 def keeps_queries_ahead(problem: Problem, tile: Tile) -> bool:
     """Can that tile be a second one of queries?"""
     return tile.persistent and problem.dim == problem.dim_v and output_fits(problem, tile)
-
-
-@T.macro
-def give_back(thread: Any, barriers: Any, number: Any, when: Any = True) -> None:
-    """A lane of each warp arrives at one of several barriers: nobody of the warp reads any more what it guards."""
-    if T.And(thread % WARP == 0, when):
-        T.barrier_arrive(barriers[number])
-
-
-@T.macro
-def finish_before(values: Any, registers_of_each: int, barriers: Any, stage: Any, turn: Any) -> None:
-    """Makes a fragment's values now, not after a wait for products that comes next: they run meanwhile.
-
-    Compilers move the two past each other, as neither needs the other. The fence holds NVVM; the branch of a wait that
-    is over holds ptxas.
-    """
-    T.warpgroup_fence_operand(values, num_regs=registers_of_each)
-    T.barrier_wait(barriers[stage], turn)

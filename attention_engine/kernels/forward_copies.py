@@ -1,0 +1,89 @@
+"""What the copying warps of a Hopper forward block do: they bring queries, keys and values, and say which item is next.
+
+A block of a grid has one item. A persistent block has many: one copying warp works out which is next, brings its
+queries and notes it for the others. That warp brings keys and values too, unless queries come ahead: then another warp
+reads the notes and brings them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.kernels.barriers import Ring
+from attention_engine.kernels.common import Buffers, window
+from attention_engine.kernels.forward_form import ForwardForm
+from attention_engine.kernels.forward_steps import ForwardMemory
+from attention_engine.kernels.items import Deal, Item, Round, at_least_one
+from attention_engine.kernels.notes import note_in, size_of, values_of
+from attention_engine.kernels.query_tiles import NO_ITEM, NO_MORE, QueryNote
+from attention_engine.kernels.splice import name_value
+from attention_engine.kernels.tiles import KeyWalk
+
+
+@T.macro
+def copy_tile(source: Any, ring: Ring, stage: Any) -> None:
+    """Brings a tile to a stage, of which nobody reads the tile before any more."""
+    T.tma_copy(source, ring.tile[stage, :, :], barrier=ring.full[stage])
+    T.barrier_arrive(ring.full[stage])
+
+
+@T.macro
+def copy_keys(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item, walk: KeyWalk) -> None:
+    """Brings an item's keys and values, step by step."""
+    kv_head = item.head // form.problem.group
+    for step in T.unroll(item.steps, unroll_factor=1):  # four steps at once would spill
+        visit = walk.at(step)
+        kv0 = T.if_then_else(walk.count > 0, visit.start, form.sizes.kv)  # where no key is kept: zeros, no NaN
+        stage, turn = item.round.stage(step, form.tile.stages)
+        T.barrier_wait(memory.keys.empty[stage], turn ^ 1)
+        if form.plan.mapped:  # noqa: SIM102 - Python's condition, then the kernel's
+            if T.get_thread_binding() == 0:
+                memory.entries[stage] = visit.entry
+        copy_tile(window(buffers["k"], item.batch, kv_head, kv0, form.tile.kv, form.dim), memory.keys, stage)
+        T.barrier_wait(memory.values.empty[stage], turn ^ 1)
+        copy_tile(window(buffers["v"], item.batch, kv_head, kv0, form.tile.kv, form.dim_v), memory.values, stage)
+
+
+@T.macro
+def hand_out_items(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, index: Any) -> None:
+    """Brings the queries of a persistent block's items, and notes for the others which item is next, until none is
+    left; brings their keys and values too, unless another warp does."""
+    items = form.items
+    deal = Deal(items, index)
+    items_before = T.alloc_var("int32", 0)
+    steps_before = T.alloc_var("int32", 0)
+    for turn in T.unroll(deal.turns, unroll_factor=1):  # two turns at once would spill
+        section, pairs, position = deal.position(turn)
+        if position < name_value(pairs * items.blocks):
+            block, head, batch = deal.item(section, pairs, position)
+            walk = form.walk(buffers, batch, head, block)
+            steps, done, steps_done = at_least_one(walk), items_before + 0, steps_before + 0
+            item = Item(block, head, batch, steps, name_value(block * form.tile.q), Round(done, steps_done))
+            memory.queries.note(QueryNote(block, head, batch, steps), item.round)
+            memory.queries.copy(buffers, item)
+            if not form.queries_ahead:
+                copy_keys(form, buffers, memory, item, walk)
+            items_before = done + 1
+            steps_before = steps_done + steps
+    memory.queries.note(NO_ITEM, Round(items_before))
+    memory.queries.tell(Round(items_before))
+
+
+@T.macro
+def copy_items(form: ForwardForm, buffers: Buffers, memory: ForwardMemory) -> None:
+    """Brings the keys and values of the items that another warp hands out."""
+    numbers = T.alloc_local([size_of(QueryNote)], "int32")
+    noted = note_in(QueryNote, numbers)
+    items_before = T.alloc_var("int32", 0)
+    steps_before = T.alloc_var("int32", 0)
+    memory.queries.take_note(numbers, Round(items_before))
+    while noted.steps != NO_MORE:
+        block, head, batch, steps = values_of(noted)
+        walk = form.walk(buffers, batch, head, block)
+        q0 = 0  # its queries are brought by the other warp
+        copy_keys(form, buffers, memory, Item(block, head, batch, steps, q0, Round(0, steps_before + 0)), walk)
+        items_before = items_before + 1
+        steps_before = steps_before + steps
+        memory.queries.take_note(numbers, Round(items_before))

@@ -1,0 +1,134 @@
+"""What a hand-placed forward kernel is built for, and what follows from that: each choice is made here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.key_condition import key_condition
+from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.kernels.common import Buffers, Place, Sizes, block_values, reader
+from attention_engine.kernels.forward import of_pairs
+from attention_engine.kernels.items import Item, Items
+from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.staged import StagedReads
+from attention_engine.kernels.tiles import HandedList, KeyWalk
+from attention_engine.kernels.turns import Turns
+from attention_engine.kernels.warps import GROUP, WARP, keeps_queries_ahead
+from attention_engine.passes.by_hand import products_take_turns
+from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
+from attention_engine.passes.schedule import ForwardSchedule
+from attention_engine.passes.tile_plan import TilePlan
+
+BlockValues = tuple[tuple[Expr, Expr], ...]  # variables, and what a block computes of them once
+
+
+@dataclass(frozen=True)
+class ForwardForm:
+    """A problem, its maths in order, the tile, and the walks of blocks; what the parts of a kernel ask of them."""
+
+    problem: Problem
+    schedule: ForwardSchedule
+    tile: Tile
+    sizes: Sizes
+    plan: TilePlan
+    at_once: int  # blocks that the GPU runs at once, of a persistent form
+
+    @cached_property
+    def dim(self) -> int:
+        """The head dim of queries and keys, in tiles."""
+        return padded(self.problem.dim)
+
+    @cached_property
+    def dim_v(self) -> int:
+        """The head dim of values, in tiles."""
+        return padded(self.problem.dim_v)
+
+    @cached_property
+    def warps(self) -> int:
+        """How many warps compute."""
+        return self.tile.threads // WARP
+
+    @cached_property
+    def blocks(self) -> Any:
+        """How many blocks of queries a head has."""
+        return T.ceildiv(self.sizes.q, self.tile.q)
+
+    @cached_property
+    def items(self) -> Items:
+        """The work items, of a persistent form."""
+        return Items(self.problem, self.tile, self.sizes, self.plan.later_is_longer, self.at_once)
+
+    @cached_property
+    def queries_ahead(self) -> bool:
+        """Does a warp of its own bring the next item's queries while the present ones are used?"""
+        return self.tile.queries_ahead and keeps_queries_ahead(self.problem, self.tile)
+
+    @cached_property
+    def takes_turns(self) -> bool:
+        """Do warpgroups issue the products of a step in turns?"""
+        return self.tile.threads > 2 * GROUP or products_take_turns(self.schedule)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """How the warpgroups are kept apart."""
+        return Turns(self.tile.threads // GROUP, self.takes_turns)
+
+    @cached_property
+    def waits_early(self) -> bool:
+        """Does a step wait for the output of the step before when it has its row maxima, not when it has weights?"""
+        factors_are_early = self.schedule.rescale is None or self.schedule.rescales_early
+        return self.takes_turns and self.tile.threads == 2 * GROUP and factors_are_early
+
+    @cached_property
+    def seen(self) -> Expr | None:
+        """Which keys anybody sees."""
+        return key_condition(self.schedule.mask)
+
+    @cached_property
+    def _added(self) -> Expr | None:
+        """What a score adds to its product, if that is known before the product is."""
+        return terms_beside_product(self.schedule.score)
+
+    @cached_property
+    def starts_ahead(self) -> bool:
+        """Do tiles of scores start with what is added to products, written while a group waits for its turn? Not where
+        that asks for the tile's index and a list says it: the next one isn't known so early."""
+        return self._added is not None and (reads_places_alone(self._added) or not self.plan.mapped)
+
+    @cached_property
+    def starts_by_index(self) -> bool:
+        """Does what they start with ask which keys the tile has?"""
+        return self.starts_ahead and self._added is not None and not reads_places_alone(self._added)
+
+    @cached_property
+    def values_of_start(self) -> BlockValues:
+        """Those values of a block that the scores read, and so what tiles start with."""
+        schedule = self.schedule
+        ends = (schedule.ends.below, schedule.ends.above) if schedule.ends else ()
+        read = topological(schedule.score, *ends)
+        return tuple((v, e) for v, e in schedule.block if v in read)
+
+    def walk(self, buffers: Buffers, batch: Any, head: Any, block: Any, handed: HandedList | None = None) -> KeyWalk:
+        """The walk of a block of queries over tiles of keys; handed: by a list that another warp reads."""
+        return KeyWalk(self.plan, self.sizes, self.tile, buffers, batch, head, block, handed)
+
+    def place_of(self, buffers: Buffers, item: Item, block: BlockValues) -> Place:
+        """Where an item's pairs are, with these of its block's values.
+
+        What tiles start with is read without guards. A mask keeps them: without, ptxas spills in its few tiles.
+        """
+        known = self.sizes.inside(self.problem, item.batch, item.head) if self.starts_by_index else ()
+        for index, length in known:
+            take_for_granted(T.And(index >= 0, index < length))
+        read = reader(buffers, known)
+        values = block_values(block, item.batch, item.head, read)
+        return Place(item.batch, item.head, values, read, self.problem.approximate)
+
+    def no_staged_reads(self) -> StagedReads:
+        """No bias of pairs is staged: problems that have one run the twin of this kernel."""
+        return StagedReads(of_pairs(self.schedule), self.problem, self.tile)

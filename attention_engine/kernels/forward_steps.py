@@ -1,0 +1,252 @@
+"""What the computing warpgroups of a Hopper forward block do: an item from its first scores to its output.
+
+Order of a step (forward_hopper.py says why): the scores of this step and the output of the step before are issued
+together; the weights of this step are made of the scores while the tensor cores make the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial as bind
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr
+from attention_engine.kernels.barriers import Ring, finish_before, give_back
+from attention_engine.kernels.common import FLOAT, Buffers, named, where_partial
+from attention_engine.kernels.forward import TileMaths, needs_another, rescale, row_variables, sums_in_parts
+from attention_engine.kernels.forward_form import BlockValues, ForwardForm
+from attention_engine.kernels.items import Item
+from attention_engine.kernels.query_tiles import QueryTiles
+from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
+from attention_engine.kernels.unseen import clear_step
+from attention_engine.kernels.warps import ROWS_WHOLE, WARP
+
+
+@dataclass(frozen=True)
+class ForwardMemory:
+    """A block's tiles, registers and barriers."""
+
+    queries: QueryTiles
+    keys: Ring
+    values: Ring
+    weights: Any  # in 16 bits, an operand of the output
+    scores: Any
+    other: Any  # a second tile of scores, where a row value is made of another formula
+    output: Any
+    rows: dict[Expr, Any]
+    parts: dict[Expr, Any]  # row states that threads hold in parts
+    written: Any  # a row that the caller keeps
+    entries: Any  # of a list, one for each stage: the copying warp notes them
+
+    @staticmethod
+    def allocate(form: ForwardForm) -> ForwardMemory:
+        """Made in the kernel."""
+        problem, schedule, tile, stages = form.problem, form.schedule, form.tile, form.tile.stages
+        queries = QueryTiles(problem, tile)
+        k = named("k", T.alloc_shared([stages, tile.kv, form.dim], problem.dtype))
+        v = named("v", T.alloc_shared([stages, tile.kv, form.dim_v], problem.dtype))
+        weights = named("weights", T.alloc_fragment([tile.q, tile.kv], problem.dtype))
+        scores = named("scores", T.alloc_fragment([tile.q, tile.kv], FLOAT))
+        other = named("other", T.alloc_fragment([tile.q, tile.kv], FLOAT)) if needs_another(schedule) else None
+        output = named("output", T.alloc_fragment([tile.q, form.dim_v], FLOAT))
+        rows = {row: named(row.name, T.alloc_fragment([tile.q], FLOAT)) for row in row_variables(schedule)}
+        parts = sums_in_parts(schedule, tile)
+        written = named("written", T.alloc_fragment([tile.q], FLOAT)) if schedule.rows else None
+        keys = Ring(
+            tile=k,
+            full=named("k_full", T.alloc_barrier(arrive_count=[WARP] * stages)),
+            empty=named("k_empty", T.alloc_barrier(arrive_count=[form.warps] * stages)),
+        )
+        values = Ring(
+            tile=v,
+            full=named("v_full", T.alloc_barrier(arrive_count=[WARP] * stages)),
+            empty=named("v_empty", T.alloc_barrier(arrive_count=[form.warps] * stages)),
+        )
+        entries = named("entries", T.alloc_shared([stages], "int32")) if form.plan.mapped else None
+        return ForwardMemory(
+            queries=queries, keys=keys, values=values, weights=weights, scores=scores, other=other, output=output,
+            rows=rows, parts=parts, written=written, entries=entries,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """The item that the computing threads of a block are at."""
+
+    form: ForwardForm
+    memory: ForwardMemory
+    item: Item
+    walk: KeyWalk
+    maths: TileMaths
+    steps: Any
+    thread: Any
+
+    def stage(self, step: Any) -> tuple[Any, Any]:
+        """Where a step's keys and values are, and the parity of their barriers."""
+        return self.item.round.stage(step, self.form.tile.stages)
+
+
+def maths_of(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item, block: BlockValues) -> TileMaths:
+    """The maths of an item's tiles, with these of its block's values."""
+    place, staged = form.place_of(buffers, item, block), form.no_staged_reads()
+    return TileMaths(
+        form.schedule, form.tile, place, memory.rows, memory.parts, memory.scores, memory.other, item.q0, form.sizes,
+        staged,
+    )  # fmt: skip
+
+
+@T.macro
+def weigh(
+    form: ForwardForm, maths: TileMaths, visit: Visit, before_weights: Callable[[], None] | None = None
+) -> None:  # fmt: skip
+    """A step's products become scores, and scores become weights."""
+    kv0 = visit.start
+    if not form.starts_ahead:
+        maths.score(kv0)
+    if form.schedule.fill is not None:
+        where_partial(either(visit.is_partial(kv0), kv0 + form.tile.kv > form.sizes.kv), bind(maths.mask, kv0))
+    maths.weigh(kv0, before_weights)
+
+
+@T.macro
+def start_tile(form: ForwardForm, maths: TileMaths, walk: KeyWalk | None, step: Any) -> None:
+    """Writes what a step's products add to, before its group waits for its turn: the group then issues them at once.
+
+    Past the last step the tile is nobody's. It is then made as the first step's, which is far from the diagonal as a
+    rule and so made soonest.
+    """
+    maths.start_scores(walk.at(T.if_then_else(step < walk.count, step, 0)).start if form.starts_by_index else 0)
+    T.warpgroup_fence_operand(maths.scores, num_regs=form.tile.q * form.tile.kv // form.tile.threads)
+
+
+@T.macro
+def issue_scores(form: ForwardForm, memory: ForwardMemory, item: Item, stage: Any) -> None:
+    """The products of queries and a stage's keys are on their way; they add to what the tile started with."""
+    T.wgmma_gemm(
+        memory.queries.tile_of(item.round), memory.keys.tile[stage, :, :], memory.scores, transpose_B=True,
+        policy=ROWS_WHOLE, clear_accum=not form.starts_ahead,
+    )  # fmt: skip
+
+
+@T.macro
+def start_scores(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item) -> None:
+    """The products of an item's first step are on their way. After the last item they are anything, and nobody's."""
+    stage, turn = item.round.stage(0, form.tile.stages)
+    if form.starts_ahead:
+        walk = form.walk(buffers, item.batch, item.head, item.block) if form.starts_by_index else None
+        start_tile(form, maths_of(form, buffers, memory, item, form.values_of_start), walk, 0)
+    if item.steps > 0:
+        T.barrier_wait(memory.keys.full[stage], turn)
+    form.turns.start_apart(T.get_thread_binding(), item.round.items)
+    issue_scores(form, memory, item, stage)
+
+
+@T.macro
+def compute_item(
+    form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item, start_next: Callable[[], None]
+) -> None:  # fmt: skip
+    """From the item's first scores, which are on their way, to its output."""
+    steps, q0, thread, batch, head = item.steps, item.q0, T.get_thread_binding(), item.batch, item.head
+    stages, mapped = form.tile.stages, form.plan.mapped
+    handed = HandedList(steps, lambda step: memory.entries[item.round.stage(step, stages)[0]]) if mapped else None
+    walk = form.walk(buffers, batch, head, item.block, handed)
+    maths = maths_of(form, buffers, memory, item, form.schedule.block)
+    work = Work(form, memory, item, walk, maths, steps, thread)
+    T.fill(memory.output, 0)
+    maths.start()
+    make_first_weights(work)
+    for after in T.serial(steps - 1):
+        take_step(work, after)
+    make_last_output(work, start_next)
+    maths.join()
+    maths.finish(memory.output, form.dim_v)
+    memory.queries.store(buffers, memory.output, item, thread)
+    for name, expr in form.schedule.rows:
+        maths.write_row(memory.written, expr)
+        T.copy(memory.written, buffers[f"row_{name}"][batch, head, q0 : q0 + form.tile.q])
+    if not memory.queries.next_are_there:
+        start_next()
+
+
+@T.macro
+def make_first_weights(work: Work) -> None:
+    """The first step's scores, which are on their way, become weights; no output is due yet."""
+    form, memory, item, thread = work.form, work.memory, work.item, work.thread
+    T.wait_wgmma(0)
+    first, _ = work.stage(0)
+    first_visit = work.walk.at(0)
+    give_back(thread, memory.keys.empty, first)
+    memory.queries.give_back_after_scores(thread, item.round, work.steps == 1)
+    weigh(form, work.maths, first_visit)
+    T.copy(memory.scores, memory.weights)
+    if form.starts_ahead:
+        start_tile(form, work.maths, work.walk, 1)
+    memory.queries.give_back_before(thread, item.round)
+    form.turns.let_second_start(thread, item.round.items)
+    values = memory.values
+    clear_step(form.seen, work.maths.place, first_visit, values.tile, values.full, work.stage(0), form.tile.threads)
+
+
+@T.macro
+def take_step(work: Work, after: Any) -> None:
+    """The step after so many: its scores and the output of the step before, then its weights."""
+    form, memory, item, thread, values = work.form, work.memory, work.item, work.thread, work.memory.values
+    step = after + 1
+    stage, turn = work.stage(step)
+    before, turn_before = work.stage(after)
+    T.barrier_wait(memory.keys.full[stage], turn)
+    visit = work.walk.at(step)
+    form.turns.take(thread)
+    issue_scores(form, memory, item, stage)
+    T.barrier_wait(values.full[before], turn_before)
+    T.wgmma_gemm(memory.weights, values.tile[before, :, :], memory.output, policy=ROWS_WHOLE)
+    form.turns.hand_on(thread)
+    T.wait_wgmma(1)  # the scores are there, the output on its way
+    give_back(thread, memory.keys.empty, stage)
+    memory.queries.give_back_after_scores(thread, item.round, step + 1 == work.steps)
+    fenced = bind(until_output, form, memory, thread, before, turn_before)
+    weigh(form, work.maths, visit, fenced if form.waits_early else None)
+    if not form.takes_turns:
+        take_output(form, memory, thread, before)
+    elif not form.waits_early:
+        fenced()
+    T.copy(memory.scores, memory.weights)
+    if form.starts_ahead:
+        start_tile(form, work.maths, work.walk, step + 1)
+    clear_step(form.seen, work.maths.place, visit, values.tile, values.full, (stage, turn), form.tile.threads)
+
+
+@T.macro
+def take_output(form: ForwardForm, memory: ForwardMemory, thread: Any, step: Any) -> None:
+    """Waits for the output of the step in a stage, and brings it to what rows hold by now."""
+    T.wait_wgmma(0)
+    give_back(thread, memory.values.empty, step)
+    if form.schedule.rescale is not None:
+        rescale(memory.output, memory.rows[form.schedule.rescale], form.tile, form.dim_v)
+
+
+@T.macro
+def until_output(form: ForwardForm, memory: ForwardMemory, thread: Any, step: Any, turn: Any) -> None:
+    """The same, where the stage's values came in phase `turn`; what works on scores comes before."""
+    finish_before(memory.scores, form.tile.q * form.tile.kv // form.tile.threads, memory.values.full, step, turn)
+    take_output(form, memory, thread, step)
+
+
+@T.macro
+def make_last_output(work: Work, start_next: Callable[[], None]) -> None:
+    """The last step's output is added, and the next item's first scores are issued behind it if its queries may be
+    there."""
+    form, memory, values = work.form, work.memory, work.memory.values
+    last, last_turn = work.stage(work.steps - 1)
+    T.barrier_wait(values.full[last], last_turn)
+    T.wgmma_gemm(memory.weights, values.tile[last, :, :], memory.output, policy=ROWS_WHOLE)
+    if memory.queries.next_are_there:
+        start_next()
+        T.wait_wgmma(1)  # the output is there, the next item's scores on their way
+    else:
+        T.wait_wgmma(0)
+    if form.tile.persistent:
+        give_back(work.thread, values.empty, last)
