@@ -43,7 +43,7 @@ from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.inside import where_inside
 from attention_engine.kernels.key_sums import heads_of_sum, shared_between_heads, sum_keys
-from attention_engine.kernels.rows import counters, place_in_workspace, take_sums_for_granted, workspace
+from attention_engine.kernels.rows import counters, take_sums_for_granted, workspace, workspace_offset
 from attention_engine.kernels.splice import both, name_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_parameters
@@ -227,7 +227,7 @@ def backward(
                         T.atomic_add(
                             buffers["workspace"][
                                 batch * problem.heads + head,
-                                q0 * dim + place_in_workspace(i, d, tile, dim, vectors)
+                                q0 * dim + workspace_offset(i, d, tile, dim, vectors)
                             ],
                             dq[i, d],
                         )

@@ -12,48 +12,48 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Buffers, window
+from attention_engine.kernels.notes import note_in
 from attention_engine.kernels.rows import bring_to_rows, take_sums_for_granted, wait_until_finished
-from attention_engine.kernels.spare_warps import SpareWarps, see_memory, wait_for_rows, walk_share
+from attention_engine.kernels.spare_warps import SpareWork, Target, see_memory, wait_for_rows, walk_share
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import SPARE, WARP
 
-PIECE = 8  # queries whose sums stand together, in the order of `place_in_workspace`
+PIECE = 8  # queries whose sums stand together, in the order of `workspace_offset`
 SUMS = 256  # that a warp holds at once
 
 
 @T.macro
-def store_together(work: SpareWarps, buffers: Buffers, scale: float) -> None:
+def store_together(work: SpareWork, buffers: Buffers) -> None:
     """What the spare warps store beside a block of keys: its share of dQ = scale * sums of a unit that is done."""
     thread = T.get_thread_binding()
     for warp in SPARE:
         if T.And(thread >= WARP * warp, thread < WARP * (warp + 1)):
-            store_share(work, buffers, scale, warp - 1)
+            store_share(work, buffers, warp - 1)
 
 
 @T.macro
-def store_share(work: SpareWarps, buffers: Buffers, scale: float, warp: int) -> None:
-    """A spare warp's part of it, when the unit is done."""
-    blocks, group = work.blocks, work.problem.group
+def store_share(work: SpareWork, buffers: Buffers, warp: int) -> None:
+    """A spare warp's part of that share, when the unit is done."""
+    blocks, group = work.blocks, work.form.problem.group
     if T.And(work.number >= blocks.behind, work.number < blocks.whole):
         unit = work.number - blocks.behind
         first_pair, pairs = blocks.pairs_of(unit)
         wait_until_finished(buffers, unit)
         see_memory()
-        walk_share(work, work.at[warp], pairs * group, bind(store_tile, work, buffers, scale, warp, first_pair * group))
+        walk_share(work, work.memory.at[warp], pairs * group, bind(store_tile, work, buffers, warp, first_pair * group))
         T.tma_store_wait(0)  # has read the last rows
 
 
 @T.macro
 def store_tile(
-    work: SpareWarps, buffers: Buffers, scale: float, warp: int, first_head: Any, head_of_unit: Any, tile_of_head: Any
+    work: SpareWork, buffers: Buffers, warp: int, first_head: Any, head_of_unit: Any, tile_of_head: Any
 ) -> None:  # fmt: skip
     """A spare warp's part of a tile's dQ, a piece at a time: sums come where rows of dO do, dQ leaves by rows of o. The
     first warp, which makes most of delta, has the least."""
-    problem, tile, rows = work.problem, work.tile, work.rows
-    dim, parts = padded(problem.dim), tile.q // PIECE
-    dq, place = rows.o[warp], rows.place[warp]
+    form, problem, tile, rows = work.form, work.form.problem, work.form.tile, work.memory.rows
+    dim, parts = form.dim, tile.q // PIECE
+    dq, target = rows.o[warp], note_in(Target, rows.target[warp])
     sums = T.view(rows.do[warp], [PIECE * dim], FLOAT)
     own = len(SPARE) - 1 - warp
     for turn in T.unroll(-(-(parts - own) // len(SPARE)), unroll_factor=1):
@@ -66,7 +66,7 @@ def store_tile(
         part = T.alloc_fragment([SUMS], FLOAT)  # some at a time: a thread has few registers
         for first in T.unroll(0, PIECE * dim, SUMS, unroll_factor=1):
             T.copy(sums[first : first + SUMS], part)
-            bring_to_rows(part, first, dq, problem, tile, scale, True)
+            bring_to_rows(part, first, dq, problem, tile, form.schedule.scale, True)
         T.fence_proxy_async()
         T.sync_warp()
-        T.tma_copy(dq[:PIECE, :], window(buffers["dq"], place[0], place[1], place[2], PIECE, dim))
+        T.tma_copy(dq[:PIECE, :], window(buffers["dq"], target.batch, target.head, target.query, PIECE, dim))

@@ -8,9 +8,8 @@ heads, of whose keys and values the L2 cache holds all. Counted on paper, an H10
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -63,8 +62,8 @@ class Items:
     longest_last: do later blocks of queries walk over more keys? Then the last go first.
     """
 
-    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_last: bool, places: int) -> None:
-        self.heads, self.group, self.longest_last, self.places = problem.heads, problem.group, longest_last, places
+    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_last: bool, at_once: int) -> None:
+        self.heads, self.group, self.longest_last, self.at_once = problem.heads, problem.group, longest_last, at_once
         self.blocks, self.pairs = T.ceildiv(sizes.q, tile.q), sizes.batch * problem.heads
         self.kv_length = sizes.kv
         self.keys_in_cache = L2_BYTES // (2 * (padded(problem.dim) + padded(problem.dim_v)))
@@ -72,14 +71,14 @@ class Items:
     @property
     def grid(self) -> Any:
         """How many blocks share the items."""
-        return T.min(self.blocks * self.pairs, self.places)
+        return T.min(self.blocks * self.pairs, self.at_once)
 
 
 class Deal:
-    """The turns of one block: `turns` of them, in each of which it has one item or none."""
+    """What the persistent block of a number is dealt: it has `turns`, in each of which it gets one item or none."""
 
-    def __init__(self, items: Items, place: Any) -> None:
-        self.items, self.place = items, place
+    def __init__(self, items: Items, number: Any) -> None:
+        self.items, self.number = items, number
         self.grid = name_value(items.grid)
         self.together = name_value(self._pairs_of_a_section() if items.longest_last else items.pairs)
         self.waves = name_value(_ceiling(self.together * items.blocks, self.grid))
@@ -95,9 +94,9 @@ class Deal:
         return _ceiling(pairs, T.max(T.truncdiv(pairs + T.truncdiv(most, 2), most), 1))
 
     def position(self, turn: Any) -> tuple[Any, Any, Any]:
-        """The section of a turn, how many (batch, head) pairs it has, and this block's place in it: beyond its end
+        """The section of a turn, how many (batch, head) pairs it has, and this block's position in it: beyond its end
         where the turn has no item."""
-        dealt = T.if_then_else(turn % 2 == 0, self.place, self.grid - 1 - self.place)
+        dealt = T.if_then_else(turn % 2 == 0, self.number, self.grid - 1 - self.number)
         if not self.items.longest_last:  # one section
             return 0, self.together, name_value(turn * self.grid + dealt)
         section = name_value(T.truncdiv(turn, self.waves))
@@ -122,20 +121,35 @@ def at_least_one(walk: KeyWalk) -> Any:
     return name_value(T.max(walk.count, 1))
 
 
+@dataclass(frozen=True)
 class KeyBlocks:
-    """The blocks of a backward pass over keys, one of keys, key head and batch each, in the order the GPU starts them.
+    """The blocks of a backward pass over keys, in the order the GPU starts them. A block has a block of keys of one
+    pair (of key head and batch). The blocks of `together` pairs are a unit.
 
-    One head and batch after another, by the GPU's own numbers. longest_first, for earlier keys that have more queries:
-    over as many heads as the L2 cache holds queries and gradients of, or a GPU would end with the long blocks of the
-    last head, most of its SMs idle.
+    Units start one after another. Where earlier keys have more queries, the longest blocks of a unit start first. The
+    unit then has as many pairs as the L2 cache holds queries and gradients of: a GPU would else end with the long
+    blocks of the last head, most of its SMs idle. Where all blocks are as long, a unit is one pair, and blocks have the
+    GPU's own numbers.
     """
 
-    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, places: int = 0) -> None:
-        self.blocks, self.heads, self.batch = T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch
-        self.pairs, self.longest_first, self.places = self.batch * self.heads, longest_first, places
-        self.together = T.dynamic(TOGETHER) if longest_first else 1  # pairs of a unit
-        self.ahead = T.dynamic(AHEAD)  # how far ahead the unit is that a unit's blocks prepare
-        self.given = T.dynamic(GIVEN)  # units whose delta isn't theirs to make
+    blocks: Any  # of keys, of a head
+    heads: int
+    batch: Any
+    pairs: Any  # in all
+    longest_first: bool
+    at_once: int  # persistent blocks that the GPU runs at once; 0: a grid has a block for each block of keys
+    together: Any  # pairs of a unit
+    ahead: Any  # how far ahead the unit is that a unit's blocks prepare
+    given: Any  # units whose delta isn't theirs to make
+
+    @staticmethod
+    def of(problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0) -> KeyBlocks:
+        """The blocks of a kernel with this tile."""
+        return KeyBlocks(
+            blocks=T.ceildiv(sizes.kv, tile.kv), heads=problem.kv_heads, batch=sizes.batch,
+            pairs=sizes.batch * problem.kv_heads, longest_first=longest_first, at_once=at_once,
+            together=T.dynamic(TOGETHER) if longest_first else 1, ahead=T.dynamic(AHEAD), given=T.dynamic(GIVEN),
+        )  # fmt: skip
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -176,16 +190,13 @@ class KeyBlocks:
     @property
     def grid(self) -> list[Any]:
         """Of the kernel."""
-        if self.places:
-            return [T.min(self.count, self.places)]
+        if self.at_once:
+            return [T.min(self.count, self.at_once)]
         return [self.count] if self.longest_first else [self.blocks, self.heads, self.batch]
 
-    def told(self, blocks: Any, pairs: Any, together: Any) -> KeyBlocks:
-        """The same by other names of how many blocks a head has, how many pairs there are, and a unit has."""
-        other = copy(self)
-        other.blocks, other.pairs = blocks, pairs
-        other.together = together if self.longest_first else 1
-        return other
+    def by_lengths(self, blocks: Any, pairs: Any, together: Any) -> KeyBlocks:
+        """The same by other names of how many blocks a head has, how many pairs there are, and how many a unit has."""
+        return replace(self, blocks=blocks, pairs=pairs, together=together if self.longest_first else 1)
 
     def pairs_of(self, unit: Any) -> tuple[Any, Any]:
         """The first pair of key head and batch of a unit, and how many it has."""
@@ -193,16 +204,16 @@ class KeyBlocks:
         return first, T.min(self.together, self.pairs - first) if self.longest_first else 1
 
     def position(self, index: Any) -> tuple[Any, Any]:
-        """Of a block of the grid: its unit, which are the blocks of `together` pairs, and its own number there."""
-        if not self.longest_first and not self.places:
+        """Of a block of the grid: its unit, and its own number there."""
+        if not self.longest_first and not self.at_once:
             block, head, batch = index
             return batch * self.heads + head, block
         number = name_value(T.truncdiv(index, self.of_a_unit))
         return number, name_value(index - number * self.of_a_unit)
 
-    def place(self, index: Any) -> tuple[Any, Any, Any]:
+    def keys_of(self, index: Any) -> tuple[Any, Any, Any]:
         """Block of keys, key head and batch of a block of the grid."""
-        if not self.longest_first and not self.places:
+        if not self.longest_first and not self.at_once:
             block, head, batch = index
             return block, head, batch
         unit, position = self.position(index)
@@ -223,10 +234,17 @@ class KeyBlocks:
         return name_value(pair - batch * self.heads), batch
 
 
+class HeadTile(NamedTuple):
+    """A tile of queries of one of a unit's heads."""
+
+    head: Any
+    tile: Any
+
+
 class Shares:
-    """The tiles of queries of a unit's heads, as blocks of a backward pass over keys share them: a block of a unit has
-    the tiles that stand at its own number, and so many blocks further. Where the longest go first, only those of the
-    first half have any, which have the time."""
+    """The tiles of queries of a unit's heads, as the blocks of another unit share them out: a block's share begins with
+    the tile at its own number, and goes on with every tile that is as many further as blocks share. Where the longest
+    blocks go first, only the first half of them have a share: those have the time."""
 
     def __init__(self, blocks: KeyBlocks, tiles: Any, sharing: Any) -> None:
         self.blocks = blocks
@@ -238,11 +256,11 @@ class Shares:
         sharing = _ceiling(blocks.of_a_unit, 2) if blocks.longest_first else blocks.of_a_unit
         return Shares(blocks, name_value(T.ceildiv(queries, tile.q)), name_value(sharing))
 
-    def first(self, position: Any) -> tuple[Any, Any]:
-        """Of a unit's heads and its tiles, the first for the block at a position; a head beyond them all for none."""
+    def first(self, position: Any) -> HeadTile:
+        """The first tile in the share of the block at a position; of a head beyond them all where it has none."""
         head = name_value(T.truncdiv(position, self.tiles))
         none = position >= self.sharing if self.blocks.longest_first else False
-        return T.if_then_else(none, NO_HEAD, head), name_value(position - head * self.tiles)
+        return HeadTile(T.if_then_else(none, NO_HEAD, head), name_value(position - head * self.tiles))
 
 
 def _ceiling(a: Any, b: Any) -> Any:

@@ -21,161 +21,187 @@ The interpreter holds all kernels to that (codegen/simulator/lanes.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 from attention_engine.ir.problem import Tile
 from attention_engine.kernels.barriers import arrive, give_back, wait
 from attention_engine.kernels.common import Sizes, named
-from attention_engine.kernels.items import KeyBlocks, Shares, stage_of
+from attention_engine.kernels.items import FIRST_ROUND, HeadTile, KeyBlocks, Round, Shares
+from attention_engine.kernels.methods import macro_method
+from attention_engine.kernels.notes import note_in, number_of
 from attention_engine.kernels.tiles import HandedQueries
 from attention_engine.kernels.warps import GROUP, LEAVE, SPARE, SWIZZLED, WARP
 
-# An item's record: its unit and its number there; the first of a unit's heads and tiles of queries that it prepares for
-# it; its block of keys, key head and batch; the first piece of its walk, where bounds say it, and steps.
-UNIT, POSITION, SHARED_HEAD, SHARED_TILE, BLOCK, HEAD, BATCH, FIRST, STEPS = range(9)
-NUMBERS = 12  # with what makes records, and some of their numbers together, whole words of 16 bytes
-# Lengths that are told: tiles of a head; blocks that share them; blocks of a head, and of all heads; pairs of key head
-# and batch, and those of a unit; queries.
-TILES, SHARING, KEY_BLOCKS, ITEMS, PAIRS, TOGETHER, QUERIES = range(7)
-LENGTHS = 8
-NO_MORE = -1  # steps, in the record after the last item's
+NUMBERS = 12  # room for a note, in whole words of 16 bytes
+LENGTHS = 8  # room for lengths, likewise
+NO_MORE = -1  # steps, in the note after the last item's
 ASKED_AHEAD = 5  # steps before an item's copies end the next is asked for: soon enough, and none lies long
 NOTING = SPARE[-1]  # the warp that notes items
-NOTES = 2  # records: the next item is noted while one is under way
+NOTES = 2  # notes: the next item is noted while one is under way
+
+
+class KeyNote(NamedTuple):
+    """What is noted of an item: its unit and its number there; where the share begins of what its block prepares; its
+    block of keys, key head and batch; the first piece of its walk where bounds say it, else its list's first entry; its
+    steps."""
+
+    unit: Any
+    position: Any
+    shared_head: Any
+    shared_tile: Any
+    block: Any
+    kv_head: Any
+    batch: Any
+    first: Any
+    steps: Any
+
+
+ASKED_BY_COMPUTING = tuple(number_of(KeyNote, n) for n in ("block", "kv_head", "batch", "first", "steps"))
+
+
+class Lengths(NamedTuple):
+    """Lengths that are made of a kernel's arguments: tiles of queries of a head; blocks that share a unit's tiles;
+    blocks of keys of a head, and of all heads; pairs of key head and batch, in all and of a unit; queries."""
+
+    tiles: Any
+    sharing: Any
+    blocks: Any
+    count: Any
+    pairs: Any
+    together: Any
+    queries: Any
 
 
 @dataclass(frozen=True)
 class KeyItem:
-    """A block of keys of one key head and batch, its unit of blocks and what it prepares beside, and its steps; what
-    was done before by the thread's block: items, and steps."""
+    """A block of keys of one key head and batch, and its steps; the block's round in which it comes.
 
-    unit: Any
-    share: tuple[Any, Any]
+    unit, share: its unit of blocks, and where what it prepares beside begins. Computing threads do not ask for them.
+    """
+
     block: Any
     kv_head: Any
     batch: Any
     steps: Any
-    items_before: Any = 0
-    steps_before: Any = 0
-
-    def stage(self, step: Any, stages: int) -> tuple[Any, Any]:
-        """Where a step's queries and gradients are, and the parity of their barriers."""
-        return stage_of(self.steps_before + step, stages)
-
-
-def of_keys(numbers: Any) -> tuple[Any, ...]:
-    """Of an item that was taken: block of keys, key head, batch, first piece and steps."""
-    return tuple(numbers[which] + 0 for which in (BLOCK, HEAD, BATCH, FIRST, STEPS))
+    round: Round = FIRST_ROUND
+    unit: Any = None
+    share: HeadTile | None = None
 
 
 def handed_walk(item: KeyItem, first: Any, entries: Any, stages: int) -> HandedQueries:
     """An item's walk as computing warps see it; entries: of a list, a stage each, as the copying warp notes them."""
-    return HandedQueries(item.steps, lambda step: entries[item.stage(step, stages)[0]], first)
+    return HandedQueries(item.steps, lambda step: entries[item.round.stage(step, stages)[0]], first)
 
 
 class Notes:
-    """Records of items in shared memory, and their barriers; made in the kernel."""
+    """Notes of items in shared memory, and their barriers; made in the kernel.
+
+    Rounds take the notes in turn. A warp reads a note's numbers where it uses them, for it has few registers.
+    """
 
     def __init__(self, tile: Tile) -> None:
         self.record = named("record", T.alloc_shared([NOTES, NUMBERS], "int32"))
-        self.lengths = named("lengths", T.alloc_shared([LENGTHS], "int32"))
+        self.told = named("lengths", T.alloc_shared([LENGTHS], "int32"))
         self.noted = named("noted", T.alloc_barrier(arrive_count=[WARP] * NOTES))
         self.read = named("read", T.alloc_barrier(arrive_count=[(GROUP + tile.threads) // WARP] * NOTES))
         self.asked = named("asked", T.alloc_barrier(arrive_count=WARP))
 
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths that are told."""
+        return note_in(Lengths, self.told)
+
     def blocks(self, blocks: KeyBlocks) -> KeyBlocks:
-        """The same by the lengths that are told."""
-        return blocks.told(self.lengths[KEY_BLOCKS], self.lengths[PAIRS], self.lengths[TOGETHER])
+        """The same blocks by the lengths that are told."""
+        lengths = self.lengths
+        return blocks.by_lengths(lengths.blocks, lengths.pairs, lengths.together)
 
     def shares(self, blocks: KeyBlocks) -> Shares:
         """The tiles that blocks share, by the lengths that are told."""
-        return Shares(self.blocks(blocks), self.lengths[TILES], self.lengths[SHARING])
+        return Shares(self.blocks(blocks), self.lengths.tiles, self.lengths.sharing)
 
     def sizes(self, sizes: Sizes) -> Sizes:
-        """The same with the queries' length as it is told."""
+        """The same sizes with the queries' length as it is told."""
         other = copy(sizes)
-        other.q = self.lengths[QUERIES]
+        other.q = self.lengths.queries
         return other
 
-    def start(self, items_before: Any) -> None:
-        """A warp begins to note an item, when all are done with the one before the last."""
-        wait(self.read, items_before % NOTES, items_before // NOTES % 2 ^ 1)
+    def start(self, of: Round) -> None:
+        """A warp begins to note a round's item, when all warps are done with the note before the last."""
+        wait(self.read, of.items % NOTES, of.items // NOTES % 2 ^ 1)
 
-    def write(self, items_before: Any, numbers: dict[int, Any]) -> None:
-        """Some of an item's numbers, which a lane writes: what is worked out next reads them from there."""
-        write_numbers(self.record, items_before % NOTES, list(numbers.items()))
+    def write(self, of: Round, **numbers: Any) -> None:
+        """A lane writes some numbers of a round's item, by name: what is worked out next reads them from there."""
+        write_numbers(self.record, of.items % NOTES, {number_of(KeyNote, n): x for n, x in numbers.items()})
 
-    def tell(self, items_before: Any) -> None:
-        """The item is noted."""
-        arrive(self.noted, items_before % NOTES)
+    def tell(self, of: Round) -> None:
+        """The round's item is noted."""
+        arrive(self.noted, of.items % NOTES)
 
-    def wait(self, items_before: Any) -> None:
-        """Until the next item is noted."""
-        wait(self.noted, items_before % NOTES, items_before // NOTES % 2)
+    def wait(self, of: Round) -> None:
+        """A warp waits until the round's item is noted."""
+        wait(self.noted, of.items % NOTES, of.items // NOTES % 2)
 
-    def number(self, items_before: Any, which: int) -> Any:
-        """A number of an item that is noted, read here. Warps that have few registers read it anew at each use."""
-        return self.record[items_before % NOTES, which]
+    def note(self, of: Round) -> KeyNote:
+        """What is noted of a round's item, read anew at each use."""
+        return note_in(KeyNote, self.record, of.items % NOTES)
 
-    def noted_item(self, items_before: Any, steps_before: Any = 0) -> KeyItem:
-        """An item that is noted, whose numbers are read where they are used."""
-        share = self.number(items_before, SHARED_HEAD), self.number(items_before, SHARED_TILE)
-        of_keys = [self.number(items_before, which) for which in (BLOCK, HEAD, BATCH, STEPS)]
-        return KeyItem(self.number(items_before, UNIT), share, *of_keys, items_before, steps_before)
+    def item(self, of: Round) -> KeyItem:
+        """A round's item, as it is noted."""
+        note = self.note(of)
+        share = HeadTile(note.shared_head, note.shared_tile)
+        return KeyItem(note.block, note.kv_head, note.batch, note.steps, of, note.unit, share)
 
-    def give_back(self, items_before: Any) -> None:
-        """A warp needs an item's record no more."""
-        give_back_record(self.read, items_before % NOTES)
+    def give_back(self, of: Round) -> None:
+        """A warp needs a round's note no more."""
+        give_back_note(self.read, of.items % NOTES)
 
+    @macro_method
     def take(self, numbers: Any, items_before: Any) -> None:
-        """A warp reads the next item's numbers."""
-        take_note(self, numbers, items_before)
+        """A lane reads what computing warps ask of the item after so many, and tells it to its warp, so that ptxas sees
+        a warp agree."""
+        of = Round(items_before)
+        self.wait(of)
+        for number in ASKED_BY_COMPUTING:
+            numbers[number] = T.shfl_sync(self.note(of)[number], 0)
+        self.give_back(of)
+
+    @macro_method
+    def tell_lengths(self, shares: Shares, blocks: KeyBlocks, queries: Any) -> None:
+        """A lane notes what is made of a kernel's arguments: read anew at each use, no warp holds it, nor a
+        reciprocal."""
+        lengths = Lengths(
+            tiles=shares.tiles, sharing=shares.sharing, blocks=blocks.blocks, count=blocks.count, pairs=blocks.pairs,
+            together=blocks.together, queries=queries,
+        )  # fmt: skip
+        each_number = list(range(len(lengths)))
+        if T.get_thread_binding() % WARP == 0:
+            for number in each_number:
+                self.told[number] = lengths[number]
+        T.sync_warp()
 
 
 @T.macro
-def tell_lengths(notes: Notes, shares: Shares, blocks: KeyBlocks, queries: Any) -> None:
-    """A warp notes what is made of a kernel's arguments: read anew at each use, no warp holds it, nor a reciprocal."""
-    if T.get_thread_binding() % WARP == 0:
-        notes.lengths[TILES] = shares.tiles
-        notes.lengths[SHARING] = shares.sharing
-        notes.lengths[KEY_BLOCKS] = blocks.blocks
-        notes.lengths[ITEMS] = blocks.count
-        notes.lengths[PAIRS] = blocks.pairs
-        notes.lengths[TOGETHER] = blocks.together
-        notes.lengths[QUERIES] = queries
-    T.sync_warp()
-
-
-@T.macro
-def write_numbers(record: Any, slot: Any, numbers: list[tuple[int, Any]]) -> None:
+def write_numbers(record: Any, slot: Any, numbers: Mapping[int, Any]) -> None:
     """A lane writes, when all have read what stood there."""
     T.sync_warp()
     if T.get_thread_binding() % WARP == 0:
-        for which, number in numbers:
+        for which, number in numbers.items():
             record[slot, which] = number
     T.sync_warp()
 
 
 @T.macro
-def give_back_record(read: Any, slot: Any) -> None:
+def give_back_note(read: Any, slot: Any) -> None:
     """A lane arrives for its warp, when all of the warp have read: lanes that parted at a wait need not be together
     again, and the others would find the numbers of the item after the next."""
     T.sync_warp()
     give_back(T.get_thread_binding(), read, slot)
-
-
-@T.macro
-def take_note(notes: Notes, numbers: Any, items_before: Any) -> None:
-    """A lane reads a record, and tells it, so that ptxas sees a warp agree."""
-    notes.wait(items_before)
-    each_number = [BLOCK, HEAD, BATCH, FIRST, STEPS]
-    for number in each_number:
-        numbers[number] = T.shfl_sync(notes.number(items_before, number), 0)
-    notes.give_back(items_before)
 
 
 @T.macro

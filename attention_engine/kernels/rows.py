@@ -35,7 +35,7 @@ PAUSE = 1000  # ns between looks at a counter
 
 def workspace(sizes: Sizes, problem: Problem) -> Any:
     """The fp32 sums of dQ: (batch * heads, padded queries * padded dim), tile after tile, each in the order of
-    `place_in_workspace`. Its length has a name of its own, which costs no division of 64 bits."""
+    `workspace_offset`. Its length has a name of its own, which costs no division of 64 bits."""
     return T.Tensor([sizes.batch * problem.heads, T.dynamic("sums_of_a_head")], FLOAT)
 
 
@@ -77,7 +77,7 @@ def bring_to_rows(
 ) -> None:  # fmt: skip
     """Rows of dQ = scale * sums, which stand in a tile from `first` on: those that threads hold."""
     for x in T.Parallel(int(sums.shape[0])):
-        query, d = entry_of_workspace(first + x, tile, padded(problem.dim), vectors)
+        query, d = workspace_entry(first + x, tile, padded(problem.dim), vectors)
         rows[query, d] = T.cast(sums[x] * scale, problem.dtype)
 
 
@@ -86,7 +86,7 @@ def transposes_dq(tile: Tile, dim: int) -> bool:
     return tile.specialised and dim % 128 == 0
 
 
-def place_in_workspace(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> Any:
+def workspace_offset(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> Any:
     """Where dQ[i, d] of a tile stands, so that the atomics of a warp meet consecutive addresses; those of a piece of
     queries (tiles.py) stand together, and tiles may begin at any.
 
@@ -103,8 +103,8 @@ def place_in_workspace(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> A
     return block * 64 + (d % 2) * 32 + (i % 8) * 4 + (d % 8) // 2
 
 
-def entry_of_workspace(x: Any, tile: Tile, dim: int, vectors: bool) -> tuple[Any, Any]:
-    """The query and head dim of a tile that stand at x: the inverse of `place_in_workspace`."""
+def workspace_entry(x: Any, tile: Tile, dim: int, vectors: bool) -> tuple[Any, Any]:
+    """The query and head dim of a tile that stand at x: the inverse of `workspace_offset`."""
     transposed, height = transposes_dq(tile, dim), _height(vectors)
     block, of_block = x // (height * 8), x % (height * 8)
     across = dim // height if transposed else dim // 8
@@ -153,7 +153,7 @@ def preprocess(
     parameters.update({f"d_{n}": sizes.row(problem) for n in finals})
     parameters["delta"] = sizes.row(problem, pad)
     parameters.update({n: sizes.row(problem, pad) for n, _ in backward.rows})
-    blocks = KeyBlocks(problem, tile, sizes, longest_first) if tile is not None else None
+    blocks = KeyBlocks.of(problem, tile, sizes, longest_first) if tile is not None else None
     if tile is not None:
         parameters["workspace"] = workspace(sizes, problem)
         if tile.specialised:
@@ -255,7 +255,7 @@ def postprocess(
         "dq": sizes.tensor(sizes.q, problem.heads, problem.dim, problem),  # first: it names the sizes
         "workspace": workspace(sizes, problem),
     }
-    blocks = KeyBlocks(problem, tile, sizes, longest_first)
+    blocks = KeyBlocks.of(problem, tile, sizes, longest_first)
     if tile.specialised:
         parameters["counters"] = counters(sizes, problem)
         parameters.update(blocks.parameters)

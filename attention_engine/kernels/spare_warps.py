@@ -20,26 +20,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial as bind
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 from tilelang.layout import Layout
 
 from attention_engine.ir.expr import Expr, Op, topological
-from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import DELTA
 from attention_engine.kernels.common import FLOAT, Buffers, Place, named, reader, window
-from attention_engine.kernels.items import KeyBlocks, Shares
+from attention_engine.kernels.items import HeadTile, KeyBlocks, Shares
+from attention_engine.kernels.key_form import KeyForm
+from attention_engine.kernels.notes import note_in, number_of, size_of
 from attention_engine.kernels.rows import FINISHED, PREPARED, counter, take_sums_for_granted
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.warps import SPARE, SPARE_START, WARP
 
 ZEROES, FEW_ZEROES = 256, 64  # that are written at once; wide heads leave room for few
-OF_HEAD, OF_TILE = range(2)
-PARITY = 3  # its place beside where a row goes
+OF_HEAD, OF_TILE = number_of(HeadTile, "head"), number_of(HeadTile, "tile")
 ROWS, HALVES = 16, 2  # of o and dO that a warp takes at once: a thread has half a row
-# Numbers of 16 bits that a thread takes at once: of few registers, else products wait for each other (ptxas C7512), and
-# where it has so many.
+# Numbers of 16 bits that a thread takes at once: few where it has few registers, or products would wait for each other
+# (ptxas C7512); many where it has at least ROOMY registers.
 FEW, MANY, ROOMY = 2, 8, 40
 PROXY_FENCE = """
 #ifndef FENCE_PROXY_OF_MEMORY
@@ -51,63 +51,102 @@ static __device__ __forceinline__ void fence_proxy_of_memory() {
 """  # what the TMA unit reads of memory from here on is what threads wrote before (PTX ISA, "async proxy")
 
 
+class Target(NamedTuple):
+    """Where a warp's rows go, and the parity of the barrier on which their copies in arrive."""
+
+    batch: Any
+    head: Any
+    query: Any
+    parity: Any
+
+
+PARITY = number_of(Target, "parity")
+
+
 @dataclass(frozen=True)
-class Rows:
-    """Each warp's shared memory for rows of o and dO, what is worked out of them and where it goes (batch, head, query;
-    in registers those would be three too many), and the copies' barrier and its parity."""
+class SpareRows:
+    """Each spare warp's shared memory for rows of o and dO and for what is worked out of them, where that goes (in
+    registers those numbers would be three too many), and the barrier of the copies in."""
 
     o: list[Any]
     do: list[Any]
     sums: list[Any]
-    place: list[Any]
+    target: list[Any]
     arrived: Any
-    at_once: int  # numbers of o and of dO that a thread takes
+    at_once: int  # numbers of o and of dO that a thread takes at once
 
     @staticmethod
-    def allocate(problem: Problem, copying_registers: int) -> Rows:
-        """In a kernel, whose spare threads have so many registers."""
-        shape, warps = [ROWS, padded(problem.dim_v)], range(len(SPARE))
-        o, do = ([named(f"{n}_rows{w}", T.alloc_shared(shape, problem.dtype)) for w in warps] for n in ("o", "do"))
+    def allocate(form: KeyForm) -> SpareRows:
+        """Made in the kernel."""
+        shape, warps, dtype = [ROWS, form.dim_v], range(len(SPARE)), form.problem.dtype
+        copying_registers, _ = form.registers
+        o, do = ([named(f"{n}_rows{w}", T.alloc_shared(shape, dtype)) for w in warps] for n in ("o", "do"))
         sums = [named(f"delta_row{w}", T.alloc_shared([ROWS], FLOAT)) for w in warps]
-        place = [T.alloc_shared([4], "int32") for _ in warps]
+        target = [named("place", T.alloc_shared([size_of(Target)], "int32")) for _ in warps]
         T.annotate_layout({rows: Layout(shape, lambda i, d: i * shape[1] + d) for rows in o})  # as loads leave them
-        at_once = FEW if copying_registers < ROOMY else MANY
-        return Rows(o, do, sums, place, T.alloc_barrier(arrive_count=[WARP] * len(SPARE)), at_once)
+        arrived = T.alloc_barrier(arrive_count=[WARP] * len(SPARE))
+        return SpareRows(o, do, sums, target, arrived, FEW if copying_registers < ROOMY else MANY)
 
 
-def room_for_zeroes(problem: Problem) -> Any:
-    """Shared memory for the zeroes that are written at once."""
-    wide = max(problem.dim, problem.dim_v) > 128
-    return named("zeroes", T.alloc_shared([FEW_ZEROES if wide else ZEROES], FLOAT))
+@dataclass(frozen=True)
+class SpareMemory:
+    """What the spare warps have in shared memory: zeroes that they write at once, if the block adds to dQ; for each
+    warp, which tile of its block's share it is at; rows, where blocks make delta or store dQ."""
+
+    zeroes: Any
+    at: list[Any]
+    rows: SpareRows | None
+
+    @staticmethod
+    def allocate(form: KeyForm) -> SpareMemory:
+        """Made in the kernel."""
+        wide = max(form.problem.dim, form.problem.dim_v) > 128
+        size = [FEW_ZEROES if wide else ZEROES]
+        return SpareMemory(
+            zeroes=named("zeroes", T.alloc_shared(size, FLOAT)) if form.with_dq else None,
+            at=[T.alloc_shared([size_of(HeadTile)], "int32") for _ in SPARE],
+            rows=SpareRows.allocate(form) if form.persistent or form.delta is not None else None,
+        )
 
 
 @T.macro
-def start_spare(zeroes: Any, rows: Rows | None) -> None:
+def start_spare(memory: SpareMemory) -> None:
     """Before the first block of keys."""
     each_warp = list(range(len(SPARE)))
-    if rows is not None:
+    if memory.rows is not None:
         for warp in each_warp:
-            rows.place[warp][PARITY] = 0
+            memory.rows.target[warp][PARITY] = 0
     if T.get_thread_binding() < 2 * WARP:  # the first of them
-        T.fill(zeroes, 0)
+        T.fill(memory.zeroes, 0)
     T.fence_proxy_async()
     T.sync_threads(SPARE_START, len(SPARE) * WARP)
 
 
-class SpareWarps:
-    """What the spare warps do beside a block of keys of the unit `number`; first: head and tile of its share; zeroes,
-    rows and, for each warp, where it is (`at`) are in shared memory; delta: the main kernel's row that delta is needed
-    for (by_hand.rows_of_delta), if they make it."""
+@dataclass(frozen=True)
+class SpareWork:
+    """What the spare warps do beside a block of keys of the unit `number`. first: where the block's share begins of
+    what its unit prepares for a later one."""
 
-    def __init__(
-        self, problem: Problem, tile: Tile, shares: Shares, number: Any, first: tuple[Any, Any], zeroes: Any,
-        at: list[Any], rows: Rows | None, delta: tuple[str, Expr] | None,
-    ) -> None:  # fmt: skip
-        self.at, self.problem, self.tile, self.shares, self.blocks = at, problem, tile, shares, shares.blocks
-        self.zeroes, self.rows, self.delta = zeroes, rows, delta
-        self.size = tile.q * padded(problem.dim)
-        self.number, self.unit = number, number + shares.blocks.ahead
-        self.first_head, self.first_tile = first
+    form: KeyForm
+    memory: SpareMemory
+    shares: Shares
+    number: Any
+    first: HeadTile
+
+    @property
+    def blocks(self) -> KeyBlocks:
+        """All blocks of keys."""
+        return self.shares.blocks
+
+    @property
+    def unit(self) -> Any:
+        """The unit that they prepare."""
+        return self.number + self.blocks.ahead
+
+    @property
+    def size(self) -> int:
+        """How many sums of dQ a tile of queries has."""
+        return self.form.tile.q * self.form.dim
 
 
 @T.macro
@@ -140,37 +179,36 @@ def see_unit(blocks: KeyBlocks, number: Any) -> None:
 
 
 @T.macro
-def write_zeroes(work: SpareWarps, buffers: Buffers, warp: int, row: Any, tile: Any) -> None:
+def write_zeroes(work: SpareWork, buffers: Buffers, warp: int, row: Any, tile: Any) -> None:
     """A spare warp's part of a tile's zeroes: copies of those that are in shared memory."""
-    at_once = int(work.zeroes.shape[0])
+    at_once = int(work.memory.zeroes.shape[0])
     parts = work.size // at_once
     take_sums_for_granted(buffers, row, tile * work.size, work.size)
     for turn in T.unroll(-(-(parts - warp) // len(SPARE)), unroll_factor=1):
         first = name_value(tile * work.size + (turn * len(SPARE) + warp) * at_once)
-        T.tma_copy(work.zeroes, buffers["workspace"][row, first : first + at_once])
+        T.tma_copy(work.memory.zeroes, buffers["workspace"][row, first : first + at_once])
 
 
 @T.macro
-def wait_for_rows(rows: Rows, warp: int, batch: Any, head: Any, q0: Any) -> None:
+def wait_for_rows(rows: SpareRows, warp: int, batch: Any, head: Any, q0: Any) -> None:
     """Until what a warp began to bring is there, and what it began to store has been read; notes where this goes."""
-    place = rows.place[warp]
     for number, value in enumerate((batch, head, q0)):
-        place[number] = value
-    parity = name_value(place[PARITY])
+        rows.target[warp][number] = value
+    parity = name_value(rows.target[warp][PARITY])
     T.barrier_arrive(rows.arrived[warp])
     T.barrier_wait(rows.arrived[warp], parity)
     T.tma_store_wait(0)
     T.sync_warp()
-    place[PARITY] = parity ^ 1
+    rows.target[warp][PARITY] = parity ^ 1
 
 
 @T.macro
-def make_delta(work: SpareWarps, buffers: Buffers, warp: int, head_of_all: Any, tile_of_head: Any) -> None:
+def make_delta(work: SpareWork, buffers: Buffers, warp: int, head_of_all: Any, tile_of_head: Any) -> None:
     """A spare warp's part of a tile's delta, ROWS at a time. Threads begin at columns of their own, or they would meet
     in a bank of shared memory."""
-    problem, tile, rows, (name, expr) = work.problem, work.tile, work.rows, work.delta
-    dim_v, parts = padded(problem.dim_v), tile.q // ROWS
-    o, do, row, place = rows.o[warp], rows.do[warp], rows.sums[warp], rows.place[warp]
+    form, rows, (name, expr) = work.form, work.memory.rows, work.form.delta
+    problem, tile, dim_v, parts = form.problem, form.tile, form.dim_v, form.tile.q // ROWS
+    o, do, row, target = rows.o[warp], rows.do[warp], rows.sums[warp], note_in(Target, rows.target[warp])
     word = rows.at_once
     half_row, words = dim_v // HALVES, dim_v // HALVES // word
     sums, total = T.alloc_fragment([ROWS, HALVES], FLOAT), T.alloc_fragment([ROWS], FLOAT)
@@ -193,7 +231,7 @@ def make_delta(work: SpareWarps, buffers: Buffers, warp: int, head_of_all: Any, 
             row[i] = row_value(expr, total[i])
         T.fence_proxy_async()
         T.sync_warp()
-        T.tma_copy(row, buffers[name][place[0], place[1], place[2] : place[2] + ROWS])
+        T.tma_copy(row, buffers[name][target.batch, target.head, target.query : target.query + ROWS])
 
 
 def row_value(expr: Expr, delta: Any) -> Any:
@@ -204,13 +242,14 @@ def row_value(expr: Expr, delta: Any) -> Any:
 
 
 @T.macro
-def prepare(work: SpareWarps, buffers: Buffers, warp: int) -> None:
+def prepare(work: SpareWork, buffers: Buffers, warp: int) -> None:
     """A spare warp's part of what a block prepares."""
     first_pair, pairs = work.blocks.pairs_of(work.unit)
-    group = work.problem.group
+    group = work.form.problem.group
     take_for_granted(work.unit > 0)
     if first_pair < work.blocks.pairs:
-        walk_share(work, work.at[warp], pairs * group, bind(prepare_tile, work, buffers, warp, first_pair * group))
+        act = bind(prepare_tile, work, buffers, warp, first_pair * group)
+        walk_share(work, work.memory.at[warp], pairs * group, act)
         T.tma_store_wait(0, read=False)  # is written, not only read: what is counted as done must be
         T.sync_warp()
         if T.get_thread_binding() % WARP == 0:
@@ -218,21 +257,21 @@ def prepare(work: SpareWarps, buffers: Buffers, warp: int) -> None:
 
 
 @T.macro
-def prepare_tile(work: SpareWarps, buffers: Buffers, warp: int, first_head: Any, head: Any, tile: Any) -> None:
+def prepare_tile(work: SpareWork, buffers: Buffers, warp: int, first_head: Any, head: Any, tile: Any) -> None:
     """Of one tile of queries of a unit's head."""
     write_zeroes(work, buffers, warp, first_head + head, tile)
-    if work.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
+    if work.form.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
         if work.unit >= work.blocks.given:
             make_delta(work, buffers, warp, first_head + head, tile)
 
 
 @T.macro
-def walk_share(work: SpareWarps, at: Any, heads: Any, act: Callable[[Any, Any], None]) -> None:
+def walk_share(work: SpareWork, at: Any, heads: Any, act: Callable[[Any, Any], None]) -> None:
     """A warp's acts at the tiles of its block's share of a unit of so many heads: act(head of the unit, tile). at:
     where it notes which it is at: in its acts it has no registers for that."""
     T.sync_warp()  # all have left the walk before: one that has not would walk on by the numbers of this one
-    at[OF_HEAD] = work.first_head
-    at[OF_TILE] = work.first_tile
+    at[OF_HEAD] = work.first.head
+    at[OF_TILE] = work.first.tile
     T.sync_warp()
     while at[OF_HEAD] < heads:
         act(at[OF_HEAD], at[OF_TILE])
@@ -240,7 +279,7 @@ def walk_share(work: SpareWarps, at: Any, heads: Any, act: Callable[[Any, Any], 
 
 
 @T.macro
-def step_on(work: SpareWarps, at: Any) -> None:
+def step_on(work: SpareWork, at: Any) -> None:
     """To the next tile of a share."""
     head = T.alloc_var("int32")
     tile = T.alloc_var("int32")
@@ -256,7 +295,7 @@ def step_on(work: SpareWarps, at: Any) -> None:
 
 
 @T.macro
-def prepare_together(work: SpareWarps, buffers: Buffers) -> None:
+def prepare_together(work: SpareWork, buffers: Buffers) -> None:
     """What the spare warps prepare beside a block of keys."""
     thread = T.get_thread_binding()
     for warp in SPARE:
@@ -265,7 +304,7 @@ def prepare_together(work: SpareWarps, buffers: Buffers) -> None:
 
 
 @T.macro
-def tell_when_added(work: SpareWarps, buffers: Buffers, added: Any, number: Any, turn: Any) -> None:
+def tell_when_added(work: SpareWork, buffers: Buffers, added: Any, number: Any, turn: Any) -> None:
     """One of them tells that the block has added all to the sums, when it has: `added` are its barriers."""
     if T.get_thread_binding() == SPARE[0] * WARP:
         T.barrier_wait(added[number], turn)

@@ -76,14 +76,14 @@ def started(batch, heads, length, group=1, places=132):
     problem, sizes = Problem(heads * group, heads, 128, 128, "float16"), Sizes()
     found = torch.zeros(batch, heads, -(-length // TILE.kv), dtype=torch.int32)
     parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
-    blocks = KeyBlocks(problem, TILE, sizes, longest_first=True)
+    blocks = KeyBlocks.of(problem, TILE, sizes, longest_first=True)
     parameters |= blocks.parameters
     parameters |= {"order": T.Tensor([sizes.batch, heads, T.ceildiv(sizes.kv, TILE.kv)], "int32")}
 
     @T.macro
     def body(buffers):
         with T.Kernel(*blocks.grid, threads=128) as index:
-            block, head, sequence = blocks.place(index)
+            block, head, sequence = blocks.keys_of(index)
             buffers["order"][sequence, head, block] = buffers["order"][sequence, head, block] * 10000 + index + 1
 
     together = pairs_of_a_unit(problem, TILE, batch, length, length, places)
@@ -110,5 +110,5 @@ def test_blocks_of_keys_with_most_queries_start_first_in_units_of_a_gpu_or_its_c
 
 
 def test_blocks_of_keys_with_as_many_queries_are_numbered_by_the_gpu():
-    blocks = KeyBlocks(Problem(8, 4, 64, 64, "float16"), TILE, Sizes(), longest_first=False)
-    assert len(blocks.grid) == 3 and blocks.place((5, 3, 1)) == (5, 3, 1)
+    blocks = KeyBlocks.of(Problem(8, 4, 64, 64, "float16"), TILE, Sizes(), longest_first=False)
+    assert len(blocks.grid) == 3 and blocks.keys_of((5, 3, 1)) == (5, 3, 1)

@@ -13,6 +13,7 @@ from tvm.tirx.stmt_functor import ir_transform
 from attention_engine import AttentionEngine, CustomIO, document_ids
 from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.errors import HazardInKernel
+from attention_engine.kernels.items import HeadTile
 from attention_engine.kernels.spare_warps import walk_share
 from attention_engine.kernels.warps import WARP
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, scale
@@ -135,7 +136,7 @@ def test_a_warp_that_does_not_meet_before_a_lane_goes_on_is_a_hazard(what, of_do
 def test_a_walk_begins_when_all_lanes_have_left_the_one_before(meets):
     """As the record that a lane gives back stands between them, the persistent kernel alone would not show it."""
     shares = SimpleNamespace(sharing=2, tiles=3)
-    work = SimpleNamespace(first_head=0, first_tile=1, shares=shares)
+    work = SimpleNamespace(first=HeadTile(0, 1), shares=shares)
 
     @T.macro
     def note(seen, head, tile):

@@ -3,7 +3,7 @@
 import pytest
 
 from attention_engine.ir.problem import Tile
-from attention_engine.kernels.rows import entry_of_workspace, place_in_workspace
+from attention_engine.kernels.rows import workspace_entry, workspace_offset
 
 
 @pytest.mark.parametrize("vectors", [True, False])
@@ -12,7 +12,7 @@ from attention_engine.kernels.rows import entry_of_workspace, place_in_workspace
 )
 def test_each_place_holds_the_entry_that_is_put_there(q, dim, specialised, vectors):
     tile = Tile(q, 128, 256, 2, specialised=specialised)
-    places = {(i, d): place_in_workspace(i, d, tile, dim, vectors) for i in range(q) for d in range(dim)}
+    places = {(i, d): workspace_offset(i, d, tile, dim, vectors) for i in range(q) for d in range(dim)}
     assert sorted(places.values()) == list(range(q * dim))
     for entry, place in places.items():
-        assert entry_of_workspace(place, tile, dim, vectors) == entry
+        assert workspace_entry(place, tile, dim, vectors) == entry

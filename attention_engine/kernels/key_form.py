@@ -1,0 +1,163 @@
+"""What a hand-placed kernel over keys is built for, and what follows from that: each choice is made here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.key_condition import key_condition
+from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.backward import factor_of
+from attention_engine.kernels.common import Buffers, Sizes
+from attention_engine.kernels.items import KeyBlocks
+from attention_engine.kernels.rows import transposes_dq
+from attention_engine.kernels.tiles import HandedQueries, QueryWalk
+from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, registers
+from attention_engine.passes.by_hand import makes_delta, rows_of_delta, vanishes_with_weights
+from attention_engine.passes.read_places import CustomSums
+from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.tile_plan import TilePlan
+
+COPYING, COPYING_LISTS = 24, 40  # registers of a copying thread; more where persistent blocks read lists
+
+
+@dataclass(frozen=True)
+class KeyForm:
+    """A problem, its maths in order, the tile, and the walks of blocks; what the parts of a kernel ask of them.
+
+    rows: the rows of numbers that pairs read. summed: the sums that make gradients of custom inputs. with_dq: do blocks
+    add to dQ? vectors: are four sums of dQ added at once?
+    """
+
+    problem: Problem
+    schedule: BackwardSchedule
+    rows: Backward
+    tile: Tile
+    sizes: Sizes
+    plan: TilePlan
+    blocks: KeyBlocks
+    summed: CustomSums
+    with_dq: bool
+    vectors: bool
+
+    @cached_property
+    def persistent(self) -> bool:
+        """Do blocks walk over items?"""
+        return self.blocks.at_once > 0
+
+    @cached_property
+    def dim(self) -> int:
+        """The head dim of queries and keys, in tiles."""
+        return padded(self.problem.dim)
+
+    @cached_property
+    def dim_v(self) -> int:
+        """The head dim of values, in tiles."""
+        return padded(self.problem.dim_v)
+
+    @cached_property
+    def warps(self) -> int:
+        """How many warps compute."""
+        return self.tile.threads // WARP
+
+    @cached_property
+    def leaders(self) -> int:
+        """How many threads begin the copies by which dK and dV leave: a warp of each warpgroup."""
+        return self.tile.threads // GROUP * WARP
+
+    @cached_property
+    def registers(self) -> tuple[int, int]:
+        """Of a copying and of a computing thread."""
+        return registers(self.tile.threads, COPYING_LISTS if self.persistent and self.plan.mapped else COPYING)
+
+    @cached_property
+    def row_names(self) -> list[str]:
+        """The rows of numbers that come with queries or with their gradients."""
+        return [name for name, _ in self.rows.rows]
+
+    @cached_property
+    def early_rows(self) -> list[str]:
+        """Those that weights are made of: they come with the queries."""
+        schedule = self.schedule
+        exprs = (schedule.weights,) if schedule.mask is None else (schedule.weights, schedule.mask)
+        wanted = topological(*exprs)
+        return [name for name in self.row_names if row_variable(name) in wanted]
+
+    @cached_property
+    def late_rows(self) -> list[str]:
+        """The others: they come with the gradients of the output."""
+        return [name for name in self.row_names if name not in self.early_rows]
+
+    @cached_property
+    def delta(self) -> tuple[str, Expr] | None:
+        """The row that delta is needed for, if blocks make it for later ones."""
+        if self.with_dq and makes_delta(self.problem, self.rows, self.schedule, self.summed):
+            return rows_of_delta(self.rows)[0]
+        return None
+
+    @cached_property
+    def transposes_dq(self) -> bool:
+        """Is dQ held as (dim, queries)?"""
+        return transposes_dq(self.tile, self.dim)
+
+    @cached_property
+    def dq_shape(self) -> tuple[int, int]:
+        """Of a tile's dQ."""
+        return (self.dim, self.tile.q) if self.transposes_dq else (self.tile.q, self.dim)
+
+    @cached_property
+    def dq_policy(self) -> Any:
+        """How warpgroups share a tile's dQ, where it is held as (queries, dim)."""
+        return ROWS_WHOLE if self.tile.q == self.tile.threads // 2 else COLUMNS_SHARED
+
+    @cached_property
+    def policy(self) -> Any:
+        """How warpgroups share the other products: each has keys of its own, or they share keys."""
+        return COLUMNS_SHARED if self.tile.shared_weights else ROWS_WHOLE
+
+    @cached_property
+    def factors(self) -> list[float | None]:
+        """What the gradients of products are multiplied with in each sum of diagonals."""
+        return [factor_of(self.schedule, expr) for _, expr in self.summed.diagonals]
+
+    @cached_property
+    def skews(self) -> bool:
+        """Are diagonals summed by walks over a copy of the tile (diagonals.py)?"""
+        return self.tile.skewed_sums and len(self.summed.diagonals) > 0
+
+    @cached_property
+    def shares_gradients(self) -> bool:
+        """Do all threads read the gradients of products, for dQ or for sums of diagonals?"""
+        return self.with_dq or len(self.summed.diagonals) > 0
+
+    @cached_property
+    def gradients_vanish(self) -> bool:
+        """Is the gradient of a product 0 where its weight is?"""
+        return vanishes_with_weights(self.schedule)
+
+    @cached_property
+    def seen(self) -> Expr | None:
+        """Which keys anybody sees."""
+        return key_condition(self.schedule.mask)
+
+    @cached_property
+    def only_head(self) -> bool:
+        """Has a block's key head one query head? What that head's block values are is then known before a step."""
+        return self.problem.group == 1
+
+    @cached_property
+    def holds_row(self) -> bool:
+        """Does a variable hold the row of a block's first head over all steps? Without rows of numbers ptxas would
+        spill four bytes for it."""
+        return len(self.row_names) > 0
+
+    def walk(
+        self, buffers: Buffers, batch: Any, kv_head: Any, block: Any, handed: HandedQueries | None = None,
+        sizes: Sizes | None = None,
+    ) -> QueryWalk:  # fmt: skip
+        """The walk of a block of keys over tiles of queries; handed: one that another warp begins."""
+        where = buffers, batch, kv_head, block
+        return QueryWalk(self.plan, self.problem, sizes or self.sizes, self.tile, *where, handed)

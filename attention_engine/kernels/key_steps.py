@@ -1,0 +1,242 @@
+"""What the computing warpgroups of a Hopper backward block over keys do: the steps of an item, and how dK and dV leave.
+
+Order of a step (backward_hopper.py says why): products q . k; gradients of weights, on their way while the weights are
+made; gradients of products; then dV, dQ and dK are issued together, and dQ is added to its sums while dK is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.program import row_variable
+from attention_engine.kernels.backward import PairMaths, factor_of
+from attention_engine.kernels.barriers import arrive_when_read
+from attention_engine.kernels.common import Buffers, Corners, Place, Stage, block_values, reader, window
+from attention_engine.kernels.diagonals import add_held, finish_sums, hold, start_sums, sum_diagonals
+from attention_engine.kernels.key_form import KeyForm
+from attention_engine.kernels.key_items import NOTES, KeyItem, leave_by_groups
+from attention_engine.kernels.key_memory import KeyMemory
+from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
+from attention_engine.kernels.pair_operands import Step
+from attention_engine.kernels.rows import take_sums_for_granted, workspace_offset
+from attention_engine.kernels.splice import hold_value
+from attention_engine.kernels.tiles import QueryWalk
+from attention_engine.kernels.unseen import clear_keys
+from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP
+
+
+@dataclass(frozen=True)
+class Work:
+    """The item that the computing threads of a block are at.
+
+    first_row: the row of the block's first query head among all heads and batches. only_head: the block's values of its
+    only query head, or none where it has several.
+    """
+
+    form: KeyForm
+    buffers: Buffers
+    memory: KeyMemory
+    item: KeyItem
+    walk: QueryWalk
+    kv0: Any
+    first_row: Any
+    only_head: Mapping[Expr, Any]
+    thread: Any
+
+
+@T.macro
+def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, walk: QueryWalk) -> None:
+    """An item's dK and dV, in registers, and what it adds to dQ and to gradients of custom inputs."""
+    batch, kv_head, thread, kv0 = item.batch, item.kv_head, T.get_thread_binding(), item.block * form.tile.kv
+    item = replace(item, batch=batch, kv_head=kv_head)  # under names of their own, read once
+    start_results(form, memory)
+    own_read = reader(buffers, form.sizes.inside(form.problem, batch, kv_head))
+    only_head = block_values(form.schedule.block, batch, kv_head, own_read) if form.only_head else {}
+    first_row = batch * form.problem.heads + kv_head * form.problem.group
+    first_row = hold_value(first_row) if form.with_dq and form.holds_row else first_row
+    T.barrier_wait(memory.keys.full, item.round.items % 2)
+    T.barrier_wait(memory.values.full, item.round.items % 2)
+    k, v = memory.keys.tile, memory.values.tile
+    unseen = (k, v) if not memory.pairs.masks_gradients else (k,) if form.with_dq else ()
+    clear_keys(form.seen, Place(batch, kv_head, {}, own_read), kv0, unseen, form.tile.threads)
+    work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread)
+    for step in T.serial(item.steps):
+        take_step(work, step)
+    finish_results(work)
+
+
+@T.macro
+def start_results(form: KeyForm, memory: KeyMemory) -> None:
+    """All sums begin at 0."""
+    tile, results = form.tile, memory.results
+    T.fill(results.dk, 0)
+    T.fill(results.dv, 0)
+    for total in results.key_sums:
+        T.fill(total, 0)
+    if results.skewed is not None:
+        start_sums(results.skewed)
+    T.warpgroup_fence_operand(results.dk, num_regs=tile.kv * form.dim // tile.threads)
+    T.warpgroup_fence_operand(results.dv, num_regs=tile.kv * form.dim_v // tile.threads)
+
+
+@T.macro
+def take_step(work: Work, step: Any) -> None:
+    """One tile of queries of one head."""
+    form, memory, item, walk, kv0 = work.form, work.memory, work.item, work.walk, work.kv0
+    tile, sizes, queries, pairs = form.tile, form.sizes, memory.queries, memory.pairs
+    stage, turn = item.round.stage(step, tile.stages)
+    visit = walk.at(step) if memory.entries is None else None
+    T.barrier_wait(queries.full[stage], turn)
+    T.wgmma_gemm(
+        memory.keys.tile, queries.tile[stage, :, :], pairs.products, transpose_B=True, policy=form.policy,
+        clear_accum=True,
+    )  # fmt: skip
+    if memory.entries is not None:
+        visit = walk.at(step)
+    head = visit.head
+    q0 = visit.start
+    row = None
+    if form.with_dq:
+        row = work.first_row + (head - item.kv_head * form.problem.group)
+        row = row if form.holds_row else hold_value(row)
+        take_sums_for_granted(work.buffers, row, q0 * form.dim, tile.q * form.dim)
+    place = place_of(work, head)
+    staged = {row_variable(n): Stage(memory.rows[n], stage) for n in form.row_names}
+    maths = PairMaths(form.schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
+    outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+    at = Step(number=step, stage=stage, turn=turn, visit=visit, q0=q0, maths=maths, outside=outside)
+    pairs.make(at, queries, memory.output_gradients, memory.values.tile)
+    sum_pairs_of_keys(work, at)
+    pairs.hand_gradients_on(at)
+    issue_results(work, at)
+    sum_pairs_of_diagonals(work, at)
+    T.wait_wgmma(1)  # all but dK
+    if work.thread % WARP == 0:
+        T.barrier_arrive(memory.output_gradients.empty[stage])
+    if form.with_dq:
+        add_to_sums_of_dq(work, row, q0)
+    T.wait_wgmma(0)
+    if work.thread % WARP == 0:
+        T.barrier_arrive(queries.empty[stage])
+
+
+def place_of(work: Work, head: Any) -> Place:
+    """Where a step's pairs are: a query head, with its block values."""
+    form, batch = work.form, work.item.batch
+    read = reader(work.buffers, form.sizes.inside(form.problem, batch, head))
+    values = work.only_head if form.only_head else block_values(form.schedule.block, batch, head, read)
+    return Place(batch, head, values, read, form.problem.approximate)
+
+
+def corners_of(work: Work, at: Step) -> Corners:
+    """The first query and key of a step's pairs, and the last."""
+    tile, kv0 = work.form.tile, work.kv0
+    return (at.q0, kv0), (at.q0 + tile.q - 1, kv0 + tile.kv - 1)
+
+
+@T.macro
+def sum_pairs_of_keys(work: Work, at: Step) -> None:
+    """Adds a step's gradients of products to the sums of its keys; sums along diagonals begin to be made, if skewed."""
+    form, results, gradients = work.form, work.memory.results, work.memory.pairs.gradients
+    for number, (key_read, expr) in enumerate(form.summed.of_keys):
+        factor = factor_of(form.schedule, expr)
+        sum_keys(
+            key_read, form.problem, gradients, results.key_sums[number], form.tile, work.buffers, number,
+            at.maths.place, work.kv0, factor,
+        )  # fmt: skip
+    if results.skewed is not None:
+        hold(results.skewed, gradients, at.maths.place, corners_of(work, at))
+
+
+@T.macro
+def sum_pairs_of_diagonals(work: Work, at: Step) -> None:
+    """Adds a step's gradients of products to the sums along diagonals; all threads have met."""
+    form, skewed, place = work.form, work.memory.results.skewed, at.maths.place
+    if skewed is not None:
+        add_held(skewed, work.buffers, form.factors, place, corners_of(work, at), form.sizes)
+    else:
+        for number, factor in enumerate(form.factors):
+            source = work.memory.pairs.gradients_for_sums(at)
+            sum_diagonals(
+                form.summed, source, form.tile, work.buffers, number, place, at.q0, work.kv0, form.sizes, factor
+            )  # fmt: skip
+
+
+@T.macro
+def issue_results(work: Work, at: Step) -> None:
+    """What a step adds to dV, its dQ, and what it adds to dK are on their way."""
+    form, memory, pairs, results = work.form, work.memory, work.memory.pairs, work.memory.results
+    k, queries, output_gradients = memory.keys.tile, memory.queries, memory.output_gradients
+    T.wgmma_gemm(pairs.weights_for_dv(at), output_gradients.tile[at.stage, :, :], results.dv, policy=form.policy)
+    if form.with_dq:
+        if form.transposes_dq:
+            T.wgmma_gemm(
+                k, pairs.gradients_for_dq(at), results.dq, transpose_A=True, policy=ROWS_WHOLE, clear_accum=True
+            )  # fmt: skip
+        else:
+            T.wgmma_gemm(
+                pairs.gradients_for_dq(at), k, results.dq, transpose_A=True, policy=form.dq_policy, clear_accum=True
+            )  # fmt: skip
+    T.wgmma_gemm(pairs.gradients_for_dk(at), queries.tile[at.stage, :, :], results.dk, policy=form.policy)
+
+
+@T.macro
+def add_to_sums_of_dq(work: Work, row: Any, q0: Any) -> None:
+    """A step's dQ is added to the sums in memory, by atomics."""
+    form, dq = work.form, work.memory.results.dq
+    for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
+        query, d = (j, i) if form.transposes_dq else (i, j)
+        T.atomic_add(
+            work.buffers["workspace"][
+                row, q0 * form.dim + workspace_offset(query, d, form.tile, form.dim, form.vectors),
+            ],
+            dq[i, j],
+        )  # fmt: skip
+
+
+@T.macro
+def finish_results(work: Work) -> None:
+    """After the last step: sums for custom inputs leave, and dK gets the factor of the scores."""
+    form, buffers, item, kv0, results = work.form, work.buffers, work.item, work.kv0, work.memory.results
+    dk = results.dk
+    if results.skewed is not None:
+        place = Place(item.batch, item.kv_head, {}, reader(buffers))  # of several heads a group, steps have added
+        finish_sums(results.skewed, buffers, form.factors, place, kv0, form.sizes)
+    for number, (key_read, _) in enumerate(form.summed.of_keys):
+        if not shared_between_heads(key_read, form.problem):
+            T.copy(
+                results.key_sums[number],
+                buffers[f"key_sum{number}"][item.batch, item.kv_head, kv0 : kv0 + form.tile.kv],
+            )
+    if form.schedule.scale != 1:
+        for j, d in T.Parallel(form.tile.kv, form.dim):
+            dk[j, d] *= form.schedule.scale
+
+
+@T.macro
+def store(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem) -> None:
+    """dK and dV leave by the tiles of keys and values."""
+    k, v, tile, results = memory.keys.tile, memory.values.tile, form.tile, memory.results
+    batch, kv_head, thread = item.batch, item.kv_head, T.get_thread_binding()
+    kv0 = item.block * tile.kv
+    T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more, nor adds to dQ
+    if form.with_dq and thread == GROUP:
+        T.barrier_arrive(memory.added[item.round.items % NOTES])
+    T.copy(results.dv, v)
+    T.copy(results.dk, k)
+    T.fence_proxy_async()
+    if form.persistent:
+        leave_by_groups(v, buffers["dv"], item, tile)
+        leave_by_groups(k, buffers["dk"], item, tile)
+        arrive_when_read(thread, [(memory.values.empty, 0), (memory.keys.empty, 0)])
+    else:
+        T.sync_threads(COMPUTE, tile.threads)
+        T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, form.dim_v))
+        T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
+        if thread % GROUP == 0:
+            T.tma_store_wait(0)  # has read: the memory may go
