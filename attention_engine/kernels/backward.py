@@ -172,10 +172,10 @@ def backward(
                 maths = PairMaths(schedule, (tile.kv, tile.q), place, row_tiles, sizes, q0, kv0, True, staged)
                 load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
                 T.clear(products)
-                multiply(k, q, products, transpose_B=True, rows=not tile.shared_weights)
+                multiply(k, q, products, transpose_B=True, whole_rows=not tile.shared_weights)
                 load(do, window(buffers["do"], batch, head, q0, tile.q, dim_v))
                 T.clear(gradients)
-                multiply(v, do, gradients, transpose_B=True, rows=not tile.shared_weights)
+                multiply(v, do, gradients, transpose_B=True, whole_rows=not tile.shared_weights)
                 for name, _ in rows.rows:
                     T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
                 if len(staged.tiles) > 0:
@@ -185,7 +185,7 @@ def backward(
                 partial = either(visit.is_partial(q0), outside)
                 where_partial(partial, bind(maths.mask, weights))
                 load(weights_in, weights)
-                accumulate(weights_in, do, dv_sums, rows=not tile.shared_weights)
+                accumulate(weights_in, do, dv_sums, whole_rows=not tile.shared_weights)
                 for read, expr in summed.scattered:
                     maths.scatter(products, weights, gradients, read, expr, buffers[f"d_custom_{read.name}"])
                 for number, (read, expr) in enumerate(summed.of_keys):
@@ -204,7 +204,7 @@ def backward(
                     if factor is not None:
                         sum_keys(read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor)
                 load(gradients_in, gradients)
-                accumulate(gradients_in, q, dk_sums, rows=not tile.shared_weights)
+                accumulate(gradients_in, q, dk_sums, whole_rows=not tile.shared_weights)
                 if not in_products:
                     for number, (_, expr) in enumerate(summed.diagonals):
                         factor = factor_of(schedule, expr)
@@ -221,7 +221,7 @@ def backward(
                             sum_diagonals(summed, source, tile, buffers, number, place, q0, kv0, sizes, factor)
                     dq = T.alloc_fragment([tile.q, dim], FLOAT)
                     T.clear(dq)
-                    multiply(gradients_out, k, dq, transpose_A=True, rows=False)
+                    multiply(gradients_out, k, dq, transpose_A=True, whole_rows=False)
                     take_sums_for_granted(buffers, batch * problem.heads + head, q0 * dim, tile.q * dim)
                     for i, d in T.Parallel(tile.q, dim):
                         T.atomic_add(

@@ -80,7 +80,7 @@ def backward_extremes(
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(products)
                 if over_keys:
-                    multiply(k, q, products, transpose_B=True, rows=not tile.shared_weights)
+                    multiply(k, q, products, transpose_B=True, whole_rows=not tile.shared_weights)
                 else:
                     multiply(q, k, products, transpose_B=True)
                 for top, count, extreme in zip(tops, counts, schedule.extremes, strict=True):

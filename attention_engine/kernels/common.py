@@ -328,10 +328,10 @@ def _high(value: Any) -> Any:
 
 @T.macro
 def multiply(
-    a: Operand, b: Operand, c: Any, transpose_A: bool = False, transpose_B: bool = False, rows: bool = True
+    a: Operand, b: Operand, c: Any, transpose_A: bool = False, transpose_B: bool = False, whole_rows: bool = True
 ) -> None:
-    """c += a @ b; `rows`: each warp has whole rows of c (so that row reductions stay inside it)."""
-    policy = T.GemmWarpPolicy.FullRow if rows else T.GemmWarpPolicy.Square
+    """c += a @ b; whole_rows: each warp has whole rows of c (so that row reductions stay inside it)."""
+    policy = T.GemmWarpPolicy.FullRow if whole_rows else T.GemmWarpPolicy.Square
     if a.low is not None:
         T.gemm(a.low, b.whole, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)
         T.gemm(a.whole, b.low, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=policy)
@@ -352,12 +352,15 @@ class Accumulator:
 
 
 @T.macro
-def accumulate(a: Operand, b: Operand, c: Accumulator, rows: bool = True) -> None:
-    """c += a @ b."""
+def accumulate(
+    a: Operand, b: Operand, c: Accumulator, transpose_A: bool = False, transpose_B: bool = False,
+    whole_rows: bool = True,
+) -> None:  # fmt: skip
+    """c += a @ b, in fp32 also where tensor cores truncate."""
     if c.step is None:
-        multiply(a, b, c.sum, rows=rows)
+        multiply(a, b, c.sum, transpose_A=transpose_A, transpose_B=transpose_B, whole_rows=whole_rows)
     else:
         T.clear(c.step)
-        multiply(a, b, c.step, rows=rows)
+        multiply(a, b, c.step, transpose_A=transpose_A, transpose_B=transpose_B, whole_rows=whole_rows)
         for i, j in T.Parallel(c.shape[0], c.shape[1]):
             c.sum[i, j] += c.step[i, j]

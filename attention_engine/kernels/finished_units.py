@@ -19,7 +19,7 @@ from attention_engine.kernels.spare_warps import SpareWork, Target, see_memory, 
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import SPARE, WARP
 
-PIECE = 8  # queries whose sums stand together, in the order of `workspace_offset`
+QUERIES = 8  # queries whose sums stand together, in the order of `workspace_offset`
 SUMS = 256  # that a warp holds at once
 
 
@@ -49,24 +49,24 @@ def store_share(work: SpareWork, buffers: Buffers, warp: int) -> None:
 def store_tile(
     work: SpareWork, buffers: Buffers, warp: int, first_head: Any, head_of_unit: Any, tile_of_head: Any
 ) -> None:  # fmt: skip
-    """A spare warp's part of a tile's dQ, a piece at a time: sums come where rows of dO do, dQ leaves by rows of o. The
-    first warp, which makes most of delta, has the least."""
+    """A spare warp's part of a tile's dQ, some queries at a time. Sums come where rows of dO do, and dQ leaves by rows
+    of o. The first warp has the smallest part, as it makes most of delta."""
     form, problem, tile, rows = work.form, work.form.problem, work.form.tile, work.memory.rows
-    dim, parts = form.dim, tile.q // PIECE
+    dim, parts = form.dim, tile.q // QUERIES
     dq, target = rows.o[warp], note_in(Target, rows.target[warp])
-    sums = T.view(rows.do[warp], [PIECE * dim], FLOAT)
+    sums = T.view(rows.do[warp], [QUERIES * dim], FLOAT)
     own = len(SPARE) - 1 - warp
     for turn in T.unroll(-(-(parts - own) // len(SPARE)), unroll_factor=1):
         head_of_all = name_value(first_head + head_of_unit)
-        q0 = name_value(tile_of_head * tile.q + (turn * len(SPARE) + own) * PIECE)
-        take_sums_for_granted(buffers, head_of_all, q0 * dim, PIECE * dim)
-        T.tma_copy(buffers["workspace"][head_of_all, q0 * dim : (q0 + PIECE) * dim], sums, barrier=rows.arrived[warp])
+        q0 = name_value(tile_of_head * tile.q + (turn * len(SPARE) + own) * QUERIES)
+        take_sums_for_granted(buffers, head_of_all, q0 * dim, QUERIES * dim)
+        T.tma_copy(buffers["workspace"][head_of_all, q0 * dim : (q0 + QUERIES) * dim], sums, barrier=rows.arrived[warp])
         batch = name_value(T.truncdiv(head_of_all, problem.heads))
         wait_for_rows(rows, warp, batch, name_value(head_of_all - batch * problem.heads), q0)
         part = T.alloc_fragment([SUMS], FLOAT)  # some at a time: a thread has few registers
-        for first in T.unroll(0, PIECE * dim, SUMS, unroll_factor=1):
+        for first in T.unroll(0, QUERIES * dim, SUMS, unroll_factor=1):
             T.copy(sums[first : first + SUMS], part)
             bring_to_rows(part, first, dq, problem, tile, form.schedule.scale, True)
         T.fence_proxy_async()
         T.sync_warp()
-        T.tma_copy(dq[:PIECE, :], window(buffers["dq"], target.batch, target.head, target.query, PIECE, dim))
+        T.tma_copy(dq[:QUERIES, :], window(buffers["dq"], target.batch, target.head, target.query, QUERIES, dim))

@@ -231,12 +231,12 @@ class TileMaths:
     def _corners(self, kv0: Any) -> Corners:
         return (self.q0, kv0), (self.q0 + (self.tile.q - 1), kv0 + (self.tile.kv - 1))
 
-    def _map(self, target: Any, expr: Expr, kv0: Any, held: Expr, place: Place | None = None) -> None:
-        """target = expr for each pair, with the tile's entry as `held`."""
+    def _map(self, target: Any, expr: Expr, kv0: Any, entry_is: Expr, place: Place | None = None) -> None:
+        """target = expr for each pair; entry_is: the variable that stands for the tile's entry."""
         asks = KEEP in topological(expr)
 
         def entry(place: Place, i: Any, j: Any) -> None:
-            values = {**self._row(i), **self.staged.values(i, j), held: self.scores[i, j]}
+            values = {**self._row(i), **self.staged.values(i, j), entry_is: self.scores[i, j]}
             values |= parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
             if asks:
                 values[KEEP] = self._keep(place, i, j, kv0)
@@ -253,19 +253,19 @@ class TileMaths:
     def score(self, kv0: Any) -> None:
         """The tile of products becomes the tile of scores."""
         if self.schedule.score is not PRODUCT:
-            self._by_ends(kv0, bind(self._map, self.scores, kv0=kv0, held=PRODUCT))
+            self._by_ends(kv0, bind(self._map, self.scores, kv0=kv0, entry_is=PRODUCT))
 
     def start_scores(self, kv0: Any) -> None:
         """The tile before its products are added: the score's other terms.
 
-        Block values are told anew by a lane, or what each register begins with would be held in one more.
+        A lane tells its warp the block's values anew: what each register begins with would else be held in one more.
         """
 
         def start(score: Expr) -> None:
             added = terms_beside_product(score) or const(0.0)
             read = topological(added)
-            told = {v: hold_value(x) for v, x in self.place.block.items() if v in read}
-            self._map(self.scores, added, kv0, TILE, replace(self.place, block={**self.place.block, **told}))
+            held = {v: hold_value(x) for v, x in self.place.block.items() if v in read}
+            self._map(self.scores, added, kv0, TILE, replace(self.place, block={**self.place.block, **held}))
 
         self._by_ends(kv0, start)
 

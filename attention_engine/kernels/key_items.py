@@ -12,10 +12,12 @@ No wait is for ever, since each is for an item that was dealt before, or for an 
 - a spare warp prepares for a later unit first, which waits for nothing. It then stores dQ of the unit `behind` its own,
   once that unit's items are computed and counted: lower numbers too;
 - products wait for copies, and copies for the notes and for the products before them in the same block.
-So the lowest item that is not done waits for nothing that is not done, and one item after another ends. What this takes
-for granted is that a warp acts as one. Its lanes part where one of them waits alone, and need not meet again by
-themselves. So a lane speaks for its warp, and a place that the warp reads is written anew, behind a `sync_warp` alone:
-a lane left behind would read another item's numbers, go another way than the rest, and they would wait for each other.
+So the lowest item that is not done waits for nothing that is not done, and one item after another ends.
+
+This takes for granted that a warp acts as one. Its lanes part where one of them waits alone, and need not meet again by
+themselves. So a lane speaks for its warp, and what a warp reads in shared memory is written anew behind a `sync_warp`
+alone. A lane left behind would else read another item's numbers and go another way than the rest, and they would wait
+for each other.
 The interpreter holds all kernels to that (codegen/simulator/lanes.py).
 """
 
@@ -106,7 +108,7 @@ class Notes:
 
     def __init__(self, tile: Tile) -> None:
         self.record = named("record", T.alloc_shared([NOTES, NUMBERS], "int32"))
-        self.told = named("lengths", T.alloc_shared([LENGTHS], "int32"))
+        self.numbers = named("lengths", T.alloc_shared([LENGTHS], "int32"))
         self.noted = named("noted", T.alloc_barrier(arrive_count=[WARP] * NOTES))
         self.read = named("read", T.alloc_barrier(arrive_count=[(GROUP + tile.threads) // WARP] * NOTES))
         self.asked = named("asked", T.alloc_barrier(arrive_count=WARP))
@@ -114,7 +116,7 @@ class Notes:
     @property
     def lengths(self) -> Lengths:
         """The lengths that are told."""
-        return note_in(Lengths, self.told)
+        return note_in(Lengths, self.numbers)
 
     def blocks(self, blocks: KeyBlocks) -> KeyBlocks:
         """The same blocks by the lengths that are told."""
@@ -182,7 +184,7 @@ class Notes:
         each_number = list(range(len(lengths)))
         if T.get_thread_binding() % WARP == 0:
             for number in each_number:
-                self.told[number] = lengths[number]
+                self.numbers[number] = lengths[number]
         T.sync_warp()
 
 

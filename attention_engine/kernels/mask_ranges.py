@@ -36,9 +36,9 @@ def cut(mask: Expr) -> tuple[Expr, dict[Expr, Expr]]:
 class MaskRanges:
     """Bounds of a mask's nodes in one tile."""
 
-    def __init__(self, places: Mapping[Expr, Range], read: Reader) -> None:
-        """places: the ranges of all variables, the cuts' too."""
-        self.done: dict[Expr, Range | None] = dict(places)
+    def __init__(self, ranges: Mapping[Expr, Range], read: Reader) -> None:
+        """ranges: those of all variables, the cuts' too."""
+        self.done: dict[Expr, Range | None] = dict(ranges)
         self.read, self.may_be = read, Ranges()
 
     def __call__(self, mask: Expr) -> Range:

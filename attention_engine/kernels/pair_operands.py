@@ -50,8 +50,8 @@ class PairOperands:
     products: Any
     weights: Any
     gradients: Any
-    weights_held: Any
-    gradients_held: Any
+    weights_packed: Any
+    gradients_packed: Any
     weights_shared: Any
     gradients_shared: Any
 
@@ -74,23 +74,23 @@ class PairOperands:
     @macro_method
     def hand_weights_on(self, at: Step) -> None:
         """The weights become an operand of dV."""
-        T.copy(self.weights, self.weights_held)
+        T.copy(self.weights, self.weights_packed)
 
     @macro_method
     def hand_gradients_on(self, at: Step) -> None:
         """The gradients of products become an operand of dK, and of dQ if all threads read them."""
-        T.copy(self.gradients, self.gradients_held)
+        T.copy(self.gradients, self.gradients_packed)
         if self.form.shares_gradients:
-            T.copy(self.gradients_held, self.gradients_shared[at.number % 2, :, :])
+            T.copy(self.gradients_packed, self.gradients_shared[at.number % 2, :, :])
             meet(self.form.tile.threads)
 
     def weights_for_dv(self, at: Step) -> Any:
         """The operand of dV."""
-        return self.weights_held
+        return self.weights_packed
 
     def gradients_for_dk(self, at: Step) -> Any:
         """The operand of dK."""
-        return self.gradients_held
+        return self.gradients_packed
 
     def gradients_for_dq(self, at: Step) -> Any:
         """The operand of dQ."""
@@ -150,12 +150,12 @@ class OneAfterAnother(InSharedMemory):
         at.maths.weigh(self.products, self.weights)
         partial = either(at.visit.is_partial(at.q0), at.outside)
         where_partial(partial, bind(at.maths.mask, self.weights))
-        T.copy(self.weights, self.weights_held)
+        T.copy(self.weights, self.weights_packed)
         T.barrier_wait(output_gradients.full[at.stage], at.turn)
         issue_gradients(self, at, output_gradients, v)
-        T.copy(self.weights_held, self.weights_shared[at.number % 2, :, :])
+        T.copy(self.weights_packed, self.weights_shared[at.number % 2, :, :])
         T.wait_wgmma(0)
-        at.maths.differentiate(self.products, Packed(self.weights_held), self.gradients)
+        at.maths.differentiate(self.products, Packed(self.weights_packed), self.gradients)
         if self.masks_gradients:
             clear_pairs(self.form, at, (self.gradients,))
 
@@ -203,10 +203,10 @@ def operands_of(form: KeyForm) -> PairOperands:
     products = named("products", T.alloc_fragment(pairs, FLOAT))
     weights = named("weights", T.alloc_fragment(pairs, FLOAT) if keeps_products(form.schedule) else products)
     gradients = named("gradients", T.alloc_fragment(pairs, FLOAT))
-    held = kind is not InSharedMemory
-    weights_held = named("weights_in", T.alloc_fragment(pairs, dtype)) if held else None
-    gradients_held = named("gradients_in", T.alloc_fragment(pairs, dtype)) if not in_memory else None
+    packs = kind is not InSharedMemory
+    weights_packed = named("weights_in", T.alloc_fragment(pairs, dtype)) if packs else None
+    gradients_packed = named("gradients_in", T.alloc_fragment(pairs, dtype)) if not in_memory else None
     return kind(
-        form=form, products=products, weights=weights, gradients=gradients, weights_held=weights_held,
-        gradients_held=gradients_held, weights_shared=weights_shared, gradients_shared=gradients_shared,
+        form=form, products=products, weights=weights, gradients=gradients, weights_packed=weights_packed,
+        gradients_packed=gradients_packed, weights_shared=weights_shared, gradients_shared=gradients_shared,
     )  # fmt: skip

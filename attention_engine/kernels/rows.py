@@ -285,11 +285,11 @@ def postprocess(
         tiles = T.ceildiv(sizes.q, tile.q)
         if tile.persistent:
             left = (blocks.pairs - blocks.pairs_stored) * problem.group
-            with T.Kernel(tiles, left, threads=threads) as (block, place):
-                row = name_value(sizes.batch * problem.heads - left + place)
+            with T.Kernel(tiles, left, threads=threads) as (block, number):
+                row = name_value(sizes.batch * problem.heads - left + number)
                 batch = name_value(T.truncdiv(row, problem.heads))
                 head = name_value(row - batch * problem.heads)
-                store_tile(buffers, block, head, batch, T.And(block == 0, place == left - 1))
+                store_tile(buffers, block, head, batch, T.And(block == 0, number == left - 1))
         else:
             with T.Kernel(tiles, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
                 last = T.And(T.And(block == 0, head == problem.heads - 1), batch == sizes.batch - 1)

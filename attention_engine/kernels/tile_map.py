@@ -82,10 +82,10 @@ class _Row:
     side (queries or keys) is the block's own, in strips of PIECE, and the other moves, in pieces."""
 
     def __init__(self, problem: Problem, plan: TilePlan, tile: Tile, over_keys: bool, sizes: Sizes, buffers: Any,
-                 place: tuple[Any, Any, Any]) -> None:  # fmt: skip
+                 listed: tuple[Any, Any, Any]) -> None:  # fmt: skip
         assert plan.mask is not None
         self.plan, self.over_keys, self.sizes, self.buffers = plan, over_keys, sizes, buffers
-        self.batch, self.listed_head, self.row = place
+        self.batch, self.listed_head, self.row = listed
         self.group = 1 if over_keys else plan.candidates(problem)
         self.head, self.in_group = self.listed_head, 0
         self.own_length, self.shape = tile.q if over_keys else tile.kv, tile
@@ -178,11 +178,11 @@ class _Row:
         of_own = own, T.min(own + length, self.own_size) - 1
         of_moving = moving, T.min(moving + PIECE, self.size) - 1
         q, kv = (of_own, of_moving) if self.over_keys else (of_moving, of_own)
-        places = index_ranges(self.batch, self.head, q, kv)
+        ranges = index_ranges(self.batch, self.head, q, kv)
         for variable in self.cuts:
             of_piece = (self.least[variable][piece], self.most[variable][piece]) if self._moves(variable) else None
-            places[variable] = range_of(variable, *(of_piece or ends[variable]))
-        must, may = MaskRanges(places, self.read)(self.mask)
+            ranges[variable] = range_of(variable, *(of_piece or ends[variable]))
+        must, may = MaskRanges(ranges, self.read)(self.mask)
         found = T.if_then_else(must, KEPT, T.if_then_else(may, OPEN, MASKED))
         return name_value(T.if_then_else(own < self.own_size, found, 0))
 

@@ -60,14 +60,14 @@ class Visit:
 
 @dataclass(frozen=True)
 class HandedList:
-    """A row of a tile map that another warp reads: how many steps, and where it notes a step's entry."""
+    """A row of a tile map that another warp reads: how many steps it has, and the entry that is noted for a step."""
 
     count: Any
-    place: Callable[[Any], Any]
+    noted: Callable[[Any], Any]
 
     def entry(self, step: Any) -> Any:
-        """What the list holds for a step; read here, once, and told by one lane, so that ptxas sees a warp agree."""
-        return _name("entry", T.shfl_sync(self.place(step), 0))
+        """What the list holds for a step, read here, once. A lane tells its warp, so that ptxas sees a warp agree."""
+        return _name("entry", T.shfl_sync(self.noted(step), 0))
 
 
 @dataclass(frozen=True)
@@ -158,15 +158,15 @@ class _Lists:
 
     def __init__(self, plan: TilePlan, buffers: Any, batch: Any, head: Any, row: Any) -> None:
         self.buffer = buffers[LISTS]
-        self.place = (batch if plan.by_batch else 0, head if plan.by_head else 0, row)
-        for index, length in zip(self.place, self.buffer.shape, strict=False):
+        self.listed = (batch if plan.by_batch else 0, head if plan.by_head else 0, row)
+        for index, length in zip(self.listed, self.buffer.shape, strict=False):
             take_for_granted(T.And(index >= 0, index < length))
-        self.count = _name("count", self.buffer[(*self.place, 0)])
+        self.count = _name("count", self.buffer[(*self.listed, 0)])
         take_for_granted(self.count < self.buffer.shape[3])
 
     def entry(self, step: Any, first: Any = None) -> Any:
         """What the list holds for a step; read here, once, unless it is the first step's, which was read."""
-        entry = self.buffer[(*self.place, step + 1)]
+        entry = self.buffer[(*self.listed, step + 1)]
         return _name("entry", entry) if first is None else name_value(T.if_then_else(step == 0, first, entry))
 
 

@@ -54,7 +54,7 @@ def one_block(events: Sequence[Event], first: str) -> list[Event]:
 
 
 def held_apart(events: Sequence[Event], n: int) -> Event:
-    """An event; a wait that is a fence (kernels/barriers.finish_before), for what was waited for before, by another op."""
+    """An event; a wait that is a fence (barriers.finish_before), for what was waited for before, by another op."""
     event = events[n]
     if event.op == "mbarrier_wait_parity":
         for before in reversed(events[max(0, n - 40) : n]):

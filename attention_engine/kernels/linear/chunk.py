@@ -26,6 +26,7 @@ from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
     Operand,
+    accumulate,
     build,
     load,
     loop,
@@ -38,7 +39,6 @@ from attention_engine.kernels.linear.common import (
     Source,
     SourceTile,
     StateOperand,
-    add_product,
     add_state_product,
     load_decays,
     load_source,
@@ -92,7 +92,7 @@ class _Chunk(RoleKernel):
     def build(self) -> Any:
         tile, problem, sizes, role = self.tile, self.problem, self.sizes, self.role
         chunk, width, inner = tile.chunk, self.width, self.inner
-        rows_whole = tile.in_registers
+        whole_rows = tile.in_registers
 
         @T.macro
         def gather(
@@ -103,15 +103,15 @@ class _Chunk(RoleKernel):
                 load_source(x, block, inner0)
                 load_source(y, block, inner0)
             load_state(state, self.state_window(block, index, inner0, column0))
-            add_product(x.operand, y.operand, scores, transpose_B=True, rows=rows_whole)
-            add_state_product(x.operand, state, result, transpose_B=role.transposed, rows=rows_whole)
+            accumulate(x.operand, y.operand, scores, transpose_B=True, whole_rows=whole_rows)
+            add_state_product(x.operand, state, result, transpose_B=role.transposed, whole_rows=whole_rows)
 
         @T.macro
         def body(buffers: Any) -> None:
             with T.Kernel(
                 self.width_tiles * sizes.chunks, problem.heads // self.heads, sizes.batch, threads=tile.threads
             ) as (
-                place,
+                block_index,
                 shared_head,
                 batch,
             ):
@@ -127,7 +127,7 @@ class _Chunk(RoleKernel):
                 result = Accumulator("result", problem, (chunk, width))
                 rows = Rows(problem, chunk, width, self.needs_own)
                 total = T.alloc_fragment([chunk, width], FLOAT) if self.sums_heads else None
-                index, column0 = place // self.width_tiles, (place % self.width_tiles) * width
+                index, column0 = block_index // self.width_tiles, (block_index % self.width_tiles) * width
                 first = Block(buffers, sizes, batch, shared_head * self.heads, index * chunk)
                 if self.sums_heads:
                     T.fill(total, 0)
@@ -158,14 +158,14 @@ class _Chunk(RoleKernel):
                     if self.needs_own and not self.stays(self.own):
                         load_source(own, block, column0)
                     if self.decay_rows:
-                        self.sum_state_rows(block, own, result.sum, rows, place)
+                        self.sum_state_rows(block, own, result.sum, rows, block_index)
                         T.clear(pairs.sum)
-                        multiply(own.operand, z.operand, pairs.sum, transpose_B=True, rows=rows_whole)
-                        self.sum_pairs(block, pairs.sum, scores.sum, rows, place)
+                        multiply(own.operand, z.operand, pairs.sum, transpose_B=True, whole_rows=whole_rows)
+                        self.sum_pairs(block, pairs.sum, scores.sum, rows, block_index)
                     load(weights, scores.sum)
-                    add_product(weights, z.operand, result, rows=rows_whole)
+                    accumulate(weights, z.operand, result, whole_rows=whole_rows)
                     if len(self.reads) > 0:
-                        self.sum_reads(block, own, result.sum, rows, place)
+                        self.sum_reads(block, own, result.sum, rows, block_index)
                     self.chain(block, own, result.sum, rows, column0)
                     if self.sums_heads:
                         for i, d in T.Parallel(chunk, width):
@@ -190,7 +190,7 @@ class _Chunk(RoleKernel):
             return states[block.batch, block.head, index, column0 : column0 + self.width, inner0 : inner0 + self.inner]
         return states[block.batch, block.head, index, inner0 : inner0 + self.inner, column0 : column0 + self.width]
 
-    def sum_state_rows(self, block: Block, own: SourceTile, result: Any, rows: Rows, place: Any) -> None:
+    def sum_state_rows(self, block: Block, own: SourceTile, result: Any, rows: Rows, block_index: Any) -> None:
         """of_state = own . result, where the result is the state's part still."""
 
         def entry(i: Any, d: Any) -> None:
@@ -198,9 +198,9 @@ class _Chunk(RoleKernel):
 
         over_pairs(self.tile.chunk, self.width, entry)
         reduce_sum(rows.products, rows.added, 1)
-        self.keep_rows(block, rows.added, block.buffers["of_state"], place)
+        self.keep_rows(block, rows.added, block.buffers["of_state"], block_index)
 
-    def sum_pairs(self, block: Block, pairs: Any, weights: Any, rows: Rows, place: Any) -> None:
+    def sum_pairs(self, block: Block, pairs: Any, weights: Any, rows: Rows, block_index: Any) -> None:
         """of_pairs = what a row's pairs add, decayed product of q . k and do . v; pairs: the products of own and z.
 
         No decay stands between a token and itself: the pair is in dq's rows and in dk's. In fp32 it is left out of
@@ -215,4 +215,4 @@ class _Chunk(RoleKernel):
 
         over_pairs(self.tile.chunk, self.tile.chunk, entry)
         reduce_sum(pairs, rows.added, 1)
-        self.keep_rows(block, rows.added, block.buffers["of_pairs"], place)
+        self.keep_rows(block, rows.added, block.buffers["of_pairs"], block_index)

@@ -3,7 +3,7 @@
 Tokens are cut into chunks. `sums` holds, for each (batch, head, token), the sum of log2 decays from the chunk's first
 token to this one; only differences of it are exponentiated, later less earlier, so nothing overflows where decays are
 at most 1. It is padded to whole chunks by tokens that keep everything. Where results are as exact as fp32, it comes in
-two parts: of a sum of -1000 alone, what is left of a token one place before would have four digits.
+two parts: of a sum of -1000 alone, what is left of a token just before would have four digits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from attention_engine.kernels.common import (
     Accumulator,
     Operand,
     Sizes,
+    accumulate,
     load,
     multiply,
     named,
@@ -310,20 +311,6 @@ def load_source(tile: SourceTile, block: Block, column0: Any) -> None:
         load(tile.operand, block.window(tile.source, column0, tile.columns))
 
 
-@T.macro
-def add_product(
-    a: Operand, b: Operand, c: Accumulator, transpose_A: bool = False, transpose_B: bool = False, rows: bool = True
-) -> None:
-    """c += a @ b, in fp32 also where tensor cores truncate (see Accumulator)."""
-    if c.step is None:
-        multiply(a, b, c.sum, transpose_A=transpose_A, transpose_B=transpose_B, rows=rows)
-    else:
-        T.clear(c.step)
-        multiply(a, b, c.step, transpose_A=transpose_A, transpose_B=transpose_B, rows=rows)
-        for i, j in T.Parallel(c.shape[0], c.shape[1]):
-            c.sum[i, j] += c.step[i, j]
-
-
 class StateOperand:
     """A tile of a state as a product reads it.
 
@@ -371,14 +358,14 @@ def power_of_two(value: Any) -> Any:
 
 @T.macro
 def add_state_product(
-    a: Operand, state: StateOperand, c: Accumulator, transpose_B: bool = False, rows: bool = True
+    a: Operand, state: StateOperand, c: Accumulator, transpose_B: bool = False, whole_rows: bool = True
 ) -> None:
     """c += a @ the state."""
     if state.scale is None:
-        add_product(a, state.operand, c, transpose_B=transpose_B, rows=rows)
+        accumulate(a, state.operand, c, transpose_B=transpose_B, whole_rows=whole_rows)
     else:
         made = T.alloc_fragment(c.shape, FLOAT)
         T.clear(made)
-        multiply(a, state.operand, made, transpose_B=transpose_B, rows=rows)
+        multiply(a, state.operand, made, transpose_B=transpose_B, whole_rows=whole_rows)
         for i, j in T.Parallel(c.shape[0], c.shape[1]):
             c.sum[i, j] += made[i, j] * state.scale[0]

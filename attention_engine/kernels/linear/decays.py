@@ -69,8 +69,8 @@ def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threa
             token = block.token0 + n * chunk + c
             at = (block.batch, block.head, token)
             parts = [(at, logs)] if lows is None else [((0, *at), logs), ((1, *at), lows)]
-            for place, part in parts:
-                write_where(token < sizes.chunks * chunk, buffers["sums"], place, part[n, c])
+            for which, part in parts:
+                write_where(token < sizes.chunks * chunk, buffers["sums"], which, part[n, c])
 
         over_pairs(CHUNKS, chunk, entry)
 

@@ -149,7 +149,7 @@ class RoleKernel:
         return value * rows.own[i] if self.by_own else value
 
     def sum_reads(
-        self, block: Block, own: SourceTile | HeldTile, result: Any, rows: Rows, place: Any
+        self, block: Block, own: SourceTile | HeldTile, result: Any, rows: Rows, block_index: Any
     ) -> None:  # fmt: skip
         """The row sums of the reads' gradients."""
         for number, read in enumerate(self.reads):
@@ -168,12 +168,12 @@ class RoleKernel:
                 store(rows.scaled, T.if_then_else(inside, rows.added[i] * value, 0.0), i)
 
             over_rows(self.tile.chunk, scale)
-            self.keep_rows(block, rows.scaled, block.buffers[f"read_{number}"], place)
+            self.keep_rows(block, rows.scaled, block.buffers[f"read_{number}"], block_index)
 
-    def keep_rows(self, block: Block, values: Any, target: Any, place: Any) -> None:
+    def keep_rows(self, block: Block, values: Any, target: Any, block_index: Any) -> None:
         """Writes numbers of rows to a parameter of row_sums."""
         stop = block.token0 + self.tile.chunk
-        copy(values, target[place % self.width_tiles, block.batch, block.head, block.token0 : stop])
+        copy(values, target[block_index % self.width_tiles, block.batch, block.head, block.token0 : stop])
 
     def chain(self, block: Block, own: SourceTile | HeldTile | None, result: Any, rows: Rows, column0: Any) -> None:
         """The gradient of the own tensor from that of what its mod made of it."""

@@ -12,14 +12,23 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, state_tiles, tile_of_state, tiled
-from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, over_pairs, store
+from attention_engine.kernels.common import (
+    FLOAT,
+    Accumulator,
+    Operand,
+    accumulate,
+    build,
+    load,
+    loop,
+    over_pairs,
+    store,
+)
 from attention_engine.kernels.linear.common import (
     Block,
     DecaySums,
     LinearSizes,
     Source,
     SourceTile,
-    add_product,
     load_decays,
     load_source,
     product_of,
@@ -133,7 +142,7 @@ def states(
                 if decays:
                     for i, j in T.Parallel(dim, dim_v):
                         held[i, j] *= T.exp2(sums.upto(tile.chunk - 1))
-                add_product(left.operand, right, state, transpose_A=True, rows=False)
+                accumulate(left.operand, right, state, transpose_A=True, whole_rows=False)
             T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
 
     return build("states_backward" if reverse else "states", parameters, body)

@@ -13,13 +13,23 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import ROLES, LinearProblem, LinearProgram, LinearTile, Role
 from attention_engine.ir.problem import padded
-from attention_engine.kernels.common import FLOAT, Accumulator, Operand, build, load, loop, named, over_pairs, store
+from attention_engine.kernels.common import (
+    FLOAT,
+    Accumulator,
+    Operand,
+    accumulate,
+    build,
+    load,
+    loop,
+    named,
+    over_pairs,
+    store,
+)
 from attention_engine.kernels.linear.common import (
     Block,
     HeldTile,
     SourceTile,
     StateOperand,
-    add_product,
     add_state_product,
     copy,
     load_decays,
@@ -105,20 +115,21 @@ class _Walk(RoleKernel):
                     self.find_column_weights(block, rows, column_weights)
                     load_state(before, held)
                     T.clear(scores.sum)
-                    add_product(x.operand, y.operand, scores, transpose_B=True, rows=tile.in_registers)
+                    accumulate(x.operand, y.operand, scores, transpose_B=True, whole_rows=tile.in_registers)
                     T.clear(made)
-                    add_state_product(x.operand, before, result, rows=tile.in_registers)
+                    add_state_product(x.operand, before, result, whole_rows=tile.in_registers)
                     self.weigh_pairs(scores.sum, rows)
                     self.weigh_rows(made, rows)
                     load(weights, scores.sum)
-                    add_product(weights, z.operand, result, rows=tile.in_registers)
+                    accumulate(weights, z.operand, result, whole_rows=tile.in_registers)
                     if self.weighs:
                         self.weigh_others(z, column_weights if self.decays else rows.yz, weighted)
                         load(values, weighted)
                     if self.decays:
                         for i, j in T.Parallel(self.dim, width):
                             held[i, j] *= T.exp2(rows.sums.upto(chunk - 1))
-                    add_product(y.operand, values if self.weighs else z.operand, state, transpose_A=True, rows=False)
+                    weighed = values if self.weighs else z.operand
+                    accumulate(y.operand, weighed, state, transpose_A=True, whole_rows=False)
                     if len(self.reads) > 0:
                         self.sum_reads(block, own, made, rows, part)
                     self.chain(block, own, made, rows, column0)

@@ -44,10 +44,11 @@ def sum_decays(problem: LinearProblem, program: LinearProgram, tile: LinearTile)
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(tiles * sizes.chunks, problem.heads, sizes.batch, threads=tile.threads) as (place, head, batch):
+        grid = tiles * sizes.chunks, problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block_index, head, batch):
             logs = spaced_rows(tile.chunk, width, FLOAT, APART_BY_COLUMNS)
-            d0 = (place % tiles) * width
-            block = Block(buffers, sizes, batch, head, (place // tiles) * tile.chunk)
+            d0 = (block_index % tiles) * width
+            block = Block(buffers, sizes, batch, head, (block_index // tiles) * tile.chunk)
             read(block, logs, d0)
             T.cumsum(logs, dim=0)
             copy_spaced(logs[0 : tile.chunk, 0:width], sums_window(block, d0, width))

@@ -28,6 +28,7 @@ from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
     Operand,
+    accumulate,
     build,
     loop,
     named,
@@ -56,7 +57,6 @@ from attention_engine.kernels.linear.common import (
     Block,
     Source,
     StateOperand,
-    add_product,
     add_state_product,
     copy,
     load_state,
@@ -123,11 +123,11 @@ class _Gradients:
         @T.macro
         def body(buffers: Any) -> None:
             with T.Kernel(self.tiles * sizes.chunks, problem.heads, sizes.batch, threads=self.tile.threads) as (
-                place,
+                block_index,
                 head,
                 batch,
             ):
-                index, part = place // self.tiles, place % self.tiles
+                index, part = block_index // self.tiles, block_index % self.tiles
                 d0 = part * width
                 block = Block(buffers, sizes, batch, head, index * chunk)
                 do, v = (ModifiedTile(self.sources[n], chunk, inner) for n in ("do", "v"))
@@ -151,7 +151,7 @@ class _Gradients:
                     v.load(block, v0)
                     load_state(before, buffers["states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
                     load_state(after, buffers["d_states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
-                    add_product(do.operand, v.operand, weights, transpose_B=True)
+                    accumulate(do.operand, v.operand, weights, transpose_B=True)
                     add_state_product(do.operand, before, dq, transpose_B=True)
                     add_state_product(v.operand, after, dk, transpose_B=True)
                 q.load(block, d0)

@@ -17,7 +17,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
-from attention_engine.kernels.common import FLOAT, Accumulator, build, loop
+from attention_engine.kernels.common import FLOAT, Accumulator, accumulate, build, loop
 from attention_engine.kernels.linear.channels.common import (
     ChannelSizes,
     ExactOperand,
@@ -34,7 +34,6 @@ from attention_engine.kernels.linear.common import (
     Block,
     Source,
     StateOperand,
-    add_product,
     add_state_product,
     load_state,
 )
@@ -92,8 +91,9 @@ def channel_rows(
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(tiles * sizes.chunks, problem.heads, sizes.batch, threads=tile.threads) as (place, head, batch):
-            index, part = place // tiles, place % tiles
+        grid = tiles * sizes.chunks, problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block_index, head, batch):
+            index, part = block_index // tiles, block_index % tiles
             block = Block(buffers, sizes, batch, head, index * chunk)
             left = RawTile(left_source, chunk, inner)
             weighed = WeighedTile("left", problem, chunk, inner)
@@ -114,9 +114,9 @@ def channel_rows(
             T.copy(buffers["scores"][batch, head, index * chunk : (index + 1) * chunk, 0:chunk], pairs)
             load_exact(weights, pairs)
             other.load(block, part * width)
-            add_product(weights.whole, other.operand, result, transpose_A=role.over_keys)
+            accumulate(weights.whole, other.operand, result, transpose_A=role.over_keys)
             if weights.lost is not None:
-                add_product(weights.lost, other.operand, result, transpose_A=role.over_keys)
+                accumulate(weights.lost, other.operand, result, transpose_A=role.over_keys)
             finish_own(block, result.sum, part)
             stop, end = (index + 1) * chunk, (part + 1) * width
             T.copy(result.sum, buffers["result"][batch, index * chunk : stop, head, part * width : end])

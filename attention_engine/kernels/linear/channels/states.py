@@ -13,7 +13,7 @@ import tilelang.language as T
 
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
 from attention_engine.ir.problem import padded
-from attention_engine.kernels.common import FLOAT, Accumulator, build, loop
+from attention_engine.kernels.common import FLOAT, Accumulator, accumulate, build, loop
 from attention_engine.kernels.linear.channels.common import (
     ChannelSizes,
     ModifiedTile,
@@ -22,7 +22,7 @@ from attention_engine.kernels.linear.channels.common import (
     load_sums,
     sums_tile,
 )
-from attention_engine.kernels.linear.common import Block, Source, add_product, state_before
+from attention_engine.kernels.linear.common import Block, Source, state_before
 
 
 def value_tiles(problem: LinearProblem, tile: LinearTile) -> int:
@@ -56,11 +56,11 @@ def states(
         weighed.fill(left.value, lambda i, d: sums[i, d] if reverse else sums[last, d] - sums[i, d])
 
     @T.macro
-    def note_overlap(buffers: Any, held: Any, kept: Any, batch: Any, head: Any, index: Any, place: Any) -> None:
+    def note_overlap(buffers: Any, held: Any, kept: Any, batch: Any, head: Any, index: Any, block_index: Any) -> None:
         other = T.alloc_shared([dim, dim_v], problem.state_dtype)
         products = T.alloc_fragment([dim, dim_v], FLOAT)
         of_rows = T.alloc_fragment([dim], FLOAT)
-        d0, v0 = (place // parts) * dim, (place % parts) * dim_v
+        d0, v0 = (block_index // parts) * dim, (block_index % parts) * dim_v
         T.copy(buffers["other"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v], other)
         for i, j in T.Parallel(dim, dim_v):
             products[i, j] = held[i, j] * state_before(
@@ -69,12 +69,12 @@ def states(
         T.reduce_sum(products, of_rows, dim=1)
         for i in T.Parallel(dim):
             of_rows[i] *= kept[i]
-        T.copy(of_rows, buffers["overlap"][batch, head, index, place % parts, d0 : d0 + dim])
+        T.copy(of_rows, buffers["overlap"][batch, head, index, block_index % parts, d0 : d0 + dim])
 
     @T.macro
     def body(buffers: Any) -> None:
         with T.Kernel(tiled(problem.dim, dim) * parts, problem.heads, sizes.batch, threads=tile.threads) as (
-            place,
+            block_index,
             head,
             batch,
         ):
@@ -85,7 +85,7 @@ def states(
             kept = T.alloc_shared([dim], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
             held = state.sum
-            d0, v0 = (place // parts) * dim, (place % parts) * dim_v
+            d0, v0 = (block_index // parts) * dim, (block_index % parts) * dim_v
             if starts:
                 T.copy(buffers["first"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v], held)
             else:
@@ -100,11 +100,11 @@ def states(
                 for i in T.Parallel(dim):
                     kept[i] = T.exp2(sums[chunk - 1, i])
                 if overlaps:
-                    note_overlap(buffers, held, kept, batch, head, index, place)
+                    note_overlap(buffers, held, kept, batch, head, index, block_index)
                 weigh(left, weighed, sums)
                 for i, j in T.Parallel(dim, dim_v):
                     held[i, j] *= kept[i]
-                add_product(weighed.operand, right.operand, state, transpose_A=True, rows=False)
+                accumulate(weighed.operand, right.operand, state, transpose_A=True, whole_rows=False)
             T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
 
     return build("channel_states_backward" if reverse else "channel_states", parameters, body)
