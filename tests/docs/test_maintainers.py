@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted((DOCS / "maintainers").glob("*.md"))
+PAGES = [*sorted((DOCS / "maintainers").glob("*.md")), DOCS / "glossary.md"]
 RUN = [page for page in PAGES if "```python" in page.read_text()]
 PACKAGE = ROOT / "attention_engine"
 TEXTS = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
@@ -63,7 +63,7 @@ def test_functions_that_a_page_names_with_their_file_are_in_it(page):
     for name, file in told:
         path = PACKAGE / file if (PACKAGE / file).is_file() else ROOT / file
         assert re.search(rf"\b{name}\b", path.read_text()), f"{page.name}: {name} is not in {file}"
-    if page.stem in ("dq", "extend"):
+    if page.stem in ("dq", "extend", "glossary"):
         assert len(told) > 8
 
 
