@@ -18,6 +18,7 @@ from attention_engine.codegen.compile import (
     UNIFORM_GROUPS,
     Resources,
 )
+from attention_engine.codegen.patches import patched
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
@@ -70,7 +71,9 @@ class Kernel:
     def prim_func(self) -> Any:
         """The TileLang function."""
         module, function = self.builder.rsplit(".", 1)
-        return getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)(*self.given)
+        build = getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)
+        with patched():
+            return build(*self.given)
 
     @cached_property
     def compiled(self) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
-from attention_engine.codegen.patches import fences, printed, wait_groups
+from attention_engine.codegen.patches import fences, patched, printed, wait_groups
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.errors import NoCudaCompiler
 
@@ -111,7 +111,7 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
 
     def compiled(given: Mapping[str, Any]) -> CompiledKernel:
         configs, rewriting, flags = _prepare(arch, given)
-        with rewriting, warnings.catch_warnings():
+        with patched(), rewriting, warnings.catch_warnings():
             # TileLang would have each copy say that it is no bulk copy; we say it of a whole kernel.
             warnings.filterwarnings("ignore", "`tl.disable_tma_lower` is deprecated", DeprecationWarning)
             kernel = with_quick_proofs(
@@ -167,7 +167,7 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
 
     def lowered(given: Mapping[str, Any]) -> LoweredKernel:
         configs, rewriting, flags = _prepare(arch, given)
-        with rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
+        with patched(), rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
             artifact = with_quick_proofs(lambda: tilelang.lower(prim_func, target=target, enable_host_codegen=True))
         return LoweredKernel(
             prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)
@@ -212,16 +212,11 @@ def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, Any]) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def load_tilelang() -> Any:
-    """Import TileLang (after torch, whose libraries it shares) with our cache directory and without its reports."""
+    """Import TileLang (after torch, whose libraries it shares) with our cache directory."""
     folders.prepare_tilelang()
     import tilelang
     import torch  # noqa: F401
 
-    if not settings.verbose():
-        tilelang.env.TILELANG_PRINT_ON_COMPILATION = "0"
-    wait_groups.install()
-    fences.install()
-    printed.install()
     return tilelang
 
 

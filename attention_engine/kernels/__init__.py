@@ -3,7 +3,3 @@
 from attention_engine import folders
 
 folders.prepare_tilelang()  # it makes its folder when it is imported
-
-from attention_engine.kernels import remembered  # noqa: E402
-
-remembered.install()

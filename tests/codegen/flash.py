@@ -1,4 +1,4 @@
-"""A small flash attention in TileLang: batch and length known at run time, causal extent, two pipeline stages."""
+"""A small flash attention in TileLang: lengths known at run time, causal extent, two stages; and a smaller kernel."""
 
 import tilelang.language as T
 
@@ -65,5 +65,31 @@ def forward(heads: int, dim: int, *, q_tile: int = 64, kv_tile: int = 64, thread
             for i in T.Parallel(q_tile):
                 total[i] = (T.log2(total[i]) + largest[i]) / LOG2_E
             T.copy(total, Lse[bz, by, bx * q_tile : (bx + 1) * q_tile])
+
+    return main
+
+
+def largest_scores(rows: int = 128, keys: int = 64, dim: int = 64):
+    """The largest score of each row, which two warpgroups share, of keys that come in two stages."""
+    length, full_rows = T.dynamic("length"), T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((rows, dim), "float16"),
+        K: T.Tensor((length, dim), "float16"),
+        Largest: T.Tensor((rows,), "float32"),
+    ):
+        with T.Kernel(1, threads=256):
+            q = T.alloc_shared([rows, dim], "float16")
+            k = T.alloc_shared([keys, dim], "float16")
+            scores = T.alloc_fragment([rows, keys], "float32")
+            largest = T.alloc_fragment([rows], "float32")
+            T.copy(Q, q)
+            T.fill(largest, -1e30)
+            for step in T.Pipelined(T.ceildiv(length, keys), num_stages=2):
+                T.copy(K[step * keys : (step + 1) * keys, :], k)
+                T.gemm(q, k, scores, transpose_B=True, policy=full_rows, clear_accum=True)
+                T.reduce_max(scores, largest, dim=1, clear=False)
+            T.copy(largest, Largest)
 
     return main

@@ -1,1 +1,11 @@
-"""Changes to TileLang 0.1.15: each says what is wrong with it, and what that costs."""
+"""Our changes to TileLang: what is wrong with it, in which version, and which test says when that is over.
+
+All tracing and compiling of kernels goes through `patched`. Who else uses TileLang in the process, at the same time or
+later, finds it as it is.
+"""
+
+from attention_engine.codegen.patches import fences, printed, quiet, remembered, wait_groups
+from attention_engine.codegen.patches.scope import Patch, Scope
+
+PATCHES: tuple[Patch, ...] = (remembered.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH)
+patched = Scope(PATCHES)

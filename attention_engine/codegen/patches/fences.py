@@ -6,26 +6,34 @@ the thread's own array don't exist, and what ptxas makes of them differs from ke
 
 from __future__ import annotations
 
-import threading
 from typing import Any
+
+from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
 
 FLAGS = ["-DATTENTION_ENGINE_FENCES=1"]  # in the compiler's cache key: other fences are another kernel
 
-_lock = threading.Lock()
-_installed = False
 
-
-def install() -> None:
-    """Count a thread's own registers from now on; once a process."""
-    global _installed
+def put() -> Undo:
+    """Fences count a thread's own registers."""
     from tilelang.cuda.intrinsics.macro.wgmma_macro_generator import TensorCoreIntrinEmitter
 
-    with _lock:
-        if not _installed:
-            TensorCoreIntrinEmitter.wgmma_accum_regs = property(own_registers)
-            _installed = True
+    name = "wgmma_accum_regs"
+    theirs = vars(TensorCoreIntrinEmitter)[name].fget
+
+    def registers(emitter: Any) -> int:
+        return own_registers(emitter) if inside() else int(theirs(emitter))
+
+    return replace((TensorCoreIntrinEmitter, name, property(registers)))
 
 
 def own_registers(emitter: Any) -> int:
     """The 32-bit registers of one thread's part of a (fp32) accumulator: of its own warpgroup's instructions."""
     return int(emitter.wgmma_num_inst_m * emitter.warp_cols * emitter.local_size_out)
+
+
+PATCH = Patch(
+    defect="fences around wgmma name the registers of all warpgroups, of which a thread has only its own's",
+    version="0.1.15",
+    proof="test_tilelang_fences_registers_that_a_thread_does_not_have",
+    put=put,
+)

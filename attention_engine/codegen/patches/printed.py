@@ -28,6 +28,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from attention_engine.codegen.patches.scope import Patch, Undo
+
 FLAGS = ["-DATTENTION_ENGINE_PRINTED=1"]  # in the compiler's cache key: another text is another kernel
 UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
 HELD_FLAGS = ["-DATTENTION_ENGINE_HELD_BARRIERS=1"]
@@ -47,22 +49,29 @@ _LOOP = re.compile(
 )
 
 
+CALLED_WITH_TEXT = "tilelang_callback_cuda_postproc"
 _ours = threading.local()
-_lock = threading.Lock()
-_installed = False
 
 
-def install() -> None:
-    """Rewrite what TileLang prints, from now on, while `rewriting` is entered; once a process."""
-    global _installed
+def put() -> Undo:
+    """What TileLang prints is rewritten where `rewriting` is entered, after what another user does to it."""
     import tvm_ffi
     from tilelang.engine import register_cuda_postproc
 
-    with _lock:
-        if not _installed:
-            before = tvm_ffi.get_global_func("tilelang_callback_cuda_postproc", allow_missing=True)
-            register_cuda_postproc(lambda code, target: _printed(code, target, before))
-            _installed = True
+    before = tvm_ffi.get_global_func(CALLED_WITH_TEXT, allow_missing=True)
+    register_cuda_postproc(lambda code, target: _printed(code, target, before))
+    registered = tvm_ffi.get_global_func(CALLED_WITH_TEXT)
+
+    def undo() -> bool:
+        if tvm_ffi.get_global_func(CALLED_WITH_TEXT, allow_missing=True) != registered:
+            return False
+        if before is None:
+            tvm_ffi.remove_global_func(CALLED_WITH_TEXT)
+        else:
+            register_cuda_postproc(before)
+        return True
+
+    return undo
 
 
 @contextlib.contextmanager
@@ -194,3 +203,11 @@ def with_held_barriers(cuda: str) -> str:
     used = [name for name in _BARRIERS.findall(cuda) if f" {name}[" in cuda[start.end() :]]
     lines = [*_HELD.splitlines(), *(f"Barrier* const {name} = held({name}_mem);" for name in used)]
     return cuda[: start.end()] + "".join(f"{start[1]}{line}\n" for line in lines) + cuda[start.end() :]
+
+
+PATCH = Patch(
+    defect="rows are reduced in one chain; warpgroups, barriers and threads are numbered anew at each use",
+    version="0.1.15",
+    proof="test_tilelang_prints_what_our_rules_rewrite",
+    put=put,
+)

@@ -7,32 +7,29 @@ that the counts become numbers. A count that stays unknown becomes 0, which wait
 
 from __future__ import annotations
 
+import functools
 import importlib
-import threading
 from typing import Any
 
-FLAGS = [
-    "-DATTENTION_ENGINE_WAIT_GROUPS=1"
-]  # in the compiler's cache key: another version of the pass is another kernel
+from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
+
+# In the compiler's cache key: another version of the pass is another kernel.
+FLAGS = ["-DATTENTION_ENGINE_WAIT_GROUPS=1"]
 LONGEST_LOOP = 8  # iterations to write out; the drains of pipelines have at most stages - 1
 
-_lock = threading.Lock()
-_installed = False
+
+def put() -> Undo:
+    """The pass runs before TileLang prints CUDA. It changes only functions that would crash."""
+    lower: Any = importlib.import_module("tilelang.engine.lower")
+    prepare = lower._prepare_device_codegen_mod
+
+    def settle_and_prepare(module: Any) -> Any:
+        return prepare(_make_pass()(module) if inside() else module)
+
+    return replace((lower, "_prepare_device_codegen_mod", settle_and_prepare))
 
 
-def install() -> None:
-    """Run the pass before TileLang prints CUDA; once a process. It changes only functions that would crash."""
-    global _installed
-    with _lock:
-        if _installed:
-            return
-        lower: Any = importlib.import_module("tilelang.engine.lower")
-        prepare = lower._prepare_device_codegen_mod
-        fix = _make_pass()
-        lower._prepare_device_codegen_mod = lambda module: prepare(fix(module))
-        _installed = True
-
-
+@functools.cache
 def _make_pass() -> Any:
     from tvm import tirx
 
@@ -99,3 +96,11 @@ def _settle_waits(statement: Any) -> Any:
         return tirx.Evaluate(tirx.Call(call.dtype, call.op, [tirx.IntImm("int32", groups)]))
 
     return ir_transform(statement, None, settle, ["tirx.Evaluate"])
+
+
+PATCH = Patch(
+    defect="a wait for cp.async groups whose count is no constant can't be printed",
+    version="0.1.15",
+    proof="test_tilelang_cannot_print_waits_of_unknown_counts",
+    put=put,
+)

@@ -1,0 +1,81 @@
+"""TileLang's rewriting of a macro, done once for each piece of code.
+
+Kernels define their macros where they are built, around what is known of the problem. TileLang 0.1.15 parses, rewrites
+and compiles a macro's source each time it is defined, most of the time that tracing a kernel takes; but the result is a
+function of the names that the macro finds around it, and only their values differ from one kernel to the next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
+
+OURS = "attention_engine.kernels"
+Names = tuple[str, ...]
+_rewritten: dict[tuple[int, Names], tuple[CodeType, Callable[..., Any], str]] = {}  # by identity: the code is kept
+
+
+class _Kept(threading.local):
+    """What is compiled in this thread while one of our macros is rewritten."""
+
+    closures: list[Callable[..., Any]] | None = None
+
+
+_kept = _Kept()
+
+
+def put() -> Undo:
+    """Macros and functions of kernels/ are rewritten once."""
+    from tilelang.language.eager import builder, utils
+
+    rewrite, compile_source = builder.mutate, utils.get_compiled_object
+
+    def remembered(func: Callable[..., Any]) -> Any:
+        ours = inside() and func.__module__.startswith(OURS)
+        return _remembered(func, rewrite) if ours else rewrite(func)
+
+    def kept(*args: Any, **named: Any) -> Any:
+        made = compile_source(*args, **named)
+        if _kept.closures is not None:
+            _kept.closures.append(made)
+        return made
+
+    return replace((builder, "mutate", remembered), (utils, "get_compiled_object", kept))
+
+
+def _remembered(func: Callable[..., Any], rewrite: Callable[..., Any]) -> Any:
+    """What TileLang makes of a function; from the memory, where annotations say nothing of values."""
+    from tilelang.language.eager.ast import IRGenerator
+    from tilelang.language.eager.utils import get_func_nonlocals
+
+    around = get_func_nonlocals(func)
+    key = id(func.__code__), tuple(around)
+    if key not in _rewritten:
+        made, closures = _rewrite_keeping(func, rewrite)
+        if made.extra_type_hints or len(closures) != 1:
+            return made
+        _rewritten[key] = func.__code__, closures[0], made.source
+    _, make_closure, source = _rewritten[key]
+    return IRGenerator(gen=make_closure(**around), source=source)
+
+
+def _rewrite_keeping(func: Callable[..., Any], rewrite: Callable[..., Any]) -> tuple[Any, list[Callable[..., Any]]]:
+    """The rewritten function, and what made it of the names around it."""
+    closures: list[Callable[..., Any]] = []
+    before, _kept.closures = _kept.closures, closures
+    try:
+        return rewrite(func), closures
+    finally:
+        _kept.closures = before
+
+
+PATCH = Patch(
+    defect="a macro's source is parsed, rewritten and compiled each time that it is defined",
+    version="0.1.15",
+    proof="test_tilelang_rewrites_a_macro_each_time_that_it_is_defined",
+    put=put,
+)

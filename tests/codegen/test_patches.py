@@ -1,0 +1,288 @@
+"""Changes to TileLang act on our kernels alone, and each is needed: TileLang without it still does what it mends."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+tilelang = pytest.importorskip("tilelang")
+
+import tvm_ffi  # noqa: E402
+from tilelang import tvm  # noqa: E402
+from tilelang.language.eager import builder, utils  # noqa: E402
+
+from attention_engine import arch  # noqa: E402
+from attention_engine.codegen import patches  # noqa: E402
+from attention_engine.codegen.compile import lower_kernel  # noqa: E402
+from attention_engine.codegen.patches import PATCHES, patched, printed, proofs  # noqa: E402
+from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
+from tests.codegen import flash  # noqa: E402
+from tests.codegen.test_compile import causal_sum  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def by_tilelang(kernel, capability):
+    """The CUDA text that TileLang makes of a kernel by itself."""
+    target = tvm.target.Target({"kind": "cuda", "arch": capability})
+    with target:
+        return tilelang.lower(kernel, target=target).kernel_source
+
+
+@functools.cache
+def theirs():
+    return by_tilelang(flash.largest_scores(), "sm_90a")
+
+
+@functools.cache
+def ours():
+    return lower_kernel(flash.largest_scores(), arch.H100()).cuda
+
+
+# ---- who finds TileLang changed
+
+SNAPSHOT = """
+import json, sys
+import tilelang, tvm_ffi
+from tilelang import tvm
+from attention_engine import AttentionEngine, arch, meta_tensor, settings
+from attention_engine.codegen.compile import lower_kernel
+from attention_engine.library import OnlineSoftmax, causal
+from tests.codegen import flash
+
+def is_theirs(module):
+    return module.split(".")[0] in ("tilelang", "tvm", "tvm_ffi")
+
+def attributes():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if is_theirs(name):
+            for key, value in list(vars(module).items()):
+                found[name, key] = value
+                if isinstance(value, type) and is_theirs(value.__module__):
+                    found.update({(name, key, inner): held for inner, held in list(vars(value).items())})
+    return found
+
+def their_text():
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+    with target:
+        return tilelang.lower(flash.largest_scores(), target=target).kernel_source
+
+H100 = arch.H100()
+metas = (meta_tensor(1, 2, 256, 64, dtype="float16"),) * 3
+their_text()  # what TileLang makes of itself when it is first used stands by now
+texts, before = [their_text()], attributes()
+functions = sorted(tvm_ffi.registry.list_global_func_names())
+engine = AttentionEngine(metas, None, None, causal, OnlineSoftmax(), device=H100)
+for name in ("preprocess", "postprocess"):
+    kernel = engine._all_kernels(H100)[name]
+    lower_kernel(kernel.prim_func, H100, pass_configs=kernel.configs)
+texts.append(their_text())
+after = attributes()
+changed = [".".join(key) for key, value in before.items() if after.get(key) is not value]
+print(json.dumps({
+    "changed": changed, "same text": texts[0] == texts[1], "chains": "_part[" in texts[1],
+    "functions": sorted(tvm_ffi.registry.list_global_func_names()) == functions,
+    "reports": tilelang.env.is_print_on_compilation_enabled(),
+}))
+"""
+
+
+def test_who_uses_tilelang_beside_us_finds_it_as_it_is():
+    """Before and after our kernels are traced and lowered: its modules, classes and registry, and the text it makes."""
+    done = subprocess.run([sys.executable, "-c", SNAPSHOT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "changed": [], "same text": True, "chains": False, "functions": True, "reports": True,
+    }  # fmt: skip
+
+
+def test_a_thread_that_compiles_none_of_ours_gets_tilelangs_own_text():
+    """While another thread is inside, by patches that stand."""
+    ready, done = threading.Event(), threading.Event()
+
+    def stay():
+        with patched():
+            ready.set()
+            done.wait()
+
+    before, other = theirs(), threading.Thread(target=stay)
+    other.start()
+    try:
+        ready.wait()
+        assert len(patched._standing) == len(PATCHES) and not inside()
+        assert by_tilelang(flash.largest_scores(), "sm_90a") == before != ours()
+        assert tilelang.env.is_print_on_compilation_enabled()
+        with patched():
+            assert inside() and not tilelang.env.is_print_on_compilation_enabled()
+        assert not inside() and len(patched._standing) == len(PATCHES)
+    finally:
+        done.set()
+        other.join()
+    assert not patched._standing
+
+
+def test_what_another_user_does_to_the_text_stays_and_reaches_our_kernels_too():
+    tilelang.engine.register_cuda_postproc(lambda code, target: f"// theirs\n{code}")
+    registered = tvm_ffi.get_global_func(printed.CALLED_WITH_TEXT)
+    try:
+        text = lower_kernel(flash.largest_scores(), arch.H100()).cuda
+        assert text.startswith("// theirs\n") and "_part[" in text
+        assert tvm_ffi.get_global_func(printed.CALLED_WITH_TEXT) == registered
+    finally:
+        tvm_ffi.remove_global_func(printed.CALLED_WITH_TEXT)
+
+
+class Theirs:
+    """Stands for a class of TileLang."""
+
+    @staticmethod
+    def act():
+        return "theirs"
+
+
+def put(name="act"):
+    own = vars(Theirs)[name]
+    return replace((Theirs, name, staticmethod(lambda: "ours" if inside() else own())))
+
+
+PATCH = Patch("it acts", "0", "none", put)
+
+
+def test_a_patch_stands_while_anybody_is_inside():
+    own, inside_of = vars(Theirs)["act"], Scope([PATCH])
+    with inside_of(), inside_of():
+        assert Theirs.act() == "ours"
+    assert vars(Theirs)["act"] is own and not inside()
+    with pytest.raises(KeyError), inside_of():
+        raise KeyError
+    assert vars(Theirs)["act"] is own and not inside()
+
+
+def test_a_patch_that_cannot_be_put_takes_the_others_back():
+    own, broken = vars(Theirs)["act"], Patch("it is gone", "0", "none", lambda: put("gone"))
+    with pytest.raises(KeyError, match="gone"), Scope([PATCH, broken])():
+        pass
+    assert vars(Theirs)["act"] is own and not inside()
+
+
+def test_what_another_puts_on_top_of_a_patch_stays(monkeypatch):
+    """And finds the patch below it, which gives what stood there before; it is put once."""
+    own, inside_of = vars(Theirs)["act"], Scope([PATCH])
+    with monkeypatch.context() as restored:
+        restored.setattr(Theirs, "act", own)
+        for _ in range(2):
+            with inside_of():
+                below = Theirs.act
+                Theirs.act = staticmethod(lambda below=below: f"on top of {below()}")
+                assert Theirs.act().endswith("on top of ours")
+            assert Theirs.act().endswith("on top of theirs") and len(inside_of._standing) == 1
+
+
+def test_many_threads_enter_and_leave():
+    own, inside_of, failed = vars(Theirs)["act"], Scope([PATCH]), []
+
+    def work():
+        for _ in range(200):
+            with inside_of():
+                if Theirs.act() != "ours":
+                    failed.append("inside")
+            if Theirs.act() != "theirs":
+                failed.append("outside")
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and vars(Theirs)["act"] is own and not inside_of._standing
+
+
+# ---- what TileLang does without them: a test that fails here says that a patch may go
+
+
+def test_every_change_of_ours_names_its_proof_here():
+    folder = Path(patches.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "scope"}
+    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs"}
+    found = {patch.proof for patch in PATCHES} | {proofs.PROOF}
+    assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
+
+
+def test_every_change_of_ours_was_looked_at_in_this_version_of_tilelang():
+    installed = importlib.metadata.version("tilelang")
+    assert {patch.version for patch in PATCHES} | {proofs.VERSION} == {installed}
+
+
+def test_tilelang_cannot_print_waits_of_unknown_counts():
+    with pytest.raises(TypeError, match=re.escape("Downcast from tirx.Sub to ir.IntImm failed.")):
+        by_tilelang(causal_sum(), "sm_80")
+    assert "cp_async_wait<2>" in lower_kernel(causal_sum(), arch.A100()).cuda
+
+
+def registers_of_scores(text):
+    """How many a thread has, and how many a fence names."""
+    (declared,) = re.findall(r"float scores\[(\d+)\]", text)
+    (fenced,) = set(re.findall(r"warpgroup_fence_operand\(reinterpret_cast<float\*>\(scores \+ 0\), (\d+)\)", text))
+    return int(declared), int(fenced)
+
+
+def test_tilelang_fences_registers_that_a_thread_does_not_have():
+    assert registers_of_scores(theirs()) == (32, 64)
+    assert registers_of_scores(ours()) == (32, 32)
+
+
+@pytest.mark.parametrize("rule", [printed.in_chains, printed.with_uniform_groups, printed.with_held_threads,
+                                  printed.with_held_barriers], ids=lambda rule: rule.__name__)  # fmt: skip
+def test_tilelang_prints_what_our_rules_rewrite(rule):
+    assert rule(theirs()) != theirs()
+
+
+def test_tilelang_rewrites_a_macro_each_time_that_it_is_defined(monkeypatch):
+    compiled, own = [], utils.get_compiled_object
+    monkeypatch.setattr(utils, "get_compiled_object", lambda *args: compiled.append(args[1]) or own(*args))
+
+    def define(value):
+        def macro(x):
+            return x + value
+
+        return builder.mutate(macro)
+
+    assert [define(value).gen.__closure__[0].cell_contents for value in (1, 2)] == [1, 2]
+    assert len(compiled) == 2
+
+
+def test_tilelang_reports_what_it_compiles(monkeypatch):
+    assert tilelang.env.is_print_on_compilation_enabled()
+    with patched():
+        assert not tilelang.env.is_print_on_compilation_enabled()
+        monkeypatch.setenv("ATTENTION_ENGINE_VERBOSE", "1")
+        assert tilelang.env.is_print_on_compilation_enabled()
+
+
+@pytest.mark.slow
+def test_tilelang_proves_slowly():
+    """Seconds of a core to lower a kernel: by quick proofs two thirds or less."""
+    kernel = flash.forward(64, 64)
+
+    def seconds(lower):
+        started = time.process_time()
+        lower()
+        return time.process_time() - started
+
+    def lower():
+        return by_tilelang(kernel, "sm_90a")
+
+    lower()
+    full = min(seconds(lower) for _ in range(2))
+    quick = min(seconds(lambda: proofs.with_quick_proofs(lower)) for _ in range(2))
+    assert quick < 0.8 * full, (quick, full)
