@@ -22,6 +22,7 @@ from attention_engine import AttentionEngine, compiler, meta_tensor
 from attention_engine.library import OnlineSoftmax, causal, scale
 from attention_engine.runtime import op
 from attention_engine.runtime.inputs import signature
+from attention_engine.runtime.run import values_of
 
 BATCH, LENGTH, HEADS, DIM = 1, 128, 8, 64  # short: the device is done before the host asks again
 CALLS, ROUNDS = 200, 25
@@ -74,9 +75,11 @@ def bare_launch(engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor) -> Cal
     """The forward kernel on arguments that are ready."""
     launcher = op.ATTENTIONS[engine._seen[signature(q, k, v)].key].launcher
     assert launcher is not None
-    plan = launcher.plan(q, k, v, ())
-    output, rows = plan.results()
-    arguments, run = [*plan.inputs(q, k, v, ()), output, *rows], plan.kernels.forward.run
+    bound = launcher.bound(q, k, v, ())
+    memory = bound.memory(q, k, v, ())
+    bound.ready(memory)
+    launch = bound.kernels.plan.forward
+    arguments, run = values_of(memory, [a.place for a in launch.arguments]), bound.kernels.forward.run
     return lambda: run(*arguments)
 
 

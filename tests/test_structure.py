@@ -28,7 +28,7 @@ LONGEST_KERNEL = 150  # a kernel in straight lines is read from top to bottom
 # What each part may import of the package, besides itself. A level may use all levels below it.
 LEVELS = [
     {"errors", "settings", "files", "folders"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"},
-    {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"},
+    {"plan"}, {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"},
     {"__main__"},
 ]  # fmt: skip
 BELOW = {part: set().union(*LEVELS[:i]) for i, level in enumerate(LEVELS) for part in level}

@@ -39,7 +39,7 @@ RESOURCES = "resources.json"
 ABANDONED = 24 * 3600  # seconds after which nobody is still writing a folder
 LOG = logging.getLogger("attention_engine")
 # What turns a key into a kernel.
-MAKERS = ("ir", "passes", "kernels", "codegen/compile.py", "codegen/patches")
+MAKERS = ("ir", "passes", "plan", "kernels", "codegen/compile.py", "codegen/patches")
 
 
 def spell(value: object) -> str:

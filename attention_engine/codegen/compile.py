@@ -20,16 +20,18 @@ from attention_engine.arch import Arch
 from attention_engine.codegen.patches import fences, patched, printed, wait_groups
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.errors import NoCudaCompiler
+from attention_engine.plan.rules import (
+    DISABLE_WARP_SPECIALIZATION,
+    FAST_MATH,
+    HELD_BARRIERS,
+    HELD_THREADS,
+    NO_CONTRACTION,
+    ONE_CHAIN,
+    UNIFORM_GROUPS,
+)
 
 Made = TypeVar("Made")
-DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAILS_BY_SPECIALIZATION = ("[ThreadSync] Cannot lower", "(C7602)")
-FAST_MATH = "tl.enable_fast_math"
-UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
-HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
-HELD_THREADS = "attention_engine.held_threads"  # so do threads' indices: printed.with_held_threads
-ONE_CHAIN = "attention_engine.one_chain"  # rows are reduced in one chain, as TileLang prints it: not printed.in_chains
-NO_CONTRACTION = "attention_engine.no_contraction"  # a product and a sum are rounded each: equal formulas, equal bits
 
 
 @dataclass(frozen=True)

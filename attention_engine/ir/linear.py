@@ -213,3 +213,13 @@ def state_tiles(problem: LinearProblem, tile: LinearTile) -> int:
     """How many blocks share a state."""
     dim, dim_v = tile_of_state(problem, tile)
     return tiled(problem.dim, dim) * tiled(problem.dim_v, dim_v)
+
+
+def width_tiles(problem: LinearProblem, tile: LinearTile) -> int:
+    """How many tiles the columns of v are cut into, where channels have decays."""
+    return tiled(problem.dim_v, min(tile.outer, padded(problem.dim_v)))
+
+
+def channel_tiles(problem: LinearProblem, tile: LinearTile) -> int:
+    """How many tiles the channels of q and k are cut into, where they have decays."""
+    return tiled(problem.dim, min(tile.outer, padded(problem.dim)))

@@ -6,7 +6,7 @@ make dV and dK. dQ is summed into an fp32 workspace by atomics, unless another k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial as bind
 from typing import Any
 
@@ -42,34 +42,20 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.inside import where_inside
-from attention_engine.kernels.key_sums import heads_of_sum, shared_between_heads, sum_keys
-from attention_engine.kernels.rows import counters, take_sums_for_granted, workspace, workspace_offset
+from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
+from attention_engine.kernels.rows import take_sums_for_granted, workspace_offset
 from attention_engine.kernels.splice import both, name_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import QueryWalk, TilePlan, either, list_parameters
+from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.unseen import clear_operand
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import attention_buffers
 
 NOTHING = CustomSums()
-
-
-def sum_parameters(
-    summed: CustomSums, sizes: Sizes, problem: Problem, tile: Tile, customs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The parameters that the sums for custom inputs are written to, fp32; the caller zeroes them."""
-    named: dict[str, Any] = {}
-    for number, (read, _) in enumerate(summed.of_keys):
-        named[f"key_sum{number}"] = T.Tensor([sizes.batch, heads_of_sum(read, problem), sizes.kv], FLOAT)
-    strips = T.ceildiv(sizes.kv, tile.kv) if summed.ordered else 1
-    for number in range(len(summed.diagonals)):
-        named[f"diagonal{number}"] = T.Tensor([sizes.batch, problem.heads, strips, sizes.q + sizes.kv], FLOAT)
-    for name in dict.fromkeys(read.name for read, _ in summed.scattered):
-        named[f"d_custom_{name}"] = T.Tensor(customs[name].shape, FLOAT)
-    return named
 
 
 def factor_of(schedule: BackwardSchedule, expr: Expr) -> float | None:
@@ -89,27 +75,6 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
     return PRODUCT in read or len(schedule.extremes) > 0
 
 
-def backward_parameters(
-    sizes: Sizes, problem: Problem, plan: TilePlan, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums,
-    order: Mapping[str, Any] = {},
-) -> dict[str, Any]:  # fmt: skip
-    """The parameters of a kernel over keys, by name and in order; order: those that say in which its blocks start."""
-    parameters = sizes.inputs(problem)
-    customs = {name: parameters[f"custom_{name}"] for name, _, _ in problem.custom}
-    parameters.update(list_parameters(plan, sizes, problem, tile, over_keys=False))
-    parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, tile.row_pad) for n, _ in rows.rows})
-    parameters["dk"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim, problem)
-    parameters["dv"] = sizes.tensor(sizes.kv, problem.kv_heads, problem.dim_v, problem)
-    parameters.update(order)
-    if with_dq:
-        parameters["workspace"] = workspace(sizes, problem)
-        if tile.specialised:
-            parameters["counters"] = counters(sizes, problem)
-    parameters.update(sum_parameters(summed, sizes, problem, tile, customs))
-    return parameters
-
-
 def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING,
@@ -119,9 +84,9 @@ def backward(
     custom sums: key_sum (batch, heads or key heads, keys), diagonal (batch, heads, strips, queries + keys), where entry
     query - key + keys - 1 is a diagonal's, and d_custom, like the custom inputs.
     """
-    sizes = Sizes()
+    sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed)
+    parameters = sizes.declare(attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed))
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     own_tile = [factor_of(schedule, e) is None for _, e in (*summed.of_keys, *summed.diagonals)]
     in_products = with_dq and not problem.splits and not any(own_tile[len(summed.of_keys) :])  # dS is shared anyhow

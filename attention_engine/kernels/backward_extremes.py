@@ -28,9 +28,10 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.forward import REDUCE
-from attention_engine.kernels.tiles import KeyWalk, list_parameters
+from attention_engine.kernels.tiles import KeyWalk
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import attention_buffers
 
 
 def backward_extremes(
@@ -41,10 +42,9 @@ def backward_extremes(
     Rows are fp32 (batch, heads, queries). over_keys: for the kernel over keys (backward.py), which has scores
     transposed; else for those whose tiles have queries first.
     """
-    sizes = Sizes()
+    sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
-    parameters.update({name: sizes.row(problem) for extreme in rows.extremes for name in extreme.names})
+    parameters = sizes.declare(attention_buffers.extremes(problem, schedule, rows, tile))
     dim = padded(problem.dim)
     shape = (tile.kv, tile.q) if over_keys else (tile.q, tile.kv)
 

@@ -25,9 +25,9 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward
-from attention_engine.kernels.backward import NOTHING, backward_parameters
+from attention_engine.kernels.backward import NOTHING
 from attention_engine.kernels.common import Buffers, Sizes, build
-from attention_engine.kernels.items import AHEAD, GIVEN, KeyBlocks, Round, Shares
+from attention_engine.kernels.items import KeyBlocks, Round, Shares
 from attention_engine.kernels.key_copies import copy_item, copy_items, prepare_items
 from attention_engine.kernels.key_form import KeyForm
 from attention_engine.kernels.key_items import NO_MORE, NUMBERS, KeyItem, KeyNote, handed_walk
@@ -41,6 +41,7 @@ from attention_engine.passes.by_hand import backward_fits, backward_persists, st
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import attention_buffers
 
 
 def backward_hopper(
@@ -54,16 +55,13 @@ def backward_hopper(
     """
     assert backward_fits(problem, schedule, summed), "default tiles ask first"
     assert not at_once or (with_dq and backward_persists(problem, tile)), "default tiles ask first"
-    sizes = Sizes()
+    sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
     blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once)
     form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors)
-    order = blocks.parameters | ({AHEAD: blocks.ahead} if with_dq else {})
-    if form.delta is not None:
-        order |= {GIVEN: blocks.given, "o": sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)}
-    if form.persistent:
-        order["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
-    parameters = backward_parameters(sizes, problem, plan, rows, tile, with_dq, summed, order)
+    parameters = sizes.declare(
+        attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent)
+    )
     return build("backward", parameters, bind(run_items if form.persistent else run_item, form))
 
 

@@ -31,6 +31,7 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.tiles import kv_range
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import attention_buffers
 
 
 def backward_pairs(
@@ -42,15 +43,11 @@ def backward_pairs(
     d_pairs: (batch or 1, heads or 1, queries from the first on, keys), as many queries as it has, the sums of `expr`
     over the batches and heads that `read` doesn't depend on. The first query is that of a tile.
     """
-    sizes = Sizes()
-    parameters = sizes.inputs(problem)
-    parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, row_pad) for n, _ in rows.rows})
+    sizes = Sizes(problem)
+    parameters = sizes.declare(attention_buffers.pairs(problem, rows, read, row_pad, dtype))
     by_batch, by_head = Axis.BATCH in read.axes, Axis.HEAD in read.axes
-    first_query, count = T.dynamic("first_query"), T.dynamic("queries")
-    parameters["first_query"] = first_query
+    first_query, count = sizes.variable("first_query"), sizes.variable("queries")
     owners = [sizes.batch if by_batch else 1, problem.heads if by_head else 1]
-    parameters["d_pairs"] = T.Tensor([*owners, count, sizes.kv], dtype)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     plan = plan_tiles(schedule.mask)
     sharers = (1 if by_batch else sizes.batch) * (1 if by_head else problem.heads)

@@ -33,10 +33,11 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import KeyWalk, either, list_parameters
+from attention_engine.kernels.tiles import KeyWalk, either
 from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import attention_buffers
 
 
 def backward_queries(
@@ -47,14 +48,11 @@ def backward_queries(
 
     sums: fp32 (batch, heads, queries), the row sums of the expressions `summed` over kept pairs. row_pad: of the rows.
     """
-    sizes = Sizes()
+    sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
-    parameters.update(sizes.output_gradient(problem))
-    parameters.update({n: sizes.row(problem, row_pad) for n, _ in rows.rows})
-    if with_dq:
-        parameters["dq"] = sizes.tensor(sizes.q, problem.heads, problem.dim, problem)
-    parameters.update({f"sum{n}": sizes.row(problem) for n in range(len(summed))})
+    parameters = sizes.declare(
+        attention_buffers.over_queries(problem, schedule, rows, summed, tile, row_pad, with_dq)
+    )
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     seen = key_condition(schedule.mask)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
@@ -12,12 +12,14 @@ from tilelang.language.eager.builder import Builder, _patch_prim_func_attrs
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as tir_builder
 
-from attention_engine.ir.expr import Expr, Type
-from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem
+from attention_engine.ir.expr import Expr, Op, Type, topological
+from attention_engine.ir.linear import LinearProblem
+from attention_engine.ir.problem import ROW_PAD, Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 from attention_engine.passes.row_terms import KV_PLACE
 from attention_engine.passes.strength import PARTS
+from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Number, Size
 
 FLOAT = "float32"
 LANES = 8  # columns of a tile of pairs that the threads of a row share among them, two each
@@ -41,63 +43,66 @@ def padded_length(length: Any, pad: int) -> Any:
 
 
 class Sizes:
-    """The run-time sizes of one kernel; axes: of its custom inputs, by name."""
+    """The run-time lengths of one kernel, each one variable by its name."""
 
-    def __init__(self) -> None:
-        self.axes: dict[str, tuple[int | str, ...]] = {}
-        self.batch, self.q, self.kv = T.dynamic("batch"), T.dynamic("q_length"), T.dynamic("kv_length")
+    def __init__(self, problem: Problem | LinearProblem) -> None:
+        self.axes = {name: axes for name, _, axes in problem.custom}
+        self._lengths: dict[str, Any] = {}
+        self.batch, self.q, self.kv = (self.variable(size.name) for size in (BATCH, QUERIES, KEYS))
 
-    def tensor(self, length: Any, heads: int, dim: int, problem: Problem) -> Any:
-        """A parameter (batch, length, heads, dim) that is contiguous."""
-        return T.Tensor([self.batch, length, heads, dim], problem.dtype)
+    def variable(self, name: str) -> Any:
+        """The variable with this name."""
+        if name not in self._lengths:
+            self._lengths[name] = T.dynamic(name)
+        return self._lengths[name]
 
-    def strided(self, name: str, length: Any, heads: int, dim: int, problem: Problem) -> dict[str, Any]:
-        """A parameter (batch, length, heads, dim) whose last dim is contiguous, after its strides in stride units.
+    def declare(self, arguments: Arguments) -> dict[str, Any]:
+        """The parameters of a kernel with these arguments, by name and in order.
 
-        As multiples of a number the strides still let copies be wide.
+        Strides are multiples of a number: so copies may still be wide.
         """
-        strides = {f"{name}_stride_{n}": T.dynamic(f"{name}_stride_{n}") for n in ("batch", "length", "head")}
-        steps = [problem.stride_unit * s for s in strides.values()]
-        return {**strides, name: T.StridedTensor([self.batch, length, heads, dim], [*steps, 1], problem.dtype)}
+        found: dict[str, Any] = {}
+        for argument in arguments:
+            if isinstance(argument, Number):
+                found[argument.name] = self.variable(argument.name)
+                continue
+            shape = [self.spell(size) for size in argument.shape]
+            if argument.strides:
+                strides = {name: self.variable(name) for name in argument.strides}
+                steps = [argument.unit * s for s in strides.values()]
+                steps += [1] * (len(shape) - len(steps))
+                found |= {**strides, argument.name: T.StridedTensor(shape, steps, argument.dtype)}
+            else:
+                found[argument.name] = T.Tensor(shape, argument.dtype)
+        return found
 
-    def inputs(self, problem: Problem) -> dict[str, Any]:
-        """The parameters q, k, v (with their strides) and the custom inputs."""
-        named = {
-            **self.strided("q", self.q, problem.heads, problem.dim, problem),
-            **self.strided("k", self.kv, problem.kv_heads, problem.dim, problem),
-            **self.strided("v", self.kv, problem.kv_heads, problem.dim_v, problem),
-        }
-        return {**named, **self.custom(problem)}
+    def spell(self, size: Size) -> Any:
+        """A size of a buffer, of the variables."""
+        if isinstance(size, int):
+            return size
+        values: dict[Expr, Any] = {}
+        for node in topological(size):
+            args = [values[a] for a in node.args]
+            match node.op:
+                case Op.CONST:
+                    values[node] = int(node.value)
+                case Op.VAR:
+                    values[node] = self.variable(node.name)
+                case Op.ADD if isinstance(args[1], int) and args[1] < 0:
+                    values[node] = args[0] - -args[1]
+                case Op.ADD:
+                    values[node] = args[0] + args[1]
+                case Op.MUL:
+                    values[node] = args[0] * args[1]
+                case Op.FLOORDIV:
+                    values[node] = args[0] // args[1]
+                case _:
+                    raise AssertionError(f"{node.op} in a size")
+        return values[size]
 
     def inside(self, problem: Problem, batch: Any, head: Any) -> Inside:
         """A block's batch and head, for `reader`."""
         return (batch, self.batch), (head, problem.heads)
-
-    def custom(self, problem: Problem, names: Collection[str] | None = None) -> dict[str, Any]:
-        """The parameters of the custom inputs (of these names alone), staged ones after their strides in units."""
-        named = {}
-        lengths = {"batch": self.batch, "heads": problem.heads, "seq_len": self.q, "seq_len_kv": self.kv}
-        for name, dtype, axes in problem.custom:
-            if names is not None and name not in names:
-                continue
-            run_time = {a: T.dynamic(f"{name}_{a}") for a in axes if isinstance(a, str) and a not in lengths}
-            shape = [a if isinstance(a, int) else {**lengths, **run_time}[a] for a in axes]
-            self.axes[name] = axes
-            if name in problem.staged:
-                strides = {f"{name}_stride_{n}": T.dynamic(f"{name}_stride_{n}") for n in range(len(shape) - 1)}
-                steps = [STAGED_UNIT * s for s in strides.values()]
-                named.update({**strides, f"custom_{name}": T.StridedTensor(shape, [*steps, 1], dtype)})
-            else:
-                named[f"custom_{name}"] = T.Tensor(shape or [1], dtype)
-        return named
-
-    def output_gradient(self, problem: Problem) -> dict[str, Any]:
-        """The parameter do (with its strides)."""
-        return self.strided("do", self.q, problem.heads, problem.dim_v, problem)
-
-    def row(self, problem: Problem, pad: int = 1) -> Any:
-        """A parameter with one fp32 number for each (batch, head, query), queries padded to a multiple of `pad`."""
-        return T.Tensor([self.batch, problem.heads, self.q if pad == 1 else padded_length(self.q, pad)], FLOAT)
 
 
 def window(buffer: Any, batch: Any, head: Any, start: Any, length: int, dim: int) -> Any:

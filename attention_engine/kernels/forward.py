@@ -44,12 +44,13 @@ from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.inside import where_inside
 from attention_engine.kernels.splice import both, hold_value
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import KeyWalk, TilePlan, either, list_parameters
+from attention_engine.kernels.tiles import KeyWalk, either
 from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.row_terms import KV_FIRST, terms_beside_product
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import attention_buffers
 
 REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
 
@@ -66,16 +67,6 @@ def row_variables(schedule: ForwardSchedule) -> list[Expr]:
             case TileStep() | SumStep():
                 pass
     return list(found)
-
-
-def forward_parameters(
-    sizes: Sizes, problem: Problem, plan: TilePlan, schedule: ForwardSchedule, tile: Tile
-) -> dict[str, Any]:
-    """The parameters of a forward kernel, by name and in order."""
-    parameters = {**sizes.inputs(problem), **list_parameters(plan, sizes, problem, tile, over_keys=True)}
-    parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
-    parameters.update({f"row_{name}": sizes.row(problem) for name, _ in schedule.rows})
-    return parameters
 
 
 def needs_another(schedule: ForwardSchedule) -> bool:
@@ -99,9 +90,9 @@ def of_pairs(schedule: ForwardSchedule) -> list[Expr]:
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
-    sizes = Sizes()
+    sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    parameters = forward_parameters(sizes, problem, plan, schedule, tile)
+    parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile))
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     seen = key_condition(schedule.mask)
 

@@ -30,7 +30,6 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Buffers, Sizes, build
-from attention_engine.kernels.forward import forward_parameters
 from attention_engine.kernels.forward_copies import copy_items, copy_keys, hand_out_items
 from attention_engine.kernels.forward_form import ForwardForm
 from attention_engine.kernels.forward_steps import ForwardMemory, compute_item, start_scores
@@ -42,6 +41,7 @@ from attention_engine.kernels.warps import GROUP, WARP, registers
 from attention_engine.passes.by_hand import forward_fits
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import attention_buffers
 
 
 def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: int = 1) -> Any:
@@ -50,9 +50,9 @@ def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_o
     at_once: how many blocks the GPU runs at once, of a persistent form.
     """
     assert forward_fits(problem, schedule), "default tiles ask first"
-    sizes = Sizes()
+    sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    parameters = forward_parameters(sizes, problem, plan, schedule, tile)
+    parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile))
     form = ForwardForm(problem, schedule, tile, sizes, plan, at_once)
     return build("forward", parameters, bind(run_items if tile.persistent else run_item, form))
 

@@ -18,9 +18,9 @@ from attention_engine.kernels.common import Sizes
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
 from attention_engine.passes.by_hand import L2_BYTES
+from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
 
 NO_HEAD = 1 << 30
-TOGETHER, AHEAD, GIVEN = "pairs_of_a_unit", "units_ahead", "units_given"
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,9 @@ class KeyBlocks:
         return KeyBlocks(
             blocks=T.ceildiv(sizes.kv, tile.kv), heads=problem.kv_heads, batch=sizes.batch,
             pairs=sizes.batch * problem.kv_heads, longest_first=longest_first, at_once=at_once,
-            together=T.dynamic(TOGETHER) if longest_first else 1, ahead=T.dynamic(AHEAD), given=T.dynamic(GIVEN),
+            together=sizes.variable(TOGETHER) if longest_first else 1, ahead=sizes.variable(AHEAD),
+            given=sizes.variable(MADE_BEFORE),
         )  # fmt: skip
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Of a kernel: how many pairs a unit has (but for the last), where that isn't 1."""
-        return {TOGETHER: self.together} if self.longest_first else {}
 
     @property
     def of_a_unit(self) -> Any:

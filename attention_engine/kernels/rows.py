@@ -22,21 +22,16 @@ from attention_engine.kernels.common import (
     store,
     window,
 )
-from attention_engine.kernels.items import AHEAD, KeyBlocks
+from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.warps import SPARE
 from attention_engine.passes.by_hand import rows_of_delta
+from attention_engine.plan import attention_buffers
 
 ENTRIES = 4096  # of the output that a block multiplies with its gradient: many blocks at once keep memory busy
 VECTOR = 4  # sums that a thread writes or reads at once
 PREPARED, FINISHED = range(2)  # columns of the counters
 PAUSE = 1000  # ns between looks at a counter
-
-
-def workspace(sizes: Sizes, problem: Problem) -> Any:
-    """The fp32 sums of dQ: (batch * heads, padded queries * padded dim), tile after tile, each in the order of
-    `workspace_offset`. Its length has a name of its own, which costs no division of 64 bits."""
-    return T.Tensor([sizes.batch * problem.heads, T.dynamic("sums_of_a_head")], FLOAT)
 
 
 def take_sums_for_granted(buffers: Buffers, row: Any, first: Any, size: int) -> None:
@@ -45,13 +40,6 @@ def take_sums_for_granted(buffers: Buffers, row: Any, first: Any, size: int) -> 
     take_for_granted(T.And(row >= 0, row < count))
     take_for_granted(T.And(first >= 0, first + size <= length))
     take_for_granted(length % VECTOR == 0)
-
-
-def counters(sizes: Sizes, problem: Problem) -> Any:
-    """(1 + batch * key heads, 2) int32, by which blocks over keys tell how far a unit of them (items.KeyBlocks) is:
-    what is left to do, below 0. [1 + unit, PREPARED] of warps that zero its sums or make its rows, [1 + unit, FINISHED]
-    of its blocks. The first row says how many blocks were begun, where persistent ones deal them."""
-    return T.Tensor([1 + sizes.batch * problem.kv_heads, 2], "int32")
 
 
 def counter(buffers: Buffers, unit: Any, which: int) -> Any:
@@ -142,23 +130,12 @@ def preprocess(
     (batch, heads, queries), comes in the place of o and do. first_only: so does the main kernel with delta's row, and
     makes the others' (spare_warps.py); delta itself is wanted nowhere.
     """
-    sizes = Sizes()
-    parameters = sizes.inputs(problem)
-    if delta_given:
-        parameters["given"] = sizes.row(problem)
-    else:
-        parameters["o"] = sizes.tensor(sizes.q, problem.heads, problem.dim_v, problem)
-        parameters.update(sizes.output_gradient(problem))
-    parameters.update({f"saved_{n}": sizes.row(problem) for n in backward.given_rows})
-    parameters.update({f"d_{n}": sizes.row(problem) for n in finals})
-    parameters["delta"] = sizes.row(problem, pad)
-    parameters.update({n: sizes.row(problem, pad) for n, _ in backward.rows})
+    sizes = Sizes(problem)
+    given = "given" if delta_given else ""
+    parameters = sizes.declare(
+        attention_buffers.preprocess(problem, backward, finals, tile, pad, longest_first, given)
+    )
     blocks = KeyBlocks.of(problem, tile, sizes, longest_first) if tile is not None else None
-    if tile is not None:
-        parameters["workspace"] = workspace(sizes, problem)
-        if tile.specialised:
-            parameters["counters"] = counters(sizes, problem)
-            parameters |= blocks.parameters | {AHEAD: blocks.ahead}
     dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
     length = min(max(ENTRIES // dim_v, 16), ROW_PAD)
     of_delta = rows_of_delta(backward)
@@ -249,18 +226,10 @@ def postprocess(
     (longest_first), a block waits for the unit that adds to its sums alone: the first heads' dQ leaves while the last
     heads' blocks end, where they leave room. Persistent ones leave none, and only the last units' dQ to this kernel.
     """
-    sizes = Sizes()
+    sizes = Sizes(problem)
     dim = padded(problem.dim)
-    parameters = {
-        "dq": sizes.tensor(sizes.q, problem.heads, problem.dim, problem),  # first: it names the sizes
-        "workspace": workspace(sizes, problem),
-    }
+    parameters = sizes.declare(attention_buffers.postprocess(problem, tile, longest_first))
     blocks = KeyBlocks.of(problem, tile, sizes, longest_first)
-    if tile.specialised:
-        parameters["counters"] = counters(sizes, problem)
-        parameters.update(blocks.parameters)
-    if tile.persistent:
-        parameters[AHEAD] = blocks.ahead
 
     @T.macro
     def store_tile(buffers: Any, block: Any, head: Any, batch: Any, last: Any) -> None:

@@ -19,9 +19,11 @@ from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
 from attention_engine.kernels.mask_ranges import MaskRanges, cut, held_as, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import EMPTY, LISTS, PIECE, kv_range, list_parameters, q_range
+from attention_engine.kernels.tiles import EMPTY, PIECE, kv_range, q_range
 from attention_engine.kernels.warps import WARP
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.plan import attention_buffers
+from attention_engine.plan.attention_buffers import LISTS
 
 PIECES = 512  # that are bounded at once, one a thread
 READERS = 4  # threads that read a piece's entries among them, so that a warp reads whole sectors
@@ -34,10 +36,8 @@ def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
 
     over_keys: for blocks that hold queries and walk over keys; else for those that hold keys.
     """
-    sizes, plan = Sizes(), plan_tiles(mask)
-    parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
-    parameters.update(sizes.custom(problem, plan.reads))
-    parameters.update(list_parameters(plan, sizes, problem, tile, over_keys))
+    sizes, plan = Sizes(problem), plan_tiles(mask)
+    parameters = sizes.declare(attention_buffers.tile_map(problem, plan, tile, over_keys))
     rows = T.ceildiv(sizes.q, tile.q) if over_keys else T.ceildiv(sizes.kv, tile.kv)
     heads, group = plan.heads(problem, over_keys), 1 if over_keys else plan.candidates(problem)
     of_tile = (tile.kv if over_keys else tile.q) // PIECE

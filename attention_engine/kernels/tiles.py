@@ -24,22 +24,11 @@ from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.passes.analyse_mask import MaskPlan
 from attention_engine.passes.tile_plan import TilePlan
+from attention_engine.plan.attention_buffers import LISTS
 
-LISTS = "tile_lists"
 EMPTY = 1  # a tile from 0 on, of which some pair is masked
 MOST_IN_32_BITS = 2**31
 PIECE = 16  # queries or keys; tiles begin at multiples of it
-
-
-def list_parameters(plan: TilePlan, sizes: Any, problem: Problem, tile: Tile, over_keys: bool) -> dict[str, Any]:
-    """The kernel parameter that holds the lists, if there is one."""
-    if not plan.mapped:
-        return {}
-    rows, tiles = T.ceildiv(sizes.q, tile.q), T.ceildiv(sizes.kv, tile.kv)
-    if not over_keys:
-        rows, tiles = tiles, rows * plan.candidates(problem)
-    shape = [sizes.batch if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles + 1]
-    return {LISTS: T.Tensor(shape, "int32")}
 
 
 @dataclass(frozen=True)

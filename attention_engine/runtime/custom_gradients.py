@@ -5,7 +5,7 @@ Tensors are (batch, length, heads, dim) here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,59 +14,51 @@ from attention_engine.compiler import Kernels
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.program import DELTA, KV_IDX, Q_IDX, B, H, final_gradient, final_variable
 from attention_engine.reference.evaluate import Evaluator, add_at
+from attention_engine.runtime.run import Memory, launch_once, tensor_of
 
 PAIRS_AT_ONCE = 1 << 22  # of a tile of pairs that torch scatters
 
 
 class CustomGradients:
-    """The sums of one call. kernels: those of the gradients that are wanted; custom: as kernels take them."""
+    """The gradients of one call. kernels: those of the gradients that are wanted; custom: as kernels take them.
 
-    def __init__(self, kernels: Kernels, q: Tensor, k: Tensor, custom: Mapping[str, Tensor]) -> None:
-        assert kernels.row_sums is not None
-        self.kernels, self.custom, self.row_plan, self.plan = kernels, custom, kernels.row_sums, kernels.custom_sums
+    memory: of the call, after its backward pass: what kernels summed is there by the names of their parameters.
+    """
+
+    def __init__(
+        self, kernels: Kernels, q: Tensor, k: Tensor, custom: Mapping[str, Tensor], memory: Memory
+    ) -> None:  # fmt: skip
+        plan = kernels.plan
+        assert plan.row_sums is not None
+        self.kernels, self.custom, self.row_plan, self.plan = kernels, custom, plan.row_sums, plan.custom_sums
         self.device, self.batch, self.queries, self.keys = q.device, q.shape[0], q.shape[1], k.shape[1]
-        self.heads, self.kv_heads = q.shape[2], k.shape[2]
-        self.found: dict[str, Tensor] = {}
-        self.rows: list[Tensor] = []
-        self.of_keys: list[Tensor] = []
-        self.diagonals: list[Tensor] = []
+        self.heads, self.memory = q.shape[2], memory
         scattered = {read.name for read, _ in self.plan.scattered}
-        self.found |= {name: self._zeros(*custom[name].shape) for name in custom if name in scattered}
+        self.found = {name: self._made(f"d_custom_{name}") for name in custom if name in scattered}
+
+    def _made(self, place: str) -> Tensor:
+        return tensor_of(self.memory, place)
+
+    def _sums(self, name: str, count: int) -> list[Tensor]:
+        return [self._made(f"{name}{n}") for n in range(count)]
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
-    def sums_over_keys(self) -> list[Tensor]:
-        """The last arguments of the kernel that walks over queries."""
-        plan, tile = self.plan, self.kernels.tiles.backward
-        by_head = (self.heads if Axis.HEAD in read.axes else self.kv_heads for read, _ in plan.of_keys)
-        self.of_keys = [self._zeros(self.batch, heads, self.keys) for heads in by_head]
-        strips = -(-self.keys // tile.kv) if plan.ordered else 1
-        size = (self.batch, self.heads, strips, self.queries + self.keys)
-        self.diagonals = [self._zeros(*size) for _ in plan.diagonals]
-        names = dict.fromkeys(read.name for read, _ in plan.scattered)
-        return [*self.of_keys, *self.diagonals, *(self.found[n] for n in names)]
-
-    def sums_over_queries(self) -> list[Tensor]:
-        """The last arguments of the kernel that walks over keys."""
-        size = (self.batch, self.heads, self.queries)
-        self.rows = [torch.empty(size, dtype=torch.float32, device=self.device) for _ in self.row_plan.sums]
-        return self.rows
-
-    def walk_pairs(self, inputs: Sequence[int | Tensor]) -> None:
-        """Runs the kernel of pairs, whose first arguments are given, for each read that needs it."""
+    def _walk_pairs(self) -> None:
+        """Runs the kernel of pairs for each read that needs it."""
         for read, expr in self.plan.pairs:
             tensor = self.custom[read.name]
             alone = sum(r.name == read.name for r, _ in self._all_reads()) == 1
             dtype = tensor.dtype if alone else torch.float32
             found = torch.empty(tensor.shape, dtype=dtype, device=self.device)
             size = (*self._owners(read), self.queries, self.keys)
-            kernel = self.kernels.backward_pairs(read, expr, str(dtype).removeprefix("torch."))
-            kernel.run(*inputs, 0, found.view(size))
+            launch = self.kernels.plan.pairs(read, expr, str(dtype).removeprefix("torch."))
+            launch_once(launch, self.kernels.kernel, {**self.memory, "first_query": 0, "d_pairs": found.view(size)})
             before = self.found.get(read.name)
             self.found[read.name] = found if before is None else before + found
         for read, expr in self.plan.by_rows:
-            self._scatter_rows(inputs, read, expr)
+            self._scatter_rows(read, expr)
 
     def _all_reads(self) -> list[tuple[Expr, Expr]]:
         backward = self.kernels.maths.backward
@@ -76,33 +68,36 @@ class CustomGradients:
     def _owners(self, read: Expr) -> tuple[int, int]:
         return (self.batch if Axis.BATCH in read.axes else 1, self.heads if Axis.HEAD in read.axes else 1)
 
-    def _scatter_rows(self, inputs: Sequence[int | Tensor], read: Expr, expr: Expr) -> None:
+    def _scatter_rows(self, read: Expr, expr: Expr) -> None:
         """Pairs as a tensor of a few rows, which torch adds to the entries in a fixed order."""
         tile, owners = self.kernels.tiles.pairs.q, self._owners(read)
         count = max(1, PAIRS_AT_ONCE // (owners[0] * owners[1] * self.keys * tile)) * tile
-        kernel = self.kernels.backward_pairs(read, expr, "float32")
+        launch = self.kernels.plan.pairs(read, expr, "float32")
         for first in range(0, self.queries, count):
             rows = min(count, self.queries - first)
             pairs = torch.empty((*owners, rows, self.keys), dtype=torch.float32, device=self.device)
-            kernel.run(*inputs, first, pairs)
+            launch_once(launch, self.kernels.kernel, {**self.memory, "first_query": first, "d_pairs": pairs})
             place = self._indices()
             place[Q_IDX] = place[Q_IDX][:, :, first : first + rows]
             self._add(read, pairs, place)
 
-    def collect(
-        self, saved: Mapping[str, Tensor], delta: Tensor, d_finals: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The gradients by name, from the sums and from rows: saved ones, delta, and gradients that arrive at rows."""
+    def collect(self, d_finals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients by name, from the sums, from pairs, and from rows: saved ones, delta, and gradients that arrive
+        at rows."""
         backward = self.kernels.maths.backward
         assert backward is not None
+        self._walk_pairs()
         if self.row_plan.gradients or backward.row_gradients:
-            values = self._rows_of(saved, delta, d_finals)
+            saved = {name: self._made(f"saved_{name}") for name in backward.given_rows}
+            values = self._rows_of(saved, self._made("delta"), d_finals)
             self._from_rows(values)
             self._from_outside(values)
-        for (read, _), total in zip(self.plan.of_keys, self.of_keys, strict=True):
+        of_keys = self._sums("key_sum", len(self.plan.of_keys))
+        diagonals = self._sums("diagonal", len(self.plan.diagonals))
+        for (read, _), total in zip(self.plan.of_keys, of_keys, strict=True):
             self._add(read, total[:, :, None], self._indices())
         places = torch.arange(1 - self.keys, self.queries + 1, device=self.device).view(1, 1, 1, -1)
-        for (read, _), total in zip(self.plan.diagonals, self.diagonals, strict=True):
+        for (read, _), total in zip(self.plan.diagonals, diagonals, strict=True):
             place = {**self._indices(), Q_IDX: places, KV_IDX: torch.zeros_like(places)}
             self._add(read, total.sum(2, keepdim=True), place)
         return self.found
@@ -123,13 +118,14 @@ class CustomGradients:
         """Gradients of reads that a row sums up, corrected for the rounding of the output (row_sums.py)."""
         plan = self.row_plan
         evaluate = self._evaluator({**self._indices(), **values})
+        rows = self._sums("sum", len(plan.sums)) if plan.gradients else []
         for gradient in plan.gradients:
-            total = self.rows[gradient.index]
+            total = rows[gradient.index]
             if plan.delta is not None:
-                rounding = self.rows[plan.delta] - values[DELTA][..., 0]
+                rounding = rows[plan.delta] - values[DELTA][..., 0]
                 for correction in gradient.corrections:
                     slope = evaluate(correction.slope).expand(*rounding.shape, 1)[..., 0]
-                    total = total + torch.where(rounding == 0, 0.0, rounding * slope * self.rows[correction.index])
+                    total = total + torch.where(rounding == 0, 0.0, rounding * slope * rows[correction.index])
             self._add(gradient.load, total[..., None], self._indices())
 
     def _from_outside(self, values: Mapping[Expr, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Runs a program's kernels on tensors: picks them by the tensors' problem, allocates results, launches.
+"""Runs a program's kernels on tensors: picks them by the tensors' problem, and runs their plan.
 
 Tensors are (batch, length, heads, dim) here.
 """
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernels, Target, Tiles, places_of
+from attention_engine.compiler import Kernels
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
-from attention_engine.ir.problem import STAGED_UNIT, Problem, padded, padded_rows
+from attention_engine.ir.problem import STAGED_UNIT, Problem
 from attention_engine.ir.program import Backward
-from attention_engine.passes.by_hand import ALL_UNITS, pairs_of_a_unit, units_ahead
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import ReadPlace, place_of_read
+from attention_engine.plan.attention import Tiles
+from attention_engine.plan.targets import Target
+from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
 from attention_engine.runtime.custom_gradients import CustomGradients
-from attention_engine.runtime.plans import MOST_PLANS, Direct, LaunchPlan, as_parameter, template, with_strides
-from attention_engine.runtime.tile_maps import TileMaps
+from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.problems import bucket
 
@@ -40,7 +41,7 @@ CUSTOM_NAMES = {
 
 def allows_tf32() -> bool:
     """May fp32 products be rounded to tf32, by torch's own switch?"""
-    return torch.backends.cuda.matmul.allow_tf32
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def stride_unit(*dims: int) -> int:
@@ -51,6 +52,67 @@ def stride_unit(*dims: int) -> int:
 Choose = Callable[
     [tuple[str, ...], Problem, Target, Lengths, torch.device, Tiles, bool, Sequence[Tensor]], Tiles
 ]
+Direct = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
+
+
+class Bound:
+    """One direction of a program, for tensors of one signature: its kernels, its steps, and strides in order."""
+
+    def __init__(
+        self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], kept: Kept,
+        finals: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        """finals: of a backward pass, the returned rows that gradients arrive at; None: forward."""
+        self.kernels, self.unit, plan = kernels, kernels.problem.stride_unit, kernels.plan
+        self.strides = [stride_steps(t.shape, t.stride(), self.unit) for t in (q, k, v)]
+        lengths = {"batch": q.shape[0], "q_length": q.shape[1], "kv_length": k.shape[1]}
+        steps, numbers = plan.forward_steps, {}
+        if finals is not None:
+            steps, numbers = plan.backward_steps(finals), plan.numbers(q.shape[0], q.shape[1], k.shape[1], finals)
+        own = {f"{name}_{axis}": size for (name, _, axes), tensor in zip(kernels.problem.custom, custom, strict=True)
+               for axis, size in zip(axes, tensor.shape, strict=True) if isinstance(axis, str)}  # fmt: skip
+        self.ready = Ready(steps, kernels.kernel, {**lengths, **own}, numbers, q.device, kept)
+        self.rows = [f"row_{name}" for name, _ in kernels.maths.forward_schedule.rows]
+        self.custom = [f"custom_{name}" for name, _, _ in kernels.problem.custom]
+
+    def memory(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Memory:
+        """What every kernel reads; copies of tensors whose strides or addresses don't fit."""
+        found: Memory = dict(zip(self.custom, custom, strict=True))
+        for name in self.kernels.problem.staged:
+            (tensor,) = [c for c, place in zip(custom, self.custom, strict=True) if place == f"custom_{name}"]
+            found[f"custom_{name}"] = [*(s // STAGED_UNIT for s in tensor.stride()[:-1]), tensor]
+        of_q, of_k, of_v = self.strides
+        aligned = self.unit == 1 or not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED
+        if aligned and of_q is not None and of_k is not None and of_v is not None:
+            found["q"], found["k"], found["v"] = (*of_q, q), (*of_k, k), (*of_v, v)
+        else:
+            found |= {name: with_strides(t, self.unit) for name, t in (("q", q), ("k", k), ("v", v))}
+        return found
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The output, contiguous, and the rows."""
+        memory = self.memory(q, k, v, [as_parameter(c) for c in custom] if custom else custom)
+        self.ready(memory)
+        return tensor_of(memory, "o"), [tensor_of(memory, row) for row in self.rows]
+
+    def direct(self) -> Direct:
+        """`forward` where no tile map is needed, with all that it looks up bound beforehand: a twentieth of a call's
+        host time."""
+        of_q, of_k, of_v = self.strides
+        if of_q is None or of_k is None or of_v is None or self.kernels.problem.staged:
+            return self.forward
+        run, empty_like = self.kernels.forward.run, torch.empty_like
+        output, *rows = self.ready.results(["o", *self.rows])
+        misaligned = 0 if self.unit == 1 else ALIGNED - 1
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & misaligned:
+                return self.forward(q, k, v, custom)
+            found = empty_like(output), [empty_like(row) for row in rows]
+            run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), found[0], *found[1])
+            return found
+
+        return launch
 
 
 @dataclass
@@ -71,8 +133,8 @@ class Launcher:
     choose: Choose | None = None
     hints: Lengths | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
-    _plans: dict[object, LaunchPlan] = field(default_factory=dict)
-    _maps: TileMaps = field(default_factory=TileMaps)
+    _bound: dict[object, Bound] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
         """What the kernels must be compiled for."""
@@ -130,22 +192,25 @@ class Launcher:
             found = self._kernels[key] = Kernels(maths, problem, tiles, target, self.deterministic)
         return found
 
-    def plan(
+    def bound(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str] = (),
-        backward: bool = False,
-    ) -> LaunchPlan:  # fmt: skip
-        """The kernels for these tensors, in one direction, with all that their shapes and strides say."""
+        finals: tuple[str, ...] | None = None,
+    ) -> Bound:  # fmt: skip
+        """The kernels for these tensors, in one direction, with all that their shapes and strides say.
+
+        finals: of a backward pass, the returned rows that gradients arrive at; None: forward.
+        """
         tf32 = q.dtype is torch.float32 and allows_tf32()
         key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, tf32, backward,
-            self.staged(q, v, custom) if custom else (), *wanted, *[c.dtype for c in custom],
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, tf32, finals,
+            self.staged(q, v, custom) if custom else (), *wanted, *[(c.dtype, c.shape) for c in custom],
         )  # fmt: skip
-        found = self._plans.get(key)
+        found = self._bound.get(key)
         if found is None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            kernels = self.kernels(q, k, v, custom, wanted, backward)
-            found = self._plans[key] = LaunchPlan.make(kernels, q, k, v, len(self.maths.forward_schedule.rows))
+            if len(self._bound) >= MOST_PLANS:
+                self._bound.clear()
+            kernels = self.kernels(q, k, v, custom, wanted, finals is not None)
+            found = self._bound[key] = Bound(kernels, q, k, v, custom, self._kept, finals)
         return found
 
     def direct(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Direct | None:
@@ -155,17 +220,13 @@ class Launcher:
         """
         if q.dtype is torch.float32 or self._biases or not (q.numel() and k.numel() and v.numel()):
             return None
-        plan = self.plan(q, k, v, [as_parameter(c) for c in custom])
-        return None if plan.kernels.tile_plan.mapped else plan.direct()
+        bound = self.bound(q, k, v, [as_parameter(c) for c in custom])
+        return None if bound.kernels.plan.tile_plan.mapped else bound.direct()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""
         custom = [as_parameter(c) for c in custom] if custom else custom
-        plan = self.plan(q, k, v, custom)
-        output, rows = plan.results()
-        maps = self._maps(plan.kernels, plan.kernels.tiles.forward, True, q, k, custom)
-        plan.kernels.forward.run(*plan.inputs(q, k, v, custom), *maps, output, *rows)
-        return output, rows
+        return self.bound(q, k, v, custom).forward(q, k, v, custom)
 
     def leaves_range(self, q: Tensor) -> bool:
         """May final weights leave the range of the queries' dtype?"""
@@ -178,44 +239,10 @@ class Launcher:
         tensors = (q.float(), k.float(), v.float()) if self.leaves_range(q) else (q, k, v)
         return self.forward(*tensors, custom)
 
-    def _saved(self, backward: Backward, rows: Sequence[Tensor]) -> list[Tensor]:
+    def _saved(self, backward: Backward, rows: Sequence[Tensor]) -> Memory:
         """Of the rows that the forward pass returned, those that the backward pass wants."""
         by_name = dict(zip((n for n, _ in self.maths.forward_schedule.rows), rows, strict=True))
-        return [by_name[n].contiguous() for n, _ in backward.saved]
-
-    def _extremes(
-        self, kernels: Kernels, over_keys: bool, inputs: Sequence[int | Tensor], q: Tensor, k: Tensor,
-        custom: Sequence[Tensor],
-    ) -> list[Tensor]:  # fmt: skip
-        """The rows of extremes that a kernel over keys, or those over queries, are to meet: (batch, heads, queries)."""
-        backward = kernels.maths.backward
-        if backward is None or not backward.extremes:
-            return []
-        like = template((q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device)
-        found = [torch.empty_like(like) for extreme in backward.extremes for _ in extreme.names]
-        maps = self._maps(kernels, kernels.tile_of_extremes(over_keys), True, q, k, custom)
-        kernels.extremes(over_keys).run(*inputs, *maps, *found)
-        return found
-
-    @staticmethod
-    def _sums_of_dq(kernels: Kernels, q: Tensor, k: Tensor, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The sums of dQ, so many queries a head, and counters: where blocks over keys add to those, and use these."""
-        workspace, counters = [], []
-        batch, _, heads, dim = q.shape
-        if not kernels.over_queries:
-            size = (batch * heads, length * padded(dim))
-            workspace = [torch.empty_like(template(size, torch.float32, q.device))]
-            if kernels.tiles.backward.specialised:
-                counters = [torch.empty_like(template((batch * k.shape[2] + 1, 2), torch.int32, q.device))]
-        return workspace, counters
-
-    @staticmethod
-    def _order(kernels: Kernels, batch: int, queries: int, keys: int) -> tuple[list[int], list[int]]:
-        """How blocks over keys are ordered, for a launch: pairs_of_a_unit, where there are such, and units_ahead."""
-        tile, places = kernels.tiles.backward, places_of(kernels.target)
-        pairs = pairs_of_a_unit(kernels.problem, tile, batch, queries, keys, places)
-        together = [pairs] if kernels.longest_first else []
-        return together, [units_ahead(tile, keys, places, *together)]
+        return {f"saved_{n}": by_name[n].contiguous() for n, _ in backward.saved}
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
@@ -237,58 +264,18 @@ class Launcher:
         d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         given, custom = custom, [as_parameter(c) for c in custom] if custom else custom
-        plan = self.plan(q, k, v, custom, wanted, backward=True)
-        kernels = plan.kernels
-        backward = kernels.maths.backward
-        if backward is None:
-            assert self.maths.refusal is not None
-            raise self.maths.refusal
-        output, kept = output.contiguous(), self._saved(backward, rows)
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
-        batch, queries, heads, _ = q.shape
-        length = padded_rows(queries, kernels.row_pad)
-        inputs = plan.inputs(q, k, v, custom)
-        saved = [*kept, *self._extremes(kernels, True, inputs, q, k, custom)]
-        gradient = with_strides(d_output, plan.unit)
-        made = template((batch, heads, length), torch.float32, q.device)
-        delta, *row_values = [torch.empty_like(made) for _ in range(1 + len(backward.rows))]
-        together, ahead = self._order(kernels, batch, queries, k.shape[1])
-        workspace, counters = self._sums_of_dq(kernels, q, k, length)
-        arriving = [d_finals[n].to(torch.float32).contiguous() for n in finals]
-        kernels.preprocess(finals).run(
-            *inputs, output, *gradient, *saved, *arriving, delta, *row_values, *workspace, *counters,
-            *([*together, *ahead] if counters else []),
-        )
-        again = kernels.preprocess(finals, delta_given=True)
-        if backward.exact_delta:
-            exact = q.new_empty(batch, heads, queries, dtype=torch.float32)
-            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
-            kernels.exact_delta.run(*inputs, *maps, *gradient, *row_values, exact)
-            again.run(*inputs, exact, *saved, *arriving, delta, *row_values)
-        dq, dk, dv = [torch.empty_like(template(t.shape, t.dtype, t.device)) for t in (q, k, v)]
-        tensors = dict(zip((s.name for s in self.specs), custom, strict=True))
-        gradients = CustomGradients(kernels, q, k, tensors) if custom else None
-        maps = self._maps(kernels, kernels.tiles.backward, False, q, k, custom)
-        sums = gradients.sums_over_keys() if gradients else []
-        order = [*together, *(ahead if counters else [])]
-        if kernels.makes_delta:
-            order += [ALL_UNITS if finals else ahead[0], output]
-        stores_dq = kernels.stores_dq
-        order += [dq] if stores_dq else []
-        kernels.backward.run(*inputs, *maps, *gradient, *row_values, dk, dv, *order, *workspace, *counters, *sums)
-        if kernels.finds_twice:
-            saved = [*kept, *self._extremes(kernels, False, inputs, q, k, custom)]
-            again.run(*inputs, delta[..., :queries].contiguous(), *saved, *arriving, delta, *row_values)
-        if kernels.over_queries:
-            sums = gradients.sums_over_queries() if gradients else []
-            maps = self._maps(kernels, kernels.tiles.queries, True, q, k, custom)
-            kernels.backward_queries.run(*inputs, *maps, *gradient, *row_values, dq, *sums)
-        else:
-            order = [*together, *(ahead if stores_dq else [])]
-            kernels.postprocess.run(dq, *workspace, *counters, *(order if counters else []))
-        if gradients is None:
+        bound = self.bound(q, k, v, custom, wanted, finals)
+        kernels, backward = bound.kernels, bound.kernels.maths.backward
+        assert backward is not None
+        memory = bound.memory(q, k, v, custom)
+        memory |= {"o": output.contiguous(), "do": with_strides(d_output, bound.unit), **self._saved(backward, rows)}
+        memory |= {f"d_{n}": d_finals[n].to(torch.float32).contiguous() for n in finals}
+        bound.ready(memory)
+        dq, dk, dv = (tensor_of(memory, f"d{name}") for name in "qkv")
+        if not custom:
             return dq, dk, dv, {}
-        gradients.walk_pairs([*inputs, *gradient, *row_values])
-        found = gradients.collect(dict(zip(backward.given_rows, saved, strict=True)), delta, d_finals)
+        tensors = dict(zip((s.name for s in self.specs), custom, strict=True))
+        found = CustomGradients(kernels, q, k, tensors, memory).collect(d_finals)
         named = {s.name: found[s.name].view(c.shape) for s, c in zip(self.specs, given, strict=True) if s.name in found}
         return dq, dk, dv, named

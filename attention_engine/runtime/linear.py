@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Target
+from attention_engine.compiler import Kernel
 from attention_engine.errors import BadInput, NoDevice, NotYetSupported, UnknownOption
 from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
@@ -19,8 +19,10 @@ from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
+from attention_engine.plan.targets import Target
 from attention_engine.runtime import linear_op as op
 from attention_engine.runtime import transforms  # noqa: F401 - registers what transforms need
+from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import Axes, axes_now, capturing, check_captured, sizes_of, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport
 from attention_engine.runtime.explain import explain_linear
@@ -36,11 +38,10 @@ from attention_engine.runtime.inputs import (
     guess_types,
     order_custom,
     share_keys,
+    stand_ins,
     type_of,
 )
-from attention_engine.runtime.linear_channels import ChannelLauncher
 from attention_engine.runtime.linear_check import compare_linear
-from attention_engine.runtime.linear_kernels import USUAL, rehearse
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Tuning, choose
@@ -50,6 +51,9 @@ ROWS = {
     "bshd": "(batch, length, heads) or (batch, length, heads, dim)",
     "bhsd": "(batch, heads, length) or (batch, heads, length, dim)",
 }
+
+USUAL = (1, 1024)  # batch and length of metas that don't say
+RANKS = {None: 0, "token": 3, "channel": 4}  # of the decay tensor, by who has one
 
 
 class LinearAttentionEngine(torch.nn.Module):
@@ -162,7 +166,7 @@ class LinearAttentionEngine(torch.nn.Module):
                 "this version tunes no linear attention with a decay for each channel.\n"
                 "  Leave tune and tune_bwd out: default tiles are used."
             )
-        return ChannelLauncher(program, specs, interpret, self.device)
+        return LinearLauncher(program, specs, interpret, self.device, per_channel=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                 initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -292,7 +296,7 @@ class LinearAttentionEngine(torch.nn.Module):
         return report
 
     def source(self, kernel: str = "forward", form: str = "tilelang", *, decay: str | None = "token") -> str:
-        """A kernel as text, of those that run at the metas' lengths; a name that isn't one of them lists them.
+        """A kernel as text, by the name that `compile_for` returns; "forward" is the one that makes the output.
 
         form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). decay: for calls
         with a decay of each "token" or "channel", or with none.
@@ -307,10 +311,12 @@ class LinearAttentionEngine(torch.nn.Module):
                 "there is no GPU to compile for. Say which: LinearAttentionEngine(..., "
                 "device=attention_engine.arch.H100())."
             )
-        kernels = rehearse(self, device, decay, starts=True)
-        if kernel not in kernels:
-            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, kernels))}.")
-        return kernels[kernel].source(form)
+        kernels = self._planned(device, decay, starts=True)
+        forward = next(each for name, each in kernels.items() if name in ("forward walk", "forward output"))
+        found = {"forward": forward, **kernels}
+        if kernel not in found:
+            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, found))}.")
+        return found[kernel].source(form)
 
     def compile_for(self, device: Arch, *, decay: str | None = "token") -> list[str]:
         """Compiles the kernels of calls at the metas' lengths for a GPU, which need not be here; their names.
@@ -321,10 +327,41 @@ class LinearAttentionEngine(torch.nn.Module):
         """
         found: dict[str, None] = {}
         for starts in (False, True):
-            for name, kernel in rehearse(self, device, decay, starts).items():
+            for name, kernel in self._planned(device, decay, starts).items():
                 _ = kernel.compiled
                 found[name] = None
         return list(found)
+
+    def _planned(self, device: Arch | None, per: str | None, starts: bool) -> dict[str, Kernel]:
+        """The kernels of forward, backward and step at the metas' lengths, by name, in the order of their launches.
+
+        device: None for the interpreter. per: whose the decay is, "token", "channel", or None for no tensor. starts:
+        with an initial state, the last one and its gradient. Custom inputs are taken as fp32 (or bool).
+        """
+        if per not in RANKS:
+            raise UnknownOption(f"decay is {per!r}. Choose 'token', 'channel' or None.")
+        place, held = torch.device("meta"), tensors_now(self._captured)
+        specs = self._specs(torch.empty(1, 1, self.qkv_meta[2].heads, 1, device=place), held)
+        (batch, length), dtype = self._usual(), getattr(torch, self.qkv_meta[0].dtype_name)
+        q, k, v = (torch.empty(batch, length, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
+        decay = torch.empty((*v.shape[:3], q.shape[3])[: RANKS[per]], device=place) if per else None
+        custom = stand_ins(list(self.custom_io.specs.values()), self._types, place)
+        custom += [torch.empty(t.shape, dtype=t.dtype, device=place) for t in held]
+        program = self._trace(self._types, per is not None)
+        launcher = LinearLauncher(program, specs, device is None, device, per_channel=per == "channel")
+        kernels = launcher.kernels(q, k, v, launcher.decay_of(decay, v), [as_parameter(c) for c in custom])
+        wanted = frozenset([*(["decay"] if per else []), *(s.name for s in specs)])
+        plan = kernels.plan
+        forward = plan.forward_steps(batch, length, starts, starts)
+        return kernels.named(
+            (*forward, *plan.backward_steps(batch, length, wanted, starts, starts), *plan.step_steps(starts))
+        )
+
+    def _usual(self) -> tuple[int, int]:
+        """Batch and length of the metas, or usual ones."""
+        hints = zip((self.qkv_meta[0].batch, self.qkv_meta[0].length), USUAL, strict=True)
+        batch, length = (n if isinstance(n, int) else usual for n, usual in hints)
+        return batch, length
 
     def program(self) -> str:
         """The traced mods as numbered lines."""
@@ -349,10 +386,8 @@ class LinearAttentionEngine(torch.nn.Module):
         program = self._trace(self._types, True)
         launcher = self._launcher(program, specs, interpret, per_channel=False)
         problem = launcher.problem(q, k, v, launcher.decay_of(torch.empty(1, 1, 1, device=place), v), custom)
-        hints = zip((self.qkv_meta[0].batch, self.qkv_meta[0].length), USUAL, strict=True)
-        batch, length = (n if isinstance(n, int) else usual for n, usual in hints)
         wanted = ("decay", *(s.name for s in specs))
-        return LinearAsked(program, specs, problem, launcher.target(q), (batch, length), str(place), wanted)
+        return LinearAsked(program, specs, problem, launcher.target(q), self._usual(), str(place), wanted)
 
     def __repr__(self) -> str:
         parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]

@@ -1,37 +1,31 @@
-"""Runs the kernels of a linear attention on tensors: picks them by the tensors' problem, allocates results, launches.
+"""Runs the kernels of a linear attention on tensors: picks them by the tensors' problem, and runs their plan.
 
-Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads), a state (batch, heads, dim, dim_v), fp32.
+Tensors are (batch, length, heads, dim) here; decay is (batch, length, heads) or, with a decay for each channel, (batch,
+length, heads, dim); a state is (batch, heads, dim, dim_v), fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Target
+from attention_engine.compiler import LinearKernels
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import (
-    ROLES,
-    LinearProblem,
-    LinearProgram,
-    LinearTile,
-    LinearTiles,
-    column_tiles,
-    parts_of,
-    state_tiles,
-)
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
+from attention_engine.plan.launches import Step
+from attention_engine.plan.targets import Target
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
+from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, with_strides
 from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
-from attention_engine.runtime.linear_plan import LinearKernels
-from attention_engine.runtime.plans import as_parameter, with_strides
+from attention_engine.runtime.run import Kept, Memory, Ready, sum_parts, tensor_of
 from attention_engine.tuner.linear import default_linear_tiles
+from attention_engine.tuner.linear_channels import default_channel_tiles
 from attention_engine.tuner.problems import bucket
 
 
@@ -53,6 +47,7 @@ class LinearLauncher:
 
     tiles: those to use, whatever the problem; choose(problem, target, (batch, length), device, default tiles, backward,
     wanted gradients beyond q, k, v, custom inputs): which tiles a direction runs with, where they may differ.
+    per_channel: for calls with a decay for each channel.
     """
 
     program: LinearProgram
@@ -61,8 +56,10 @@ class LinearLauncher:
     device: Arch | None
     tiles: LinearTiles | None = None
     choose: Callable[..., LinearTiles] | None = None
-    per_channel: ClassVar[bool] = False
+    per_channel: bool = False
     _kernels: dict[object, LinearKernels] = field(default_factory=dict)
+    _ready: dict[object, Ready] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
 
     def target(self, tensor: Tensor) -> Target:
         """What the kernels must be compiled for, of the device."""
@@ -94,19 +91,19 @@ class LinearLauncher:
             key = (*key, bucket(q.shape[0]), bucket(q.shape[1]), direction, wanted)
         if key not in self._kernels:
             problem, target = self.problem(q, k, v, decay, custom), self.target(q)
-            made = self.kernels_of(problem, target)
+            tiles = self.tiles or self.default_tiles(problem, target)
             if choose is not None:
                 sizes, names = (q.shape[0], q.shape[1]), tuple(sorted(wanted))
                 back = direction == "backward"
-                tiles = choose(problem, target, sizes, str(q.device), made.tiles, back, names, custom)
-                made = LinearKernels(self.program, problem, tiles, target)
-            self._kernels[key] = made
+                tiles = choose(problem, target, sizes, str(q.device), tiles, back, names, custom)
+            self._kernels[key] = LinearKernels(self.program, problem, tiles, target)
         return self._kernels[key]
 
-    def kernels_of(self, problem: LinearProblem, target: Target) -> LinearKernels:
-        """The kernels for a problem."""
-        tiles = self.tiles or default_linear_tiles(self.program, problem, target)
-        return LinearKernels(self.program, problem, tiles, target)
+    def default_tiles(self, problem: LinearProblem, target: Target) -> LinearTiles:
+        """The tiles of a problem that nothing is known of."""
+        if self.per_channel:
+            return default_channel_tiles(problem, target)
+        return default_linear_tiles(self.program, problem, target)
 
     def decay_of(self, decay: Tensor | None, v: Tensor) -> Tensor | None:
         """The decay tensor that kernels get; where the mod alone makes decays, zeros that tell them the length."""
@@ -121,7 +118,15 @@ class LinearLauncher:
         ends: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The output, contiguous, and the last state (an empty tensor unless `ends`)."""
-        return _Forward(self, {"q": q, "k": k, "v": v}, decay, initial, custom, "forward", frozenset()).run(ends)
+        custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
+        kernels = self.kernels(q, k, v, decay, custom, "forward")
+        starts = initial is not None
+        memory = self._memory(kernels, {"q": q, "k": k, "v": v}, decay, custom, {"initial": initial})
+        self._run(
+            kernels, ("forward", starts, ends), v, custom, memory,
+            lambda: kernels.plan.forward_steps(v.shape[0], v.shape[1], starts, ends),
+        )  # fmt: skip
+        return tensor_of(memory, "o"), tensor_of(memory, "last") if ends else v.new_empty(0, dtype=torch.float32)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor]
@@ -129,197 +134,75 @@ class LinearLauncher:
         """One token, length 1: the output and the next state."""
         custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
         kernels = self.kernels(q, k, v, decay, custom)
-        output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        last = v.new_empty(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
-        first = [] if state is None else [state.to(torch.float32).contiguous()]
-        tensors = [x for t in (q, k, v) for x in with_strides(t, kernels.problem.stride_unit)]
-        kernels.step(bool(first)).compiled(*tensors, *_strided_decay(decay), *custom, *first, output, last)
-        return output, last
+        starts = state is not None
+        memory = self._memory(kernels, {"q": q, "k": k, "v": v}, decay, custom, {"initial": state})
+        self._run(kernels, ("step", starts), v, custom, memory, lambda: kernels.plan.step_steps(starts))
+        return tensor_of(memory, "o"), tensor_of(memory, "last")
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor],
         d_output: Tensor, d_last: Tensor | None, wanted: frozenset[str],
     ) -> LinearGradients:  # fmt: skip
         """Gradients of everything; wanted: which of "decay" and the custom inputs are asked for."""
-        tensors = {"q": q, "k": k, "v": v, "do": d_output}
-        return _Backward(self, tensors, decay, initial, custom, "backward", wanted).run(d_last)
+        read_decay, custom = decay is not None, [as_parameter(c) for c in custom]
+        decay = self.decay_of(decay, v)
+        kernels = self.kernels(q, k, v, decay, custom, "backward", wanted)
+        starts, ends, plan = initial is not None, d_last is not None, kernels.plan
+        tensors, given = {"q": q, "k": k, "v": v, "do": d_output}, {"initial": initial, "d_last": d_last}
+        memory = self._memory(kernels, tensors, decay, custom, given)
+        sizes = v.shape[0], v.shape[1]
+        self._run(
+            kernels, ("backward", starts, ends, wanted), v, custom, memory,
+            lambda: plan.backward_steps(*sizes, wanted, starts, ends),
+        )  # fmt: skip
+        found = self._of_custom(plan.reads_of(*sizes, wanted), v, custom, memory)
+        of_decay = tensor_of(memory, "d_decay") if read_decay and plan.of_decay(wanted) else None
+        of_initial = tensor_of(memory, "d_initial") if starts else None
+        dq, dk, dv = (tensor_of(memory, f"d{name}") for name in "qkv")
+        return LinearGradients(dq, dk, dv, of_decay, of_initial, found)
 
+    def _memory(
+        self, kernels: LinearKernels, tensors: dict[str, Tensor], decay: Tensor | None, custom: Sequence[Tensor],
+        states: dict[str, Tensor | None],
+    ) -> Memory:  # fmt: skip
+        """What a call's launches are given."""
+        unit = kernels.problem.stride_unit
+        memory: Memory = {name: with_strides(t, unit) for name, t in tensors.items()}
+        memory |= {f"custom_{s.name}": c for s, c in zip(self.specs, custom, strict=True)}
+        memory |= {name: s.to(torch.float32).contiguous() for name, s in states.items() if s is not None}
+        if decay is not None:
+            steps = [s if n > 1 else 1 for n, s in zip(decay.shape, decay.stride(), strict=True)]
+            memory["decay"] = [*steps, decay]
+        return memory
 
-def _sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first dim. Of two, an addition is three times as fast as torch's reduction."""
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    most = parts[0] if len(parts) == 2 else parts[:-1].sum(0)
-    return torch.add(most, parts[-1], out=torch.empty_like(parts[-1], dtype=dtype))
-
-
-def _strided_decay(decay: Tensor | None) -> list[int | Tensor]:
-    """decay as kernels take it: its strides, where there is one to walk by, and itself."""
-    if decay is None:
-        return []
-    return [*(s if n > 1 else 1 for n, s in zip(decay.shape, decay.stride(), strict=True)), decay]
-
-
-class _Pass:
-    """One pass over tensors by name ("q", "k", "v", "do"): what its launches share."""
-
-    def __init__(
-        self, launcher: LinearLauncher, tensors: Mapping[str, Tensor], decay: Tensor | None, initial: Tensor | None,
-        custom: Sequence[Tensor], direction: str = "step", wanted: frozenset[str] = frozenset(),
+    def _run(
+        self, kernels: LinearKernels, form: tuple[object, ...], v: Tensor, custom: Sequence[Tensor], memory: Memory,
+        steps: Callable[[], Sequence[Step]],
     ) -> None:  # fmt: skip
-        q, k, v = (tensors[n] for n in "qkv")
-        self.launcher, self.program, self.given = launcher, launcher.program, tensors
-        self.custom, self.decay, self.initial = [as_parameter(c) for c in custom], launcher.decay_of(decay, v), initial
-        self.kernels = launcher.kernels(q, k, v, self.decay, self.custom, direction, wanted)
-        self.problem, self.tiles = self.kernels.problem, self.kernels.tiles
-        self.strided = {n: with_strides(t, self.problem.stride_unit) for n, t in tensors.items()}
-        self.batch, self.length, self.heads = v.shape[0], v.shape[1], v.shape[2]
-        self.state_shape = (self.problem.dim, self.problem.dim_v)
-        self.sums: dict[int, list[Tensor]] = {}
-        self.wanted, self.of_decay = wanted, self.kernels.of_decay(wanted)
-        self.found: dict[str, Tensor] = {}
+        """Runs the steps of a form of call on the tensors in memory."""
+        key = (kernels, form, v.shape[:2], v.device, *[c.shape for c in custom])
+        ready = self._ready.get(key)
+        if ready is None:
+            if len(self._ready) >= MOST_PLANS:
+                self._ready.clear()
+            lengths = {"batch": v.shape[0], "length": v.shape[1]}
+            ready = self._ready[key] = Ready(steps(), kernels.kernel, lengths, {}, v.device, self._kept)
+        ready(memory)
 
-    def _names(self, *names: str) -> list[int | Tensor]:
-        return [x for n in names for x in self.strided[n]]
-
-    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.given["v"].device)
-
-    def _new_states(self, chunks: int) -> Tensor:
-        """A tensor for a state of each chunk."""
-        dtype = getattr(torch, self.problem.state_dtype)
-        return self._new(self.batch, self.heads, chunks, *self.state_shape, dtype=dtype)
-
-    def _decays(self, chunk: int) -> list[Tensor]:
-        """The sums of decays in chunks of this length, where there are decays."""
-        if self.program.decays and chunk not in self.sums:
-            parts = [2] if self.problem.splits else []
-            sums = self._new(*parts, self.batch, self.heads, -(-self.length // chunk) * chunk)
-            self.kernels.sum_decays(chunk).compiled(*_strided_decay(self.decay), *self.custom, sums)
-            self.sums[chunk] = [sums]
-        return self.sums.get(chunk, [])
-
-    def _first(self, state: Tensor | None) -> list[Tensor]:
-        return [] if state is None else [state.to(torch.float32).contiguous()]
-
-    def _reads(self, name: str | None) -> tuple[Expr, ...]:
-        return self.kernels.reads(name, self.wanted)
-
-    def _states(
-        self, left: str, right: str, first: Tensor | None, other: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(states of chunks, the state at the walk's end, overlaps with the other states)."""
-        tile = self.tiles.states
-        chunks = -(-self.length // tile.chunk)
-        kept = self._new_states(chunks)
-        last = self._new(self.batch, self.heads, *self.state_shape)
-        given, others, overlap = self._first(first), [], []
-        if other is not None:
-            others = [other, *self._first(self.initial)]
-            overlap = [self._new(self.batch, self.heads, chunks, state_tiles(self.problem, tile))]
-        kernel = self.kernels.states(left == "q", bool(given), bool(others), len(others) > 1)
-        inputs = (*self._names(left, right), *self.custom, *self._decays(tile.chunk))
-        kernel.compiled(*inputs, *given, *others, kept, last, *overlap)
-        return kept, last, overlap[0] if overlap else None
-
-    def _rows(self, role: str, states: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(the output or a gradient, what its rows' state and pairs add to the gradient of decays)."""
-        tile, names = self.tiles.rows[role], ROLES[role]
-        own = self.given[names.own or "v"]
-        parts = parts_of(self.problem, names, tile)
-        result = self._new(*own.shape, dtype=own.dtype) if parts == 1 else self._new(parts, *own.shape)
-        local = self._row_sums(role, tile, 2) if self.of_decay and role in ("dq", "dk") else []
-        reads = self._reads(names.own)
-        rows = self._row_sums(role, tile, len(reads))
-        inputs = self._inputs(role, tile)
-        self.kernels.rows(role, bool(local), reads).compiled(*inputs, states, result, *local, *rows)
-        self._add(reads, [_sum_parts(r, r.dtype) for r in rows])
-        return result if parts == 1 else _sum_parts(result, own.dtype), local
-
-    def _walk(self, role: str, first: Tensor | None, ends: bool) -> tuple[Tensor, Tensor]:
-        """(the output or a gradient, the state that the walk ends with, where asked for), in one walk."""
-        tile = self.tiles.forward if role == "output" else self.tiles.walks[role]
-        name = ROLES[role].own
-        own = self.given[name or "v"]
-        result = self._new(*own.shape, dtype=own.dtype)
-        last = self._new(self.batch, self.heads, *self.state_shape) if ends else self._new(0)
-        given, lasts = self._first(first), [last] if ends else []
-        reads = self._reads(name)
-        rows = self._row_sums(role, tile, len(reads))
-        inputs = self._inputs(role, tile)
-        self.kernels.walk(role, bool(given), ends, reads).compiled(*inputs, *given, result, *lasts, *rows)
-        self._add(reads, [_sum_parts(r, r.dtype) for r in rows])
-        return result, last
-
-    def _inputs(self, role: str, tile: LinearTile) -> list[int | Tensor]:
-        """What kernels of a role read: its tensors, the custom inputs and the sums of decays."""
-        names = ROLES[role]
-        used = dict.fromkeys((names.rows, names.columns, names.others, *([names.own] if names.own else [])))
-        return [*self._names(*used), *self.custom, *self._decays(tile.chunk)]
-
-    def _row_sums(self, role: str, tile: LinearTile, count: int) -> list[Tensor]:
-        """Tensors for what rows are summed to: (tiles, batch, heads, padded length)."""
-        _, tiles = column_tiles(self.problem, ROLES[role], tile)
-        shape = (tiles, self.batch, self.heads, -(-self.length // tile.chunk) * tile.chunk)
-        return [self._new(*shape) for _ in range(count)]
-
-    def _walks(self, role: str) -> bool:
-        return self.kernels.walks(role, self.batch, self.length, self.wanted)
-
-    def _add(self, reads: Sequence[Expr], rows: Sequence[Tensor]) -> None:
+    def _of_custom(
+        self, reads: Sequence[tuple[Expr, str, bool]], v: Tensor, custom: Sequence[Tensor], memory: Memory
+    ) -> dict[str, Tensor]:
         """Adds what tokens contribute, (batch, heads, padded length), to the entries that they read."""
-        tensors = {s.name: c for s, c in zip(self.launcher.specs, self.custom, strict=True)}
-        device = self.given["v"].device
-        evaluate = Evaluator(token_indices(self.batch, self.heads, self.length, device), tensors, torch.float32, device)
-        for read, row in zip(reads, rows, strict=True):
-            shape = tensors[read.name].shape
-            total = self.found.get(read.name)
-            total = torch.zeros(shape, dtype=torch.float32, device=device) if total is None else total
-            self.found[read.name] = add_at(total, read, row[:, :, : self.length, None], evaluate)
+        if not reads:
+            return {}
+        tensors, found = {s.name: c for s, c in zip(self.specs, custom, strict=True)}, dict[str, Tensor]()
+        batch, length, heads = v.shape[:3]
+        evaluate = Evaluator(token_indices(batch, heads, length, v.device), tensors, torch.float32, v.device)
+        for read, place, in_parts in reads:
+            row = tensor_of(memory, place)
+            row = sum_parts(row, row.dtype) if in_parts else row
+            shape, total = tensors[read.name].shape, found.get(read.name)
+            total = torch.zeros(shape, dtype=torch.float32, device=v.device) if total is None else total
+            found[read.name] = add_at(total, read, row[:, :, :length, None], evaluate)
+        return found
 
-
-class _Forward(_Pass):
-    """A forward pass: in one walk, or by states and then all chunks at once."""
-
-    def run(self, ends: bool) -> tuple[Tensor, Tensor]:
-        """The output and, where asked for, the last state."""
-        if self._walks("output"):
-            return self._walk("output", self.initial, ends)
-        states, last, _ = self._states("k", "v", self.initial, None)
-        return self._rows("output", states)[0], last if ends else self._new(0)
-
-
-class _Backward(_Pass):
-    """A backward pass: what is not made in one walk from states, of which the gradients come in reverse."""
-
-    def run(self, d_last: Tensor | None) -> LinearGradients:
-        """Launches all, in order."""
-        walked = {role for role in ("dq", "dk", "dv") if self._walks(role)}
-        states = d_states = d_initial = overlap = None
-        if "dq" not in walked or self.of_decay:
-            states, _, _ = self._states("k", "v", self.initial, None)
-        if not {"dk", "dv"} <= walked or self.of_decay:
-            d_states, d_initial, overlap = self._states("q", "do", d_last, states if self.of_decay else None)
-        first = {"dq": self.initial, "dk": d_last, "dv": d_last}
-        found, of_decays = {}, {}
-        for role, given in first.items():
-            if role in walked:
-                ends = role == "dv" and self.initial is not None and d_initial is None
-                found[role], last = self._walk(role, given, ends)
-                d_initial = last if ends else d_initial
-            else:
-                found[role], of_decays[role] = self._rows(role, states if role == "dq" else d_states)
-        d_decay = self._decay_gradient(of_decays["dq"], of_decays["dk"], overlap) if overlap is not None else None
-        initial = d_initial if self.initial is not None else None
-        return LinearGradients(found["dq"], found["dk"], found["dv"], d_decay, initial, self.found)
-
-    def _decay_gradient(self, of_queries: list[Tensor], of_keys: list[Tensor], overlap: Tensor) -> Tensor | None:
-        """The gradient of decay, where there is one, from what rows and states add to it."""
-        d_decay = [self._new(self.batch, self.length, self.heads)] if self.decay is not None else []
-        reads = self._reads("decay")
-        rows = [self._new(*of_keys[0].shape[1:]) for _ in reads]
-        self.kernels.decay_gradients(reads).compiled(
-            *_strided_decay(self.decay), *self.custom, *of_queries, *of_keys, overlap, *d_decay, *rows
-        )
-        self._add(reads, rows)
-        return d_decay[0] if d_decay else None

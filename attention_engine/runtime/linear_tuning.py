@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_engine.compiler import Kernel, Target
+from attention_engine.compiler import Kernel, LinearKernels
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, LinearTiles
+from attention_engine.plan.targets import Target
 from attention_engine.reference.linear import recur
 from attention_engine.runtime.linear_launch import LinearLauncher
-from attention_engine.runtime.linear_plan import LinearKernels
 from attention_engine.runtime.trials import CHECKED, Tensors
 from attention_engine.tuner.linear_space import (
     is_walk,
@@ -155,7 +155,7 @@ class LinearPrepared(Tensors):
         named = self.exactly(custom)
         if not self.job.backward:
             return given, custom, [recur(self.job.program, *leaves, named, None)[0]]
-        of_decay = LinearKernels(self.job.program, self.job.problem, self.job.tiles, self.job.target).of_decay
+        of_decay = LinearKernels(self.job.program, self.job.problem, self.job.tiles, self.job.target).plan.of_decay
         q, k, v, decay = (t.requires_grad_() for t in leaves)
         with torch.enable_grad():
             output, _ = recur(self.job.program, q, k, v, decay, named, None)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Target, Tiles
 from attention_engine.errors import (
     OptionsClash,
 )
@@ -28,6 +27,8 @@ from attention_engine.ir.program import Program
 from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.passes.maths import Maths, analyse
+from attention_engine.plan.attention import Tiles
+from attention_engine.plan.targets import Target
 from attention_engine.runtime import op, parts, transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.captured import (
     Axes,

@@ -21,7 +21,7 @@ from attention_engine.runtime.attentions import ATTENTIONS, Attention, find
 from attention_engine.runtime.batched import gradients_of, takes_batches
 from attention_engine.runtime.bent import bend_output, bent_gradients
 from attention_engine.runtime.inputs import is_cast
-from attention_engine.runtime.plans import Direct
+from attention_engine.runtime.launch import Direct
 from attention_engine.runtime.watching import in_forward_mode, unwatched
 
 LIBRARY = torch.library.Library("attention_engine", "DEF")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_engine.runtime.plans import Direct
+from attention_engine.runtime.launch import Direct
 
 try:
     from torch._C._dynamo.guards import TensorGuards

@@ -21,17 +21,16 @@ from attention_engine.ir.pretty import lines
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
+from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.cost import Cost, cost_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
-from attention_engine.runtime.plans import as_parameter
 from attention_engine.runtime.tuning import Asked, Tuning
 
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
-KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
 
 
 class Shown(torch.nn.Module):
@@ -88,29 +87,25 @@ class Shown(torch.nn.Module):
         return f"q . k is scaled by {self.scale!r}{usual}"
 
     def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
-        """A kernel as text: "forward", "backward", "backward_queries", "exact_delta", "backward_preprocess",
-        "backward_postprocess".
+        """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
+        and what else this engine launches.
 
         form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
-        of other dtypes than fp32 the kernels of a call differ in those loads.
+        of other dtypes than fp32 the kernels of a call differ in those loads. Raises UnknownOption, NoDevice.
+
+            print(engine.source("backward", form="cuda"))
         """
-        if kernel not in KERNELS:
-            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, KERNELS))}.")
         if form not in ("tilelang", "cuda"):
             raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
         return self._source_kernel(kernel, form).source(form)
 
     def _source_kernel(self, kernel: str, form: str) -> Kernel:
-        kernels = self._kernels(form, kernel != "forward")
-        match kernel:
-            case "backward_preprocess":
-                return kernels.preprocess(())
-            case "backward_postprocess":
-                return kernels.postprocess
-            case _:
-                found = getattr(kernels, kernel)
-                assert isinstance(found, Kernel)
-                return found
+        kernels, trained = self._kernels(form), self._kernels(form, trained=True)
+        found = dict(kernels.of_forward)
+        found |= {} if trained.maths.backward is None else trained.of_backward
+        if kernel not in found:
+            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, found))}.")
+        return found[kernel]
 
     def _kernels(self, form: str, trained: bool = False) -> Kernels:
         interpret = form == "tilelang" and self.device is None and not torch.cuda.is_available()
@@ -179,10 +174,10 @@ class Shown(torch.nn.Module):
         """The kernels of both directions on a GPU, by name."""
         asked = self._asked(device, False, given)
         kernels, trained = (each.kernels_as_known(self.tuning) for each in (asked, asked.trained))
-        both = kernels.of_forward()
+        both = dict(kernels.of_forward)
         if asked.maths.bent is not None:
-            both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward().items()}
-        return both if trained.maths.backward is None else both | trained.of_backward()
+            both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward.items()}
+        return both if trained.maths.backward is None else both | trained.of_backward
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: Tensor | None

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from attention_engine import folders
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import Kernel, Kernels, Target, Tiles
+from attention_engine.compiler import Kernel, Kernels
 from attention_engine.errors import AttentionEngineError
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import analyse
+from attention_engine.plan.attention import Tiles
+from attention_engine.plan.targets import Target
 from attention_engine.reference.dense import attend, attend_backward
 from attention_engine.runtime.launch import Launcher
 from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
@@ -95,7 +97,7 @@ class AnyPrepared(Protocol):
 
 def needed(kernels: Kernels, kernel: KernelName) -> list[Kernel]:
     """The kernels that a timed call runs, the tuned one first."""
-    launched = kernels.of_forward() if kernel == "forward" else {**kernels.of_forward(), **kernels.of_backward()}
+    launched = dict(kernels.of_forward) if kernel == "forward" else {**kernels.of_forward, **kernels.of_backward}
     return [launched.pop(kernel), *launched.values()]
 
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from attention_engine import folders
-from attention_engine.compiler import Kernels, Target, Tiles
+from attention_engine.compiler import Kernels
 from attention_engine.errors import NotWhileCapturing
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.maths import Maths
+from attention_engine.plan.attention import Tiles
+from attention_engine.plan.targets import Target
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
 from attention_engine.tuner.cost import Work, cycles
 from attention_engine.tuner.defaults import default_tiles
@@ -93,7 +95,7 @@ class Asked:
 
     def over_queries(self, tiles: Tiles) -> bool:
         """Is dQ made by a kernel of its own?"""
-        return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic).over_queries
+        return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic).plan.over_queries
 
     def kernels_as_known(self, tuning: Tuning) -> Kernels:
         """The kernels with the tiles that are known without measuring."""

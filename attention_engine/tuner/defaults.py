@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Target, Tiles
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem, Tile
@@ -30,6 +29,8 @@ from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.plan.attention import Tiles
+from attention_engine.plan.targets import Target
 from attention_engine.tuner.entries import Entry, parse
 from attention_engine.tuner.problems import KERNEL_NAMES, KernelName
 from attention_engine.tuner.space import demand

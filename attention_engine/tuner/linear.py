@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Target
 from attention_engine.ir.linear import ROLES, LinearProblem, LinearProgram, LinearTile, LinearTiles, heads_a_block
 from attention_engine.ir.problem import padded
 from attention_engine.passes.mods import row_factor
+from attention_engine.plan.targets import Target
 
 STEP = LinearTile(1, 0, 32, 128, 0)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Target
 from attention_engine.ir.linear import LinearProblem, LinearTile, LinearTiles
+from attention_engine.plan.targets import Target
 from attention_engine.tuner.linear import STEP
 
 ROLES = ("sums", "scores", "output", "dv", "gradients")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Target
 from attention_engine.ir.linear import (
     ROLES,
     LinearProblem,
@@ -27,6 +26,7 @@ from attention_engine.ir.linear import (
     tile_of_state,
 )
 from attention_engine.ir.problem import padded
+from attention_engine.plan.targets import Target
 from attention_engine.tuner.cost import CLOCK, PEAK_TFLOPS
 from attention_engine.tuner.problems import bucket, common_key
 from attention_engine.tuner.space import OTHER_REGISTERS, Demand, Space, as_arch

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from attention_engine.arch import Arch
 from attention_engine.codegen.cache import tilelang_version
-from attention_engine.compiler import Target
 from attention_engine.ir.problem import Problem
 from attention_engine.passes.analyse_mask import MaskPlan, analyse_mask
 from attention_engine.passes.maths import Maths
+from attention_engine.plan.targets import Target
 
 KernelName = Literal["forward", "backward", "queries"]  # the fields of Tiles
 KERNEL_NAMES: tuple[KernelName, ...] = ("forward", "backward", "queries")

@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attention_engine.arch import H100, Arch
+from attention_engine.arch import Arch
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import Target
 from attention_engine.ir.problem import ROW_PAD, TILE_FORMS, Problem, Tile, padded
 from attention_engine.passes.by_hand import backward_persists, pairs_in_turn
+from attention_engine.plan.targets import Target, as_arch
 from attention_engine.tuner.entries import AnyTile
 from attention_engine.tuner.problems import KernelName
 
@@ -30,7 +30,6 @@ OTHER_REGISTERS = 40  # per thread, beside the accumulators: addresses, row valu
 # queries) spill nothing, and those that leave 16 (96) spill 580 bytes.
 OTHER_BY_HAND: dict[KernelName, int] = {"forward": 25, "backward": 24, "queries": OTHER_REGISTERS}
 MOST_SPILLED = 64  # bytes a thread may spill: a few values outside the loop cost nothing that can be measured
-INTERPRETED = H100()  # what the interpreter stands for
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,6 @@ class Demand:
 
     shared_bytes: int
     registers: int
-
-
-def as_arch(target: Target) -> Arch:
-    """The GPU whose limits count."""
-    return target if isinstance(target, Arch) else INTERPRETED
 
 
 def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:

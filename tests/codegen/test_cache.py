@@ -284,7 +284,7 @@ from attention_engine import AttentionEngine, arch, meta_tensor
 from attention_engine.library import OnlineSoftmax, causal, scale
 metas = (meta_tensor(1, 2, 256, 64, dtype="float16"),) * 3
 engine = AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=arch.H100())
-kernel = engine._source_kernel("backward_postprocess", "cuda")
+kernel = engine._source_kernel("postprocess", "cuda")
 run = kernel.run
 seconds = time.perf_counter() - start
 try:
@@ -300,7 +300,7 @@ print(json.dumps([seconds, slow, words, kernel.source("cuda")]))
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 def test_a_warm_process_is_ready_without_tilelang_or_nvcc(tmp_path):
     pytest.importorskip("tilelang")
-    cold = engine()._source_kernel("backward_postprocess", "cuda").compiled
+    cold = engine()._source_kernel("postprocess", "cuda").compiled
     environment = {**os.environ, "CUDA_HOME": str(tmp_path)}  # where there is no nvcc
     done = subprocess.run([sys.executable, "-c", WARM], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -316,10 +316,10 @@ def test_compile_for_fills_the_cache_with_what_a_call_needs(monkeypatch):
     monkeypatch.setattr(cache, "find_or_compile", lambda key, compile_now: wanted.append(key.digest) or FITS)
     assert engine(device=None).compile_for(H100) == ["forward", "preprocess", "backward", "postprocess"]
     assert wanted == [digest(kernel) for kernel in
-                      ("forward", "backward_preprocess", "backward", "backward_postprocess")]  # fmt: skip
+                      ("forward", "preprocess", "backward", "postprocess")]  # fmt: skip
     assert engine(device=None, deterministic=True).compile_for(H100)[-1] == "queries"
     assert engine(device=None, mask=dilated(2)).compile_for(H100) == [
-        "forward", "tile map of forward", "preprocess", "backward", "postprocess", "tile map of backward",
+        "tile map of forward", "forward", "preprocess", "tile map of backward", "backward", "postprocess",
     ]  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def test_compile_for_knows_custom_inputs_as_calls_give_them(monkeypatch):
     launcher = Launcher(analyse(program), list(made.custom_io.specs.values()), False, H100, False)
     q = torch.empty(1, 1, 4, 64, dtype=torch.float16)
     called = launcher.kernels(q, q, q, [ids, slopes])
-    kernels = [*called.of_forward().values(), *called.of_backward().values()]
+    kernels = [*called.of_forward.values(), *called.of_backward.values()]
     assert wanted == {kernel._key.digest for kernel in kernels} and len(wanted) == len(kernels)
     wanted.clear()
     made.compile_for(H100, ids, slopes.requires_grad_())

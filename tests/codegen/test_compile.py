@@ -17,6 +17,7 @@ from attention_engine import arch  # noqa: E402
 from attention_engine.codegen import compile as codegen_compile  # noqa: E402
 from attention_engine.codegen.patches import proofs  # noqa: E402
 from attention_engine.errors import NoCudaCompiler  # noqa: E402
+from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(codegen_compile.find_nvcc() is None, reason="needs nvcc")
 
@@ -157,7 +158,7 @@ def test_an_unknown_form_of_source_is_an_error() -> None:
 def test_the_wait_fix_is_for_targets_without_tma_pipelines() -> None:
     fixed = {gpu().target for gpu in arch.KNOWN_GPUS if codegen_compile.needs_wait_fix(gpu(), {})}
     assert fixed == {"sm_80", "sm_86", "sm_89", "sm_120a"}
-    assert codegen_compile.needs_wait_fix(arch.H100(), {codegen_compile.DISABLE_WARP_SPECIALIZATION: True})
+    assert codegen_compile.needs_wait_fix(arch.H100(), {DISABLE_WARP_SPECIALIZATION: True})
 
 
 def test_z3_is_as_before_after_a_kernel_was_lowered() -> None:
@@ -200,15 +201,15 @@ def test_what_fails_by_warp_specialization_is_made_without(sign):
 
     def make(configs):
         asked.append(dict(configs))
-        if codegen_compile.DISABLE_WARP_SPECIALIZATION not in configs:
+        if DISABLE_WARP_SPECIALIZATION not in configs:
             raise RuntimeError(f"tvm: {sign} and more")
         return "made"
 
     assert codegen_compile._specialized_if_possible(make, {"a": True}) == "made"
-    assert asked == [{"a": True}, {"a": True, codegen_compile.DISABLE_WARP_SPECIALIZATION: True}]
+    assert asked == [{"a": True}, {"a": True, DISABLE_WARP_SPECIALIZATION: True}]
 
 
-@pytest.mark.parametrize("configs", [None, {codegen_compile.DISABLE_WARP_SPECIALIZATION: True}])
+@pytest.mark.parametrize("configs", [None, {DISABLE_WARP_SPECIALIZATION: True}])
 def test_other_failures_are_told(configs):
     def make(_):
         raise RuntimeError("out of luck" if configs is None else codegen_compile.FAILS_BY_SPECIALIZATION[0])

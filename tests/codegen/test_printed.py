@@ -1,13 +1,14 @@
 """Rules on the CUDA text: rows in several chains, warpgroups' numbers uniform; all else stays as it was."""
 
 from attention_engine.arch import H100
-from attention_engine.codegen.compile import ONE_CHAIN, lower_kernel
+from attention_engine.codegen.compile import lower_kernel
 from attention_engine.codegen.patches.printed import (
     in_chains,
     with_held_barriers,
     with_held_threads,
     with_uniform_groups,
 )
+from attention_engine.plan.rules import ONE_CHAIN
 from tests.codegen import flash
 
 PRINTED = """\

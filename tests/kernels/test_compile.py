@@ -27,9 +27,9 @@ PERSISTENT, BOTH = {"persistent": True}, {"persistent": True, "lazy_rescale": Tr
 HOPPER = {
     "forward": ("forward", HALF, 64, 64, PLAIN),
     "persistent_forward": ("forward", HALF, 64, 64, BOTH),
-    "backward_queries": ("backward_queries", HALF, 64),
-    "preprocess": ("backward_preprocess", HALF, 64),
-    "postprocess": ("backward_postprocess", HALF, 64),
+    "queries": ("queries", HALF, 64),
+    "preprocess": ("preprocess", HALF, 64),
+    "postprocess": ("postprocess", HALF, 64),
     "wide_forward": ("forward", BRAIN, 128, 128, PLAIN),
     "deep_persistent_forward": ("forward", BRAIN, 192, 128, PERSISTENT),
     "uneven_persistent_forward": ("forward", HALF, 128, 256),
@@ -63,7 +63,10 @@ def by_nvcc(test):
 def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None, heads=(4, 2)):
     dims = (dim, dim, dim_v or dim)
     metas = [meta_tensor(1, h, 256, d, dtype=dtype) for h, d in zip((*heads, heads[1]), dims, strict=True)]
-    engine = AttentionEngine(metas, None, scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu)
+    over_queries = kernel == "queries"
+    engine = AttentionEngine(
+        metas, None, scale(dim**-0.5), causal, OnlineSoftmax(), device=gpu, deterministic=over_queries
+    )
     source = engine._source_kernel(kernel, "cuda")
     if forms is not None:
         made = engine._kernels("cuda")

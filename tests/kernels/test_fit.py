@@ -17,7 +17,7 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_way_out():
     small = replace(arch.H100(), name="a small GPU", shared_memory_per_block=16000)
     engine = AttentionEngine((meta_tensor(1, 2, 64, 64, dtype=torch.float16),) * 3, device=small)
     with pytest.raises(TileDoesNotFit) as caught:
-        engine.source("backward_postprocess", form="cuda")
+        engine.source("postprocess", form="cuda")
     assert str(caught.value) == (
         "head dims 64 and 64 in float16 need 16384 bytes of shared memory a block with their default tile, "
         "and a small GPU has 16000.\n"

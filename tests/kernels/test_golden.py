@@ -13,18 +13,22 @@ from attention_engine.library import OnlineSoftmax, causal, scale
 pytest.importorskip("tilelang")
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("forward", "backward", "backward_queries", "backward_preprocess", "backward_postprocess")
+KERNELS = ("forward", "backward", "preprocess", "postprocess")
 
 
-def engine(dim=64, dim_v=None):
+def engine(dim=64, dim_v=None, **options):
     dims = (dim, dim, dim_v or dim)
     metas = [meta_tensor(1, heads, 256, d, dtype=torch.float16) for heads, d in zip((4, 2, 2), dims, strict=True)]
-    return AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=arch.H100())
+    return AttentionEngine(metas, None, scale(0.125), causal, OnlineSoftmax(), device=arch.H100(), **options)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_softmax_causal(kernel, golden):
     assert engine().source(kernel, form="tilelang") == golden
+
+
+def test_softmax_causal_over_queries(golden):
+    assert engine(deterministic=True).source("queries", form="tilelang") == golden
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

@@ -21,6 +21,7 @@ from attention_engine.library import (
     sliding_window,
 )
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
+from attention_engine.plan import attention as attention_plan
 from attention_engine.runtime import launch, op
 from tests import plain
 from tests.cases import CASES, Case, Shape, engine_for, errors
@@ -410,9 +411,9 @@ def test_blocks_prepare_for_units_after_theirs(name, ahead, kernels, monkeypatch
     """And dQ is stored when its unit is done."""
     dim, tile, batch, heads, causal, pairs = UNITS[name]
     kernels.update(backward=tile)
-    monkeypatch.setattr(launch, "units_ahead", lambda *_: ahead)
+    monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: ahead)
     if pairs is not None:
-        monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: pairs)
+        monkeypatch.setattr(attention_plan, "pairs_of_a_unit", lambda *_: pairs)
     shape = Shape(batch, 270, 280, *heads, dim, dim)
     assert errors(CASES["softmax"], shape, torch.float16, causal=causal, backend="interpret", floor=2e-3)
     assert ran("backward")
@@ -422,9 +423,9 @@ def test_blocks_prepare_for_units_after_theirs(name, ahead, kernels, monkeypatch
 def test_delta_of_units_ahead_knows_of_gradients_of_returned_rows(name, kernels, monkeypatch):
     dim, tile, batch, heads, causal, pairs = UNITS[name]
     kernels.update(backward=tile)
-    monkeypatch.setattr(launch, "units_ahead", lambda *_: 1)
+    monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: 1)
     if pairs is not None:
-        monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: pairs)
+        monkeypatch.setattr(attention_plan, "pairs_of_a_unit", lambda *_: pairs)
     case, shape = CASES["softmax"], Shape(batch, 270, 280, *heads, dim, dim)
     given = shape.tensors(torch.float16, "cpu", 0)
     arriving = given.pop("do"), torch.randn(batch, heads[0], 270)

@@ -13,8 +13,10 @@ from tvm import tirx
 
 from attention_engine.kernels.common import Place, Sizes, build, reader
 from attention_engine.kernels.inside import where_inside
+from attention_engine.plan import attention_buffers
 
 ONE = const(1, Type.INT)
+PROBLEM = Problem(2, 2, 32, 32, "float16")
 
 
 def read(index, length, inside):
@@ -35,7 +37,7 @@ def test_an_index_is_guarded_unless_it_lies_in_an_axis_of_that_length():
 
 
 def test_a_place_inside_knows_its_query_and_key_alone():
-    sizes, q, kv = Sizes(), tirx.Var("q", "int32"), tirx.Var("kv", "int32")
+    sizes, q, kv = Sizes(PROBLEM), tirx.Var("q", "int32"), tirx.Var("kv", "int32")
     of_keys, of_queries = (tirx.decl_buffer([length], "float32") for length in (sizes.kv, sizes.q))
     for inside in ((), ((Q_IDX, sizes.q), (KV_IDX, sizes.kv))):
         place = Place(0, 0, {}, reader({"custom_keys": of_keys, "custom_queries": of_queries}), inside=inside)
@@ -56,8 +58,9 @@ def test_a_place_inside_knows_its_query_and_key_alone():
 def test_tiles_that_may_reach_past_the_end_of_an_axis_keep_their_guards(index, axis, asked):
     """The text stands twice, one with guards, where an index is a pair's own query or key."""
     problem = Problem(2, 2, 32, 32, "float16", custom=(("x", "float32", (axis,)),))
-    sizes, found = Sizes(), []
-    parameters = {"k": T.Tensor([sizes.batch, sizes.q, sizes.kv], "float16"), **sizes.custom(problem)}
+    sizes, found = Sizes(problem), []
+    custom = sizes.declare(attention_buffers.custom_inputs(problem))
+    parameters = {"k": T.Tensor([sizes.batch, sizes.q, sizes.kv], "float16"), **custom}
     length = {"seq_len": sizes.q, "seq_len_kv": sizes.kv}.get(axis)
 
     @T.macro

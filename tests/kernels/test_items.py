@@ -17,7 +17,8 @@ TILE = Tile(128, 128, 256, 2)
 
 def dealt(batch, heads, length, longest_last, places=132, dim=128, group=1):
     """Who gets each item (batch, head, block), counted from 1, and in which of its turns."""
-    problem, sizes = Problem(heads, heads // group, dim, dim, "float16"), Sizes()
+    problem = Problem(heads, heads // group, dim, dim, "float16")
+    sizes = Sizes(problem)
     found = [torch.zeros(batch, heads, -(-length // TILE.q), dtype=torch.int32) for _ in range(2)]
     shape = [sizes.batch, heads, T.ceildiv(sizes.q, TILE.q)]
     parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
@@ -73,11 +74,12 @@ def test_equal_work_goes_head_after_head():
 
 def started(batch, heads, length, group=1, places=132):
     """When the GPU starts the block of each (batch, key head, block of keys), counted from 1, longest first."""
-    problem, sizes = Problem(heads * group, heads, 128, 128, "float16"), Sizes()
+    problem = Problem(heads * group, heads, 128, 128, "float16")
+    sizes = Sizes(problem)
     found = torch.zeros(batch, heads, -(-length // TILE.kv), dtype=torch.int32)
     parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
     blocks = KeyBlocks.of(problem, TILE, sizes, longest_first=True)
-    parameters |= blocks.parameters
+    parameters["pairs_of_a_unit"] = blocks.together
     parameters |= {"order": T.Tensor([sizes.batch, heads, T.ceildiv(sizes.kv, TILE.kv)], "int32")}
 
     @T.macro
@@ -110,5 +112,6 @@ def test_blocks_of_keys_with_most_queries_start_first_in_units_of_a_gpu_or_its_c
 
 
 def test_blocks_of_keys_with_as_many_queries_are_numbered_by_the_gpu():
-    blocks = KeyBlocks.of(Problem(8, 4, 64, 64, "float16"), TILE, Sizes(), longest_first=False)
+    problem = Problem(8, 4, 64, 64, "float16")
+    blocks = KeyBlocks.of(problem, TILE, Sizes(problem), longest_first=False)
     assert len(blocks.grid) == 3 and blocks.keys_of((5, 3, 1)) == (5, 3, 1)

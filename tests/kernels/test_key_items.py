@@ -12,7 +12,8 @@ from attention_engine.ir.problem import Problem
 from attention_engine.kernels import spare_warps
 from attention_engine.library import OnlineSoftmax, document, scale
 from attention_engine.passes.by_hand import backward_persists
-from attention_engine.runtime import launch, op
+from attention_engine.plan import attention as attention_plan
+from attention_engine.runtime import op, run
 from attention_engine.tuner.defaults import default_tiles
 from tests.cases import CASES, Shape, errors
 from tests.kernels.test_hopper_interpret import MANY, PROGRAMS, SHARED_KEYS, WALKS, by_hand, by_head, kernels, ran
@@ -113,16 +114,17 @@ class Noted:
 def test_blocks_store_dq_of_units_that_are_done(mask, together, ahead, stored, kernels, monkeypatch):
     """All but the last ones', and none where a unit is not whole: four pairs, of which so many are stored."""
     monkeypatch.setattr(spare_warps, "FEW", spare_warps.MANY)
-    monkeypatch.setattr(launch, "units_ahead", lambda *_: ahead)
-    monkeypatch.setattr(launch, "pairs_of_a_unit", lambda *_: together)
-    monkeypatch.setattr(launch.torch, "empty_like", lambda t: torch.full_like(t, float("nan")) if t.is_floating_point()
+    monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: ahead)
+    monkeypatch.setattr(attention_plan, "pairs_of_a_unit", lambda *_: together)
+    monkeypatch.setattr(run.torch, "empty_like", lambda t: torch.full_like(t, float("nan")) if t.is_floating_point()
                         else torch.zeros_like(t))  # fmt: skip
     found = []
     for persistent in (False, True):
         asked = attend(mask, kernels, 64, persistent)
         (attention,) = op.ATTENTIONS.values()
         for made in attention.launcher._kernels.values():
-            after = vars(made)["postprocess"] = Noted(made.postprocess)
+            launched = made.plan.postprocess
+            after = made._made[launched.builder, launched.given] = Noted(made.kernel(launched))
         found.append(torch.autograd.grad(*asked))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     dq = found[0][0].reshape(2, -1, 2, 2, 128).transpose(1, 2).flatten(0, 1)

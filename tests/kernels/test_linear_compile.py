@@ -10,11 +10,9 @@ from dataclasses import replace
 import pytest
 
 from attention_engine import CustomIO, arch
-from attention_engine.compiler import pass_configs
+from attention_engine.compiler import LinearKernels, pass_configs
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.linear import LinearProblem, LinearTile
-from attention_engine.runtime.linear_channels import ChannelKernels
-from attention_engine.runtime.linear_plan import LinearKernels
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
 
@@ -35,12 +33,12 @@ WIDE = LinearProblem(4, 4, 4, 256, 512, "bfloat16")
 def narrow(gpu):
     kernels = LinearKernels(PROGRAM, NARROW, default_linear_tiles(PROGRAM, NARROW, gpu), gpu)
     return {
-        "forward": lambda: kernels.walk("output", starts=True, ends=True),
-        "states_backward": lambda: kernels.states(reverse=True, starts=True, overlaps=True),
-        "chunk_dq": lambda: kernels.rows("dq", True, ()),
-        "chunk_dk": lambda: kernels.rows("dk", True, ()),
-        "chunk_dv": lambda: kernels.rows("dv", False, PROGRAM.loads("v")),
-        "step": lambda: kernels.step(starts=True),
+        "forward": lambda: kernels.kernel(kernels.plan.walk("output", starts=True, ends=True)),
+        "states_backward": lambda: kernels.kernel(kernels.plan.states(reverse=True, starts=True, overlaps=True)),
+        "chunk_dq": lambda: kernels.kernel(kernels.plan.rows("dq", True, ())),
+        "chunk_dk": lambda: kernels.kernel(kernels.plan.rows("dk", True, ())),
+        "chunk_dv": lambda: kernels.kernel(kernels.plan.rows("dv", False, PROGRAM.loads("v"))),
+        "step": lambda: kernels.kernel(kernels.plan.step(starts=True)),
     }
 
 
@@ -50,17 +48,17 @@ def ampere(gpu):
 
 def wide(gpu):
     kernels = LinearKernels(SCALED, WIDE, default_linear_tiles(SCALED, WIDE, gpu), gpu)
-    return {"walk_dq": lambda: kernels.walk("dq", False, False)}
+    return {"walk_dq": lambda: kernels.kernel(kernels.plan.walk("dq", False, False))}
 
 
 def channels(gpu):
     problem = replace(NARROW, per_channel=True)
-    kernels = ChannelKernels(PROGRAM, problem, default_channel_tiles(problem, gpu), gpu)
+    kernels = LinearKernels(PROGRAM, problem, default_channel_tiles(problem, gpu), gpu)
     return {
-        "channel_scores": lambda: kernels.scores(),
-        "channel_states_backward": lambda: kernels.states(reverse=True, starts=True, overlaps=True, initial=True),
-        "channel_dv": lambda: kernels.channel_rows("dv", PROGRAM.loads("v")),
-        "channel_gradients": lambda: kernels.gradients(True, 1, ((), (), ())),
+        "channel_scores": lambda: kernels.kernel(kernels.plan.scores),
+        "channel_states_backward": lambda: kernels.kernel(kernels.plan.states(True, True, True, initial=True)),
+        "channel_dv": lambda: kernels.kernel(kernels.plan.channel_rows("dv", PROGRAM.loads("v"))),
+        "channel_gradients": lambda: kernels.kernel(kernels.plan.gradients(True, 1, ((), (), ()))),
     }
 
 
@@ -68,11 +66,11 @@ def halves(gpu):
     problem = replace(NARROW, dtype="float16")
     kernels = LinearKernels(PROGRAM, problem, default_linear_tiles(PROGRAM, problem, gpu), gpu)
     problem = replace(problem, per_channel=True)
-    channels = ChannelKernels(PROGRAM, problem, default_channel_tiles(problem, gpu), gpu)
+    channels = LinearKernels(PROGRAM, problem, default_channel_tiles(problem, gpu), gpu)
     return {
-        "forward": lambda: kernels.walk("output", starts=True, ends=True),
-        "chunk_dq": lambda: kernels.rows("dq", True, ()),
-        "channel_gradients": lambda: channels.gradients(True, 1, ((), (), ())),
+        "forward": lambda: kernels.kernel(kernels.plan.walk("output", starts=True, ends=True)),
+        "chunk_dq": lambda: kernels.kernel(kernels.plan.rows("dq", True, ())),
+        "channel_gradients": lambda: channels.kernel(channels.plan.gradients(True, 1, ((), (), ()))),
     }
 
 
@@ -115,7 +113,7 @@ def test_a_walk_holds_its_own_tensor_in_registers():
     """Shared memory would be copied over while it is still read: what no product reads, no barrier waits for."""
     tiles = default_linear_tiles(PROGRAM, NARROW, arch.H100())
     kernels = LinearKernels(PROGRAM, NARROW, replace(tiles, walks={"dv": tiles.forward}), arch.H100())
-    text = kernels.walk("dv", False, False, PROGRAM.loads("v")).prim_func.script()
+    text = kernels.kernel(kernels.plan.walk("dv", False, False, PROGRAM.loads("v"))).prim_func.script()
     assert "v_held" in text and "v_tile" not in text and "do_tile" in text
 
 

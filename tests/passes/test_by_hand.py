@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
-from attention_engine.codegen.compile import ONE_CHAIN
 from attention_engine.ir.problem import Tile
 from attention_engine.ir.program import row_variable
 from attention_engine.library import (
@@ -31,6 +30,7 @@ from attention_engine.passes.by_hand import (
 from attention_engine.passes.maths import analyse
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
+from attention_engine.plan.rules import ONE_CHAIN
 from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 

@@ -266,13 +266,23 @@ def test_a_program_is_shown_with_its_backward_pass():
     assert text.index("lse") < text.index("\n\n") < text.index("delta")
 
 
-KERNELS = ("forward", "backward", "backward_queries", "exact_delta", "backward_preprocess", "backward_postprocess")
+KERNELS = {
+    "forward": "forward", "backward": "backward", "preprocess": "backward_preprocess",
+    "postprocess": "backward_postprocess", "queries": "backward_queries",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_is_shown_as_tilelang(kernel):
-    text = build().source(kernel, form="tilelang")
-    assert "@T.prim_func" in text and f"def {kernel}(" in text
+    text = build(deterministic=kernel == "queries").source(kernel, form="tilelang")
+    assert "@T.prim_func" in text and f"def {KERNELS[kernel]}(" in text
+
+
+def test_what_compile_for_returns_is_shown():
+    pytest.importorskip("tilelang")
+    engine = build(mask_mod=lambda b, h, i, j: (i + j) % 3 > 0)
+    kernels = engine._all_kernels(arch.H100())
+    assert "tile map of backward" in kernels and all("@T.prim_func" in engine.source(name) for name in kernels)
 
 
 def test_check_compares_every_result_with_float64(capsys):

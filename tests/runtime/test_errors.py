@@ -149,8 +149,7 @@ def test_cuda_sources_need_an_architecture(monkeypatch):
 def test_sources_have_names_and_forms():
     engine = build(device=arch.H100())
     assert said(UnknownOption, engine.source, "dq") == (
-        "no kernel is called 'dq'. Choose 'forward', 'backward', 'backward_queries', 'exact_delta', "
-        "'backward_preprocess', 'backward_postprocess'."
+        "no kernel is called 'dq'. Choose 'forward', 'preprocess', 'backward', 'postprocess'."
     )
     assert said(UnknownOption, engine.source, "forward", "ptx") == 'form is \'ptx\'. Choose "tilelang" or "cuda".'
 

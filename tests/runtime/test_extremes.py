@@ -216,7 +216,8 @@ def test_kernels_of_other_programs_ask_for_no_extremes():
 @pytest.mark.slow
 def test_the_kernel_of_extremes_lowers_for_gpus_with_and_without_wgmma():
     from attention_engine.arch import A100, H100
-    from attention_engine.codegen.compile import NO_CONTRACTION, lower_kernel
+    from attention_engine.codegen.compile import lower_kernel
+    from attention_engine.plan.rules import NO_CONTRACTION
 
     metas = [meta_tensor(1, h, 256, 64, dtype=torch.bfloat16) for h in (4, 2, 2)]
     for arch in (H100(), A100()):

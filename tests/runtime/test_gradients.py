@@ -82,7 +82,7 @@ def test_deterministic_gradients_are_those_of_the_atomics_but_for_rounding():
 
 
 def test_deterministic_kernels_have_no_atomics():
-    kernels = ("backward", "backward_queries", "backward_preprocess")
+    kernels = ("backward", "queries", "preprocess")
     for kernel in kernels:
         assert "atomic" not in build(deterministic=True).source(kernel)
     assert "atomic" in build().source("backward")

@@ -6,7 +6,6 @@ import torch
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.compiler import Kernel
 from attention_engine.errors import BadInput, BadMeta, HeadsDoNotGroup, NoDevice, UnknownOption
-from attention_engine.runtime.linear_channels import ChannelLauncher
 from attention_engine.runtime.linear_launch import LinearLauncher
 from tests.linear_cases import CASES, Shape, engine_for, engine_results
 
@@ -302,20 +301,23 @@ def test_check_sees_what_is_wrong(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "decay", "names"),
     [
-        ("mamba2", "token", {"sum_decays", "forward", "states", "chunk_dq", "decay_gradients", "step"}),
-        ("gla_mods", "channel", {"sum_channel_decays", "channel_output", "channel_gradients", "step"}),
-        ("no_decay", None, {"forward", "chunk_dv", "step"}),
+        ("mamba2", "token", {"forward": "forward", "states": "states", "backward dq": "chunk_dq",
+                             "decay gradients": "decay_gradients", "step": "step"}),
+        ("gla_mods", "channel", {"scores": "channel_scores", "forward": "channel_output",
+                                 "backward gradients": "channel_gradients", "step": "step"}),
+        ("no_decay", None, {"forward": "forward", "backward dv": "chunk_dv", "step": "step"}),
     ],
-)
+)  # fmt: skip
 def test_kernels_can_be_read_before_any_call(name, decay, names):
     engine = engine_for(CASES[name], SHAPE, FP32)
-    for kernel in sorted(names):
-        assert f"def {kernel}(" in engine.source(kernel, decay=decay)
+    for kernel, function in names.items():
+        assert f"def {function}(" in engine.source(kernel, decay=decay)
+    assert all("@T.prim_func" in engine.source(kernel, decay=decay) for kernel in engine._planned(None, decay, True))
 
 
 def test_kernels_that_nobody_has_are_named():
     engine = engine_for(CASES["plain"], SHAPE, FP32)
-    with pytest.raises(UnknownOption, match=r"no kernel is called 'backward'\. Choose 'sum_decays', 'forward', "):
+    with pytest.raises(UnknownOption, match=r"no kernel is called 'backward'\. Choose 'forward', 'sums of 32', "):
         engine.source("backward")
     with pytest.raises(UnknownOption, match=r"form is 'ptx'\. Choose"):
         engine.source(form="ptx")
@@ -328,7 +330,7 @@ def test_kernels_that_nobody_has_are_named():
 
 @pytest.mark.parametrize(("name", "decay"), [("mamba2", "token"), ("gla_mods", "channel")])
 def test_compiling_ahead_compiles_what_calls_launch(name, decay, monkeypatch):
-    """The kernels of a rehearsal are those of calls, by all that they are made of."""
+    """By all that kernels are made of."""
     asked = []
     monkeypatch.setattr(Kernel, "compiled", property(lambda kernel: asked.append(kernel) or (lambda *_: None)))
     engine = engine_for(CASES[name], SHAPE, torch.bfloat16)
@@ -336,10 +338,10 @@ def test_compiling_ahead_compiles_what_calls_launch(name, decay, monkeypatch):
     ahead = {(k.builder, k.given, tuple(k.configs.items())) for k in asked}
     assert "step" in names and len(ahead) > len(names)
     asked.clear()
-    launch = ChannelLauncher if decay == "channel" else LinearLauncher
     case, inputs = CASES[name], SHAPE.inputs(CASES[name], torch.bfloat16)
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
-    launcher = launch(engine._trace(engine._types, True), list(engine.custom_io.specs.values()), False, arch.H100())
+    program, specs = engine._trace(engine._types, True), list(engine.custom_io.specs.values())
+    launcher = LinearLauncher(program, specs, False, arch.H100(), per_channel=decay == "channel")
     launcher.forward(*tensors, None, custom, False)
     launcher.backward(*tensors, None, custom, inputs["d_o"], None, frozenset(["decay", *case.axes]))
     launcher.forward(*tensors, inputs["initial_state"], custom, True)

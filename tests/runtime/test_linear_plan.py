@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from attention_engine import CustomIO, arch
+from attention_engine.compiler import LinearKernels
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.linear import LinearProblem
-from attention_engine.runtime.linear_plan import LinearKernels, walk_shared_bytes
+from attention_engine.plan.linear import walk_shared_bytes
 from attention_engine.tuner.linear import default_linear_tiles
 from tests.linear_cases import CASES
 

@@ -130,4 +130,4 @@ def test_maps_of_index_masks_are_kept_for_their_lengths():
             engine(q, k, v).double(), exact(q.double(), k.double(), v.double()), atol=2e-3, rtol=2e-3
         )
     key = engine._key("interpret", (), None, ())
-    assert len(op.ATTENTIONS[key].launcher._maps._kept) == 3
+    assert len(op.ATTENTIONS[key].launcher._kept.found) == 3

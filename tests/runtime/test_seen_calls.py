@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention_engine import compiler
 from attention_engine.errors import BadInput
 from attention_engine.runtime import inputs, op
-from attention_engine.runtime.plans import LaunchPlan, template, with_strides
+from attention_engine.runtime.arguments import template, with_strides
 from tests.runtime.engines import BACKENDS, DIM_V, HEADS, build, close, qkv, results, same
 from tests.runtime.test_errors import WRONG, K, Q, V
 
@@ -159,7 +159,7 @@ def test_the_switch_for_tf32_is_followed_after_calls_without_it_and_the_reverse(
         engine(*given)
         engine(*given)
         launcher = op.ATTENTIONS[next(iter(engine._keys.values()))].launcher
-        assert launcher.plan(*given, []).kernels.problem.tf32 is allowed
+        assert launcher.bound(*given, []).kernels.problem.tf32 is allowed
         assert launcher.kernels(*given, []).problem.tf32 is allowed
     assert {kernels.problem.tf32 for kernels in launcher._kernels.values()} == {False, True}
 
@@ -234,7 +234,7 @@ def test_too_many_signatures_are_forgotten_not_kept(monkeypatch):
         assert torch.equal(engine(q, k, v), engine(q, k, v))
     assert len(engine._seen) <= 3
     (key,) = engine._keys.values()
-    assert len(op.ATTENTIONS[key].launcher._plans) <= 3
+    assert len(op.ATTENTIONS[key].launcher._bound) <= 3
 
 
 def test_a_template_allocates_what_it_shows():
@@ -249,16 +249,16 @@ def test_a_plan_copies_only_what_does_not_fit():
     q, k, v = (t.detach() for t in qkv(dtype=torch.float16))
     engine(q, k, v)
     (key,) = engine._keys.values()
-    kernels = op.ATTENTIONS[key].launcher.kernels(q, k, v, [])
-    plan = LaunchPlan.make(kernels, q, k, v, 1)
-    assert [t for t in plan.inputs(q, k, v, []) if isinstance(t, torch.Tensor)] == [q, k, v]
+    bound = op.ATTENTIONS[key].launcher.bound(q, k, v, [])
+    assert [bound.memory(q, k, v, [])[name][3] for name in "qkv"] == [q, k, v]
     storage = torch.zeros(q.numel() + 1, dtype=torch.float16)
     shifted = storage[1:].view(q.shape)
     shifted.copy_(q)
-    found = plan.inputs(shifted, k, v, [])
-    assert found[:3] == list(with_strides(q, plan.unit)[:3])
-    assert found[3] is not shifted and torch.equal(found[3], q) and found[3].data_ptr() % 16 == 0
-    assert found[7] is k
+    found = bound.memory(shifted, k, v, [])
+    *strides, copied = found["q"]
+    assert strides == list(with_strides(q, bound.unit)[:3])
+    assert copied is not shifted and torch.equal(copied, q) and copied.data_ptr() % 16 == 0
+    assert found["k"][3] is k
 
 
 def test_a_known_launch_copies_what_lies_askew(monkeypatch):

@@ -47,6 +47,7 @@ from attention_engine.kernels.linear.common import (
     share_sm,
 )
 from attention_engine.kernels.linear.roles import RoleKernel, Rows
+from attention_engine.plan import linear_buffers
 
 
 def chunk_rows(
@@ -84,10 +85,11 @@ class _Chunk(RoleKernel):
         return (self.problem.heads // source.heads) % self.heads == 0
 
     def parameters(self) -> dict[str, Any]:
-        sizes, problem, own = self.sizes, self.problem, self.role.own or "v"
-        shape = [sizes.batch, sizes.length, problem.heads_of(own), problem.dim_of(own)]
-        result = T.Tensor(shape, problem.dtype) if self.parts == 1 else T.Tensor([self.parts, *shape], FLOAT)
-        return {**self.inputs(), "states": sizes.states(), "result": result, **self.row_sums()}
+        return self.sizes.declare(
+            linear_buffers.chunk_rows(
+                self.problem, self.program, self.role.name, self.tile, self.decay_rows, len(self.reads)
+            )
+        )
 
     def build(self) -> Any:
         tile, problem, sizes, role = self.tile, self.problem, self.sizes, self.role

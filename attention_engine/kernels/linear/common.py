@@ -76,65 +76,14 @@ class LinearSizes(Sizes):
     """The run-time sizes of a linear attention: one length for all, cut into chunks."""
 
     def __init__(self, problem: LinearProblem, chunk: int) -> None:
+        super().__init__(problem)
         self.problem, self.chunk = problem, chunk
-        self.batch, self.length = T.dynamic("batch"), T.dynamic("length")
-        self.q = self.kv = self.length
+        self.length = self.q = self.kv = self.variable("length")
 
     @property
     def chunks(self) -> Any:
+        """How many chunks there are."""
         return T.ceildiv(self.length, self.chunk)
-
-    def inputs(self, *names: str) -> dict[str, Any]:  # type: ignore[override]
-        """The parameters of these tensors (of "q", "k", "v", "do"), with their strides, and the custom inputs."""
-        problem = self.problem
-        found: dict[str, Any] = {}
-        for name in names:
-            found.update(self.strided(name, self.length, problem.heads_of(name), problem.dim_of(name), problem))
-        return found
-
-    def custom(self) -> dict[str, Any]:
-        """The parameters of the custom inputs."""
-        lengths = {"batch": self.batch, "heads": self.problem.heads, "seq_len": self.length, "seq_len_kv": self.length}
-        shapes = {
-            n: [a if isinstance(a, int) else lengths[a] if a in lengths else T.dynamic(f"{n}_{a}") for a in axes]
-            for n, _, axes in self.problem.custom
-        }
-        return {f"custom_{n}": T.Tensor(shapes[n] or [1], dtype) for n, dtype, _ in self.problem.custom}
-
-    def rows(self) -> Any:
-        """A parameter with one fp32 number for each (batch, head, token), padded to whole chunks."""
-        return T.Tensor([self.batch, self.problem.heads, self.chunks * self.chunk], FLOAT)
-
-    def decay_sums(self) -> Any:
-        """The parameter with the sums of decays: whole parts and low ones where there are two."""
-        shape = self.rows().shape
-        return T.Tensor([2, *shape], FLOAT) if self.problem.splits else T.Tensor(shape, FLOAT)
-
-    def states(self) -> Any:
-        """A parameter with a state before (or after) each chunk, in `problem.state_dtype`."""
-        problem = self.problem
-        return T.Tensor([self.batch, problem.heads, self.chunks, problem.dim, problem.dim_v], problem.state_dtype)
-
-    def state(self) -> Any:
-        """A parameter with one fp32 state a head."""
-        return T.Tensor([self.batch, self.problem.heads, self.problem.dim, self.problem.dim_v], FLOAT)
-
-    def of_states_walk(self, starts: bool, initial: bool, overlap: list[int] | None) -> dict[str, Any]:
-        """The parameters of a walk along chunks, behind its inputs: [first], [other], [initial], kept, last, [overlap].
-
-        overlap: its shape within a (batch, head, chunk); None: there is none.
-        """
-        found: dict[str, Any] = {}
-        if starts:
-            found["first"] = self.state()
-        if overlap is not None:
-            found["other"] = self.states()
-        if initial:
-            found["initial"] = self.state()
-        found |= {"kept": self.states(), "last": self.state()}
-        if overlap is not None:
-            found["overlap"] = T.Tensor([self.batch, self.problem.heads, self.chunks, *overlap], FLOAT)
-        return found
 
 
 def state_before(buffers: Any, batch: Any, head: Any, chunk: Any, i: Any, j: Any, kept: Any, problem: LinearProblem,

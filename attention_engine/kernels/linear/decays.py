@@ -12,19 +12,10 @@ from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram
 from attention_engine.kernels.common import FLOAT, build, over_pairs, store
 from attention_engine.kernels.linear.common import Block, LinearSizes
 from attention_engine.passes.mods import differentiate_mod
+from attention_engine.plan import linear_buffers
 
 LOG2_E = 1.4426950408889634
 CHUNKS = 8  # that a block takes: one alone is over before the next block has started
-
-
-def decay_parameter(sizes: LinearSizes, problem: LinearProblem) -> dict[str, Any]:
-    """The parameter decay (batch, length, heads[, dim]), after its strides; none where the mod reads no decay."""
-    if not problem.decay_dtype:
-        return {}
-    axes = ("batch", "length", "head", *(["channel"] if problem.per_channel else []))
-    strides = {f"decay_stride_{n}": T.dynamic(f"decay_stride_{n}") for n in axes}
-    shape = [sizes.batch, sizes.length, problem.heads, *([problem.dim] if problem.per_channel else [])]
-    return {**strides, "decay": T.StridedTensor(shape, [*strides.values()], problem.decay_dtype)}
 
 
 def _entry(buffers: Any, sizes: LinearSizes, block: Block, i: Any) -> Any:
@@ -47,7 +38,7 @@ def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threa
     are exact, and what is left, of which a chunk's sum is small.
     """
     sizes = LinearSizes(problem, chunk)
-    parameters = {**decay_parameter(sizes, problem), **sizes.custom(), "sums": sizes.decay_sums()}
+    parameters = sizes.declare(linear_buffers.sum_decays(problem, chunk))
     unit = T.float32(unit_of(chunk))
 
     def read(buffers: Any, block: Block, logs: Any, lows: Any) -> None:
@@ -109,16 +100,8 @@ def decay_gradients(
     gradient: fp32 (batch, length, heads), of decay before its mod, where the mod reads it.
     """
     sizes = LinearSizes(problem, chunk)
-    rows = sizes.rows().shape
-    parameters = {**decay_parameter(sizes, problem), **sizes.custom()}
+    parameters = sizes.declare(linear_buffers.decay_gradients(problem, chunk, tiles, len(reads)))
     parts = {"of_queries": tiles[0], "of_query_pairs": tiles[0], "of_keys": tiles[1], "of_key_pairs": tiles[1]}
-    for name, count in parts.items():
-        parameters[name] = T.Tensor([count, *rows], FLOAT)
-    parameters["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, tiles[2]], FLOAT)
-    if problem.decay_dtype:
-        parameters["gradient"] = T.Tensor([sizes.batch, sizes.length, problem.heads], FLOAT)
-    for number in range(len(reads)):
-        parameters[f"read_{number}"] = T.Tensor(rows, FLOAT)
     by_x = differentiate_mod(program, "decay")
     wanted = [e for r, e in by_x.reads if r in reads]
 

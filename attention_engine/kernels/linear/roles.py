@@ -91,19 +91,6 @@ class RoleKernel:
         self.needs_own = self.decay_rows or (self.own is not None and reads_own(program, self.own.name, reads))
         self.width, self.width_tiles = column_tiles(problem, role, tile)
 
-    def inputs(self) -> dict[str, Any]:
-        """The parameters of the role's tensors, each once, the custom inputs and the sums of decays."""
-        role = self.role
-        names = dict.fromkeys([role.rows, role.columns, role.others, *([role.own] if role.own else [])])
-        sums = {"sums": self.sizes.decay_sums()} if self.decays else {}
-        return {**self.sizes.inputs(*names), **self.sizes.custom(), **sums}
-
-    def row_sums(self) -> dict[str, Any]:
-        """The parameters of what rows are summed to."""
-        of_decays = ["of_state", "of_pairs"] if self.decay_rows else []
-        names = of_decays + [f"read_{n}" for n in range(len(self.reads))]
-        return {n: T.Tensor([self.width_tiles, *self.sizes.rows().shape], FLOAT) for n in names}
-
     def find_factors(self, block: Block, rows: Rows) -> None:
         """What rows and columns are multiplied with, other than decay.
 

@@ -35,6 +35,7 @@ from attention_engine.kernels.linear.common import (
     share_sm,
     state_before,
 )
+from attention_engine.plan import linear_buffers
 
 
 def states(
@@ -60,10 +61,9 @@ def states(
     dim, dim_v = tile_of_state(problem, tile)
     dim_v_tiles, tiles = tiled(problem.dim_v, dim_v), state_tiles(problem, tile)
     decays = program.decays
-    parameters = {**sizes.inputs(*names), **sizes.custom()}
-    if decays:
-        parameters["sums"] = sizes.decay_sums()
-    parameters |= sizes.of_states_walk(starts, initial, [tiles] if overlaps else None)
+    parameters = sizes.declare(
+        linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial)
+    )
 
     def weigh(block: Block, sums: Any, weights: Any) -> None:
         """The factor of each token's k^T v (or q^T do): what decay leaves of it, and the row factors of both mods."""

@@ -10,8 +10,8 @@ from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile,
 from attention_engine.ir.program import Q_IDX, B, H
 from attention_engine.kernels.common import FLOAT, build, over_rows, reader, store
 from attention_engine.kernels.linear.common import LinearSizes, Source
-from attention_engine.kernels.linear.decays import decay_parameter
 from attention_engine.kernels.splice import Splice
+from attention_engine.plan import linear_buffers
 
 
 def step(problem: LinearProblem, program: LinearProgram, tile: LinearTile, starts: bool) -> Any:
@@ -21,11 +21,7 @@ def step(problem: LinearProblem, program: LinearProgram, tile: LinearTile, start
     width = tile.outer
     dim = max(1 << (problem.dim - 1).bit_length(), 16)  # a power of two shares threads evenly
     decays = dim if problem.per_channel else 1
-    parameters = {**sizes.inputs("q", "k", "v"), **decay_parameter(sizes, problem), **sizes.custom()}
-    if starts:
-        parameters["first"] = sizes.state()
-    parameters["o"] = sizes.tensor(sizes.length, problem.heads, problem.dim_v, problem)
-    parameters["last"] = sizes.state()
+    parameters = sizes.declare(linear_buffers.step(problem, starts))
 
     def splice(buffers: Any, batch: Any, head: Any, x: Any) -> Splice:
         return Splice({B: batch, H: head, Q_IDX: T.int32(0), X: x}, reader(buffers))

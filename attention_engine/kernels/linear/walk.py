@@ -38,6 +38,7 @@ from attention_engine.kernels.linear.common import (
     share_sm,
 )
 from attention_engine.kernels.linear.roles import RoleKernel, Rows
+from attention_engine.plan import linear_buffers
 
 
 def walk(
@@ -66,14 +67,11 @@ class _Walk(RoleKernel):
         self.reuses = self.weighs and not problem.splits  # results leave through the weighed others' memory
 
     def parameters(self) -> dict[str, Any]:
-        sizes, problem, own = self.sizes, self.problem, self.role.own or "v"
-        found = self.inputs()
-        if self.starts:
-            found["first"] = sizes.state()
-        found["result"] = sizes.tensor(sizes.length, problem.heads_of(own), problem.dim_of(own), problem)
-        if self.ends:
-            found["last"] = sizes.state()
-        return {**found, **self.row_sums()}
+        return self.sizes.declare(
+            linear_buffers.walk(
+                self.problem, self.program, self.role.name, self.tile, self.starts, self.ends, len(self.reads)
+            )
+        )
 
     def build(self) -> Any:
         tile, problem, sizes, chunk, width = self.tile, self.problem, self.sizes, self.tile.chunk, self.width

@@ -18,27 +18,8 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, X
 from attention_engine.kernels.common import FLOAT, Operand, load, multiply, named, over_pairs, store
-from attention_engine.kernels.linear.common import Block, LinearSizes, Source, copy, reduce_sum
+from attention_engine.kernels.linear.common import Block, Source, copy, reduce_sum
 from attention_engine.passes.mods import differentiate_mod
-
-
-class ChannelSizes(LinearSizes):
-    """The run-time sizes of a linear attention with a decay for each channel."""
-
-    def sums(self) -> Any:
-        """A parameter with one fp32 number for each (batch, head, token, channel), padded to whole chunks."""
-        problem = self.problem
-        return T.Tensor([self.batch, problem.heads, self.chunks * self.chunk, problem.dim], FLOAT)
-
-    def scores(self) -> Any:
-        """A parameter with the weights of each chunk's pairs: (batch, head, query, key within the chunk), fp32."""
-        problem = self.problem
-        return T.Tensor([self.batch, problem.heads, self.chunks * self.chunk, self.chunk], FLOAT)
-
-    def values(self, dtype: str, dim: int) -> Any:
-        """A contiguous parameter (batch, length, heads, dim), one head for each head of v."""
-        return T.Tensor([self.batch, self.length, self.problem.heads, dim], dtype)
-
 
 # Entries that rows in shared memory have beyond a tile's width, so that a warp's threads meet in few banks: a pair of
 # entries a thread and 8 rows, as fragments lie; or columns that are summed a row a thread, with pairs still aligned.

@@ -11,13 +11,13 @@ from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, build, over_pairs, store
 from attention_engine.kernels.linear.channels.common import (
     APART_BY_COLUMNS,
-    ChannelSizes,
     copy_spaced,
     spaced_rows,
     sums_window,
 )
-from attention_engine.kernels.linear.common import Block
-from attention_engine.kernels.linear.decays import LOG2_E, decay_parameter
+from attention_engine.kernels.linear.common import Block, LinearSizes
+from attention_engine.kernels.linear.decays import LOG2_E
+from attention_engine.plan import linear_buffers
 
 
 def decay_entry(block: Block, i: Any, column: Any) -> Any:
@@ -29,10 +29,10 @@ def decay_entry(block: Block, i: Any, column: Any) -> Any:
 
 def sum_decays(problem: LinearProblem, program: LinearProgram, tile: LinearTile) -> Any:
     """The PrimFunc: (decay, custom..., sums): log2 decays summed from each chunk's first token on."""
-    sizes = ChannelSizes(problem, tile.chunk)
+    sizes = LinearSizes(problem, tile.chunk)
     width = min(tile.inner, padded(problem.dim))
     tiles = tiled(problem.dim, width)
-    parameters = {**decay_parameter(sizes, problem), **sizes.custom(), "sums": sizes.sums()}
+    parameters = sizes.declare(linear_buffers.sum_decays(problem, tile.chunk))
 
     def read(block: Block, logs: Any, d0: Any) -> None:
         def entry(i: Any, d: Any) -> None:

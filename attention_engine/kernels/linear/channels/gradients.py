@@ -22,7 +22,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram, LinearTile, tiled
+from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram, LinearTile, channel_tiles, tiled
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import (
     FLOAT,
@@ -37,7 +37,6 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.linear.channels.common import (
     APART_BY_COLUMNS,
-    ChannelSizes,
     ExactOperand,
     Levels,
     ModifiedTile,
@@ -55,19 +54,15 @@ from attention_engine.kernels.linear.channels.common import (
 from attention_engine.kernels.linear.channels.decays import decay_entry
 from attention_engine.kernels.linear.common import (
     Block,
+    LinearSizes,
     Source,
     StateOperand,
     add_state_product,
     copy,
     load_state,
 )
-from attention_engine.kernels.linear.decays import decay_parameter
 from attention_engine.passes.mods import differentiate_mod
-
-
-def column_tiles(problem: LinearProblem, tile: LinearTile) -> int:
-    """How many tiles the channels are cut into."""
-    return tiled(problem.dim, min(tile.outer, padded(problem.dim)))
+from attention_engine.plan import linear_buffers
 
 
 def channel_gradients(
@@ -92,9 +87,9 @@ class _Gradients:
         reads: tuple[tuple[Expr, ...], tuple[Expr, ...], tuple[Expr, ...]],
     ) -> None:  # fmt: skip
         self.problem, self.program, self.tile, self.of_decay, self.parts = problem, program, tile, of_decay, parts
-        self.sizes, self.chunk = ChannelSizes(problem, tile.chunk), tile.chunk
+        self.sizes, self.chunk = LinearSizes(problem, tile.chunk), tile.chunk
         self.inner = min(tile.inner, padded(problem.dim_v))
-        self.width, self.tiles = min(tile.outer, padded(problem.dim)), column_tiles(problem, tile)
+        self.width, self.tiles = min(tile.outer, padded(problem.dim)), channel_tiles(problem, tile)
         self.sources = {n: Source(n, problem, program) for n in ("q", "k", "v", "do")}
         self.of_q, self.of_k = OwnGradient(program, "q", reads[0]), OwnGradient(program, "k", reads[1])
         self.by_decay = differentiate_mod(program, "decay")
@@ -102,20 +97,9 @@ class _Gradients:
         self.decay_reads = dict(zip(names, (e for r, e in self.by_decay.reads if r in reads[2]), strict=True))
 
     def parameters(self) -> dict[str, Any]:
-        sizes, problem = self.sizes, self.problem
-        found = sizes.inputs(*self.sources)
-        if self.of_decay:
-            found.update(decay_parameter(sizes, problem))
-        found.update({**sizes.custom(), "sums": sizes.sums(), "states": sizes.states(), "d_states": sizes.states()})
-        if self.of_decay:
-            found["overlap"] = T.Tensor([sizes.batch, problem.heads, sizes.chunks, self.parts, problem.dim], FLOAT)
-        for name in ("q", "k"):
-            dtype = problem.dtype if problem.heads_of(name) == problem.heads else FLOAT
-            found[f"d{name}"] = sizes.values(dtype, problem.dim)
-        if self.of_decay:
-            found["d_decay"] = sizes.values(FLOAT, problem.dim)
-        names = [*self.of_q.reads, *self.of_k.reads, *self.decay_reads]
-        return {**found, **{n: T.Tensor([self.tiles, *sizes.rows().shape], FLOAT) for n in names}}
+        counts = len(self.of_q.reads), len(self.of_k.reads), len(self.decay_reads)
+        arguments = linear_buffers.channel_gradients(self.problem, self.tile, self.of_decay, self.parts, counts)
+        return self.sizes.declare(arguments)
 
     def build(self) -> Any:
         problem, sizes, chunk, inner, width = self.problem, self.sizes, self.chunk, self.inner, self.width

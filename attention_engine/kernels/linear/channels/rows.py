@@ -15,11 +15,10 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled, width_tiles
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Accumulator, accumulate, build, loop
 from attention_engine.kernels.linear.channels.common import (
-    ChannelSizes,
     ExactOperand,
     ModifiedTile,
     OwnGradient,
@@ -32,11 +31,13 @@ from attention_engine.kernels.linear.channels.common import (
 )
 from attention_engine.kernels.linear.common import (
     Block,
+    LinearSizes,
     Source,
     StateOperand,
     add_state_product,
     load_state,
 )
+from attention_engine.plan import linear_buffers
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,6 @@ class Role:
 ROLES = {r.name: r for r in (Role("output", "q", "v", None, False), Role("dv", "k", "do", "v", True))}
 
 
-def width_tiles(problem: LinearProblem, tile: LinearTile) -> int:
-    """How many tiles the result's columns are cut into."""
-    return tiled(problem.dim_v, min(tile.outer, padded(problem.dim_v)))
-
-
 def channel_rows(
     problem: LinearProblem, program: LinearProgram, role_name: str, tile: LinearTile, reads: tuple[Expr, ...]
 ) -> Any:
@@ -66,17 +62,12 @@ def channel_rows(
     result: like v, contiguous. reads: the reads of custom inputs in the own tensor's mod whose gradient is wanted; row
     sums (tiles, batch, heads, tokens), fp32, one for each.
     """
-    role, sizes = ROLES[role_name], ChannelSizes(problem, tile.chunk)
+    role, sizes = ROLES[role_name], LinearSizes(problem, tile.chunk)
     chunk, inner = tile.chunk, min(tile.inner, padded(problem.dim))
     width, tiles = min(tile.outer, padded(problem.dim_v)), width_tiles(problem, tile)
     left_source, other_source = (Source(n, problem, program) for n in (role.left, role.others))
     finish = OwnGradient(program, role.own, reads) if role.own else None
-    names = [role.left, role.others, *([role.own] if role.own else [])]
-    parameters = {**sizes.inputs(*names), **sizes.custom(), "sums": sizes.sums(), "states": sizes.states()}
-    parameters["scores"] = sizes.scores()
-    parameters["result"] = sizes.values(problem.dtype, problem.dim_v)
-    if finish is not None:
-        parameters.update({n: T.Tensor([tiles, *sizes.rows().shape], FLOAT) for n in finish.reads})
+    parameters = sizes.declare(linear_buffers.channel_rows(problem, role_name, tile, len(reads)))
 
     def weigh(left: RawTile, weighed: WeighedTile, sums: Any) -> None:
         last = chunk - 1

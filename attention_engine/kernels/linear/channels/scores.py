@@ -10,7 +10,6 @@ from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile,
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, build, loop, multiply, named, over_pairs, over_rows, store
 from attention_engine.kernels.linear.channels.common import (
-    ChannelSizes,
     Levels,
     RawTile,
     RowSums,
@@ -18,15 +17,16 @@ from attention_engine.kernels.linear.channels.common import (
     load_sums,
     sums_tile,
 )
-from attention_engine.kernels.linear.common import Block, Source
+from attention_engine.kernels.linear.common import Block, LinearSizes, Source
+from attention_engine.plan import linear_buffers
 
 
 def scores(problem: LinearProblem, program: LinearProgram, tile: LinearTile) -> Any:
     """The PrimFunc: (q, k, custom..., sums, scores)."""
-    sizes = ChannelSizes(problem, tile.chunk)
+    sizes = LinearSizes(problem, tile.chunk)
     chunk, width = tile.chunk, min(tile.inner, padded(problem.dim))
     sources = [Source(n, problem, program) for n in ("q", "k")]
-    parameters = {**sizes.inputs("q", "k"), **sizes.custom(), "sums": sizes.sums(), "scores": sizes.scores()}
+    parameters = sizes.declare(linear_buffers.channel_scores(problem, tile))
 
     def add_own(rows: RowSums, own: Any, q: RawTile, k: RawTile) -> None:
         added = rows.sum(lambda i, d: q.value(i, d) * k.value(i, d))

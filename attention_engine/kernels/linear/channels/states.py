@@ -11,23 +11,18 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled, width_tiles
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Accumulator, accumulate, build, loop
 from attention_engine.kernels.linear.channels.common import (
-    ChannelSizes,
     ModifiedTile,
     RawTile,
     WeighedTile,
     load_sums,
     sums_tile,
 )
-from attention_engine.kernels.linear.common import Block, Source, state_before
-
-
-def value_tiles(problem: LinearProblem, tile: LinearTile) -> int:
-    """In how many parts the overlaps of states come: the tiles along v."""
-    return tiled(problem.dim_v, min(tile.outer, padded(problem.dim_v)))
+from attention_engine.kernels.linear.common import Block, LinearSizes, Source, state_before
+from attention_engine.plan import linear_buffers
 
 
 def states(
@@ -42,13 +37,14 @@ def states(
     chunk and tile of v, which is what every token of the chunk's decays gets from states. initial: the state that the
     forward walk began with, unrounded, where `initial`: all that the first chunk's overlap is made of.
     """
-    sizes = ChannelSizes(problem, tile.chunk)
+    sizes = LinearSizes(problem, tile.chunk)
     chunk, names = tile.chunk, ("q", "do") if reverse else ("k", "v")
     left_source, right_source = (Source(n, problem, program) for n in names)
     dim, dim_v = min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
-    parts = value_tiles(problem, tile)
-    parameters = {**sizes.inputs(*names), **sizes.custom(), "sums": sizes.sums()}
-    parameters |= sizes.of_states_walk(starts, initial, [parts, problem.dim] if overlaps else None)
+    parts = width_tiles(problem, tile)
+    parameters = sizes.declare(
+        linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial)
+    )
 
     def weigh(left: RawTile, weighed: WeighedTile, sums: Any) -> None:
         """Each token's share of the state, as decay leaves it."""

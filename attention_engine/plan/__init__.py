@@ -1,0 +1,1 @@
+"""What a call launches, as data: buffers, launches, and the order of launches."""

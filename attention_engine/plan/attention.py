@@ -1,0 +1,291 @@
+"""What calls of one softmax-like attention launch: the pipeline's last step before kernels, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from attention_engine.arch import Arch
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.key_condition import key_condition
+from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward
+from attention_engine.passes.by_hand import (
+    ALL_UNITS,
+    makes_delta,
+    pairs_issue_much,
+    pairs_of_a_unit,
+    starts_longest_first,
+    units_ahead,
+)
+from attention_engine.passes.maths import Maths
+from attention_engine.passes.read_places import plan_custom_sums
+from attention_engine.passes.row_sums import plan_row_sums
+from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.simplify import mul
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.plan import attention_buffers as buffers
+from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
+from attention_engine.plan.buffers import buffers_of
+from attention_engine.plan.launches import Launch, Step, Trim
+from attention_engine.plan.rules import (
+    DISABLE_WARP_SPECIALIZATION,
+    HELD_BARRIERS,
+    HELD_THREADS,
+    NO_CONTRACTION,
+    ONE_CHAIN,
+    UNIFORM_GROUPS,
+)
+from attention_engine.plan.targets import Target, places_of
+
+EXACT_DELTA, TRIMMED_DELTA = "exact delta", "trimmed delta"  # where a delta lies that the rows are made of once more
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the kernels of one problem."""
+
+    forward: Tile
+    backward: Tile
+    queries: Tile
+
+    @property
+    def pairs(self) -> Tile:
+        """Of the kernel of pairs, which copies queries and keys alike in each step."""
+        return replace(self.queries, stages=min(self.queries.stages, 1))
+
+
+class AttentionPlan:
+    """The launches of one program for one problem, tile choice and target.
+
+    over_queries: a kernel over queries makes dQ, and no atomics do: gradients are to be the same in every run, or
+    custom inputs want sums of rows. vectors: may kernels add four numbers in one atomic?
+    """
+
+    def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
+        self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
+        schedule = maths.backward_schedule
+        self.row_sums = (
+            plan_row_sums(schedule, maths.backward, problem.splits) if schedule and maths.backward else None
+        )
+        axes = {name: axes for name, _, axes in problem.custom}
+        self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
+        self.over_queries = deterministic or bool(self.row_sums and self.row_sums.gradients)
+        self.vectors = not isinstance(target, Arch) or target.has_wgmma
+        self.row_pad = tiles.backward.row_pad  # of the rows that all backward kernels read
+
+    @property
+    def refused(self) -> bool:
+        """Is there no backward pass?"""
+        return self.maths.backward is None
+
+    @property
+    def _backward(self) -> Backward:
+        if self.maths.backward is None:
+            assert self.maths.refusal is not None
+            raise self.maths.refusal
+        return self.maths.backward
+
+    @property
+    def _schedule(self) -> BackwardSchedule:
+        assert self._backward is not None and self.maths.backward_schedule is not None
+        return self.maths.backward_schedule
+
+    # ---- what is launched, in order
+
+    @cached_property
+    def forward_steps(self) -> tuple[Step, ...]:
+        """What a forward pass launches."""
+        return (*self._map("forward", self.tiles.forward, True), self.forward)
+
+    def backward_steps(self, finals: Sequence[str] = ()) -> tuple[Step, ...]:
+        """What a backward pass launches where gradients arrive at these returned rows, but for the kernels of pairs."""
+        tiles, backward = self.tiles, self._backward
+        steps: list[Step] = []
+        if backward.extremes:
+            steps += [*self._map("extremes", self._tile_of_extremes(True), True), self.extremes(True)]
+        steps.append(self.preprocess(finals))
+        if backward.exact_delta:
+            steps += [*self._map("queries", tiles.queries, True), self.exact_delta]
+            steps.append(self.preprocess(finals, EXACT_DELTA))
+        steps += [*self._map("backward", tiles.backward, False), self.over_keys]
+        if self.finds_twice:
+            steps += [*self._map("queries", tiles.queries, True), self.extremes(False)]
+            steps.append(Trim("delta", buffers.row("given", self.problem).at(TRIMMED_DELTA)))
+            steps.append(self.preprocess(finals, TRIMMED_DELTA))
+        if self.over_queries:
+            steps += [*self._map("queries", tiles.queries, True), self.queries]
+        else:
+            steps.append(self.postprocess)
+        return tuple(dict.fromkeys(steps))  # a map serves every kernel that asks for it
+
+    @property
+    def pair_launches(self) -> list[Launch]:
+        """The kernels of pairs, which come last; for gradients in fp32."""
+        found = (*self.custom_sums.pairs, *self.custom_sums.by_rows)
+        return [self.pairs(read, expr, "float32") for read, expr in found]
+
+    def numbers(self, batch: int, queries: int, keys: int, finals: Sequence[str] = ()) -> dict[str, int]:
+        """The numbers of a backward pass: how blocks over keys are ordered, and for which units delta is given."""
+        tile, places = self.tiles.backward, places_of(self.target)
+        together = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places)
+        ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
+        return {TOGETHER: together, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if finals else ahead}
+
+    # ---- what the mask and the maths ask for
+
+    @cached_property
+    def tile_plan(self) -> TilePlan:
+        """What the mask asks of the kernels' loops."""
+        return plan_tiles(self.maths.program.mask)
+
+    @cached_property
+    def longest_first(self) -> bool:
+        """Do blocks over keys start longest first, over so many heads as their launch says?"""
+        return starts_longest_first(self.problem, self.tiles.backward, self.tile_plan)
+
+    @cached_property
+    def makes_delta(self) -> bool:
+        """Do blocks over keys make delta, where no gradient arrives at returned rows, but for the first units'?"""
+        by_hand = self.tiles.backward.specialised and not self.over_queries
+        return by_hand and makes_delta(self.problem, self._backward, self._schedule, self.custom_sums)
+
+    @cached_property
+    def stores_dq(self) -> bool:
+        """Are blocks over keys persistent, and store dQ but for the last units'?"""
+        return self.tiles.backward.persistent and not self.over_queries
+
+    @cached_property
+    def finds_twice(self) -> bool:
+        """Do kernels over queries or pairs meet extremes too, whose rows are found once more?"""
+        pairs = self.custom_sums.pairs or self.custom_sums.by_rows
+        return bool(self._backward.extremes) and (self.over_queries or bool(pairs))
+
+    @property
+    def _exact(self) -> tuple[str, ...]:
+        """The rules of kernels whose values must meet a row's extreme to the last bit."""
+        return (NO_CONTRACTION,) if self._backward.extremes else ()
+
+    @property
+    def _one_role(self) -> tuple[str, ...]:
+        """The rules of kernels that bring tiles by registers (unseen.py): TileLang would give one warp the loads and
+        another the stores."""
+        seen = key_condition(self.maths.program.mask)
+        return () if seen is None or self.problem.dtype == "float32" else (DISABLE_WARP_SPECIALIZATION,)
+
+    @property
+    def _sums(self) -> tuple[Expr, ...]:
+        return self.row_sums.sums if self.row_sums else ()
+
+    # ---- each launch
+
+    def _map(self, of: str, tile: Tile, over_keys: bool) -> list[Launch]:
+        """The lists of tiles that blocks with this tile walk over, where the mask's bounds don't say it all."""
+        plan = self.tile_plan
+        if not plan.mapped:
+            return []
+        name = f"tile map of {of}"
+        arguments = buffers.tile_map(self.problem, plan, tile, over_keys, name)
+        given = (plan.mask, tile, over_keys)
+        return [Launch(name, "tile_map.tile_map", given, arguments, frozenset([name]), lasting=not plan.reads)]
+
+    @cached_property
+    def forward(self) -> Launch:
+        """q, k, v -> o and rows."""
+        tile, dtype, lists = self.tiles.forward, self.problem.dtype, "tile map of forward"
+        by_hand = tile.specialised
+        schedule = self.maths.forward_parted_of(dtype) if by_hand else self.maths.forward_of(dtype)
+        arguments = buffers.forward(self.problem, schedule, tile, lists)
+        writes = frozenset(["o", *(f"row_{name}" for name, _ in schedule.rows)])
+        if not by_hand:
+            return Launch("forward", "forward.forward", (schedule, tile), arguments, writes, self._one_role)
+        places = (places_of(self.target),) if tile.persistent else ()
+        rules = (UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else []))
+        return Launch("forward", "forward_hopper.forward_hopper", (schedule, tile, *places), arguments, writes, rules)
+
+    def extremes(self, over_keys: bool) -> Launch:
+        """Rows of extremes for the kernel over keys, or for those over queries and pairs."""
+        tile, name = self._tile_of_extremes(over_keys), "extremes" if over_keys else "extremes of queries"
+        lists = f"tile map of {'extremes' if over_keys else 'queries'}"
+        arguments = buffers.extremes(self.problem, self._schedule, self._backward, tile, lists)
+        names = [name for extreme in self._backward.extremes for name in extreme.names]
+        given = (self._schedule, self._backward, tile, over_keys)
+        writes = frozenset(f"saved_{name}" for name in names)
+        return Launch(name, "backward_extremes.backward_extremes", given, arguments, writes, self._exact)
+
+    def _tile_of_extremes(self, over_keys: bool) -> Tile:
+        """Their tile: that of the products which meet them."""
+        tile = self.tiles.backward if over_keys else self.tiles.queries
+        return replace(tile, stages=min(tile.stages, 1))
+
+    def preprocess(self, finals: Sequence[str], delta: str = "") -> Launch:
+        """Row values for the backward pass, where gradients arrive at these returned rows; zeroes the sums of dQ.
+
+        delta: the place of a delta that they are made of once more; the sums are zero by then.
+        """
+        tile = None if self.over_queries or delta else self.tiles.backward
+        arguments = buffers.preprocess(
+            self.problem, self._backward, finals, tile, self.row_pad, self.longest_first, delta
+        )
+        first_only = self.makes_delta and not finals
+        given = (self._backward, tuple(finals), tile, self.row_pad, self.longest_first, bool(delta), first_only)
+        made = {"workspace", "counters", "delta", *(name for name, _ in self._backward.rows)}
+        writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
+        return Launch("preprocess_again" if delta else "preprocess", "rows.preprocess", given, arguments, writes)
+
+    @cached_property
+    def exact_delta(self) -> Launch:
+        """delta as the row sums of weight * dweight, for programs that would magnify the rounding of o."""
+        sums, tile, lists = (mul(WEIGHT, WEIGHT_GRADIENT),), self.tiles.queries, "tile map of queries"
+        arguments = buffers.over_queries(
+            self.problem, self._schedule, self._backward, sums, tile, self.row_pad, False, lists, EXACT_DELTA
+        )
+        given = (self._schedule, self._backward, sums, tile, self.row_pad, False)
+        writes = frozenset([EXACT_DELTA])
+        return Launch("exact_delta", "backward_queries.backward_queries", given, arguments, writes)
+
+    @cached_property
+    def over_keys(self) -> Launch:
+        """dK, dV, and the sums of dQ (or not, where `queries` makes dQ)."""
+        tile, with_dq, by_hand = self.tiles.backward, not self.over_queries, self.tiles.backward.specialised
+        arguments = buffers.over_keys(
+            self.problem, self._schedule, self._backward, tile, with_dq, self.custom_sums, self.stores_dq,
+            "tile map of backward",
+        )  # fmt: skip
+        given = (self._schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
+        sums = (b.place for b in buffers.custom_sums(self.problem, tile, self.custom_sums))
+        made = {"dk", "dv", "workspace", "counters", *(["dq"] if self.stores_dq else []), *sums}
+        writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
+        if not by_hand:
+            return Launch("backward", "backward.backward", given, arguments, writes, self._exact)
+        places = (places_of(self.target),) if self.stores_dq else ()
+        rules = (UNIFORM_GROUPS, HELD_THREADS)
+        return Launch("backward", "backward_hopper.backward_hopper", (*given, *places), arguments, writes, rules)
+
+    @cached_property
+    def queries(self) -> Launch:
+        """dQ, and what rows add to gradients of custom inputs."""
+        tile, sums = self.tiles.queries, self._sums
+        arguments = buffers.over_queries(
+            self.problem, self._schedule, self._backward, sums, tile, self.row_pad, lists="tile map of queries"
+        )
+        given = (self._schedule, self._backward, sums, tile, self.row_pad)
+        writes = frozenset(["dq", *(f"sum{n}" for n in range(len(sums)))])
+        rules = (*self._exact, *self._one_role)
+        return Launch("queries", "backward_queries.backward_queries", given, arguments, writes, rules)
+
+    @cached_property
+    def postprocess(self) -> Launch:
+        """dQ from its sums."""
+        tile = self.tiles.backward
+        arguments = buffers.postprocess(self.problem, tile, self.longest_first)
+        given = (tile, self._schedule.scale, self.vectors, self.longest_first)
+        return Launch("postprocess", "rows.postprocess", given, arguments, frozenset(["dq"]))
+
+    def pairs(self, read: Expr, expr: Expr, dtype: str) -> Launch:
+        """The gradient of a read that differs from pair to pair, as tiles of pairs."""
+        arguments = buffers.pairs(self.problem, self._backward, read, self.row_pad, dtype)
+        given = (self._schedule, self._backward, read, expr, self.tiles.pairs, self.row_pad, dtype)
+        name, writes = f"pairs of {read}", frozenset(["d_pairs"])
+        return Launch(name, "backward_pairs.backward_pairs", given, arguments, writes, self._exact)

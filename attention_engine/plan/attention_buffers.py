@@ -1,0 +1,243 @@
+"""The arguments of every kernel of softmax-like attention, in the order of its parameters.
+
+Tensors are (batch, length, heads, dim), rows (batch, heads, queries), in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from attention_engine.ir.expr import Axis, Expr, const
+from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem, Tile, padded
+from attention_engine.ir.program import Backward
+from attention_engine.passes.by_hand import makes_delta, starts_longest_first
+from attention_engine.passes.read_places import CustomSums
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.plan.buffers import (
+    BATCH,
+    KEYS,
+    QUERIES,
+    Argument,
+    Arguments,
+    Buffer,
+    Number,
+    Role,
+    Size,
+    ceil_div,
+    length,
+)
+
+LISTS = "tile_lists"
+TOGETHER, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "units_ahead", "units_given"
+LENGTHS = {"batch": BATCH, "seq_len": QUERIES, "seq_len_kv": KEYS}  # of custom inputs' axes
+
+
+def padded_length(size: Expr, pad: int) -> Expr:
+    """A length rounded up for rows that are the backward pass's own, `problem.padded_rows` as an expression."""
+    return ceil_div(size + ROW_PAD, pad) * pad
+
+
+def tensor(name: str, size: Expr, heads: int, dim: int, problem: Problem, role: Role = Role.MADE) -> Buffer:
+    """A contiguous tensor in the problem's dtype."""
+    return Buffer(name, (BATCH, size, heads, dim), problem.dtype, role)
+
+
+def strided(name: str, size: Expr, heads: int, dim: int, problem: Problem) -> Buffer:
+    """A caller's tensor, with strides of its own."""
+    names = tuple(f"{name}_stride_{axis}" for axis in ("batch", "length", "head"))
+    return Buffer(
+        name, (BATCH, size, heads, dim), problem.dtype, Role.GIVEN, strides=names, unit=problem.stride_unit
+    )
+
+
+def row(name: str, problem: Problem, pad: int = 1, role: Role = Role.MADE) -> Buffer:
+    """One number for each batch, head and query; queries are padded to a multiple of `pad`."""
+    return Buffer(name, (BATCH, problem.heads, QUERIES if pad == 1 else padded_length(QUERIES, pad)), role=role)
+
+
+def custom_shape(problem: Problem, name: str) -> tuple[Size, ...]:
+    """The shape of a custom input; an axis with a name of its own has a length of its own."""
+    (axes,) = [axes for each, _, axes in problem.custom if each == name]
+    lengths: dict[str, Size] = {**LENGTHS, "heads": problem.heads}
+    found = tuple(a if isinstance(a, int) else lengths.get(a, length(f"{name}_{a}")) for a in axes)
+    return found or (1,)
+
+
+def custom_inputs(problem: Problem, names: Collection[str] | None = None) -> Arguments:
+    """The custom inputs (of these names alone), staged ones with their strides."""
+    found = []
+    for name, dtype, _ in problem.custom:
+        if names is None or name in names:
+            shape, staged = custom_shape(problem, name), name in problem.staged
+            strides = tuple(f"{name}_stride_{n}" for n in range(len(shape) - 1)) if staged else ()
+            unit = STAGED_UNIT if staged else 1
+            found.append(Buffer(f"custom_{name}", shape, dtype, Role.GIVEN, strides=strides, unit=unit))
+    return tuple(found)
+
+
+def inputs(problem: Problem) -> Arguments:
+    """q, k, v and the custom inputs."""
+    return (
+        strided("q", QUERIES, problem.heads, problem.dim, problem),
+        strided("k", KEYS, problem.kv_heads, problem.dim, problem),
+        strided("v", KEYS, problem.kv_heads, problem.dim_v, problem),
+        *custom_inputs(problem),
+    )
+
+
+def output_gradient(problem: Problem) -> Buffer:
+    """The gradient of the output."""
+    return strided("do", QUERIES, problem.heads, problem.dim_v, problem)
+
+
+def output(problem: Problem, role: Role = Role.MADE) -> Buffer:
+    """The output."""
+    return tensor("o", QUERIES, problem.heads, problem.dim_v, problem, role)
+
+
+def tile_lists(plan: TilePlan, problem: Problem, tile: Tile, over_keys: bool, key: str = "") -> Arguments:
+    """Which tiles each block walks over, if the mask's bounds don't say it. over_keys: blocks walk over keys."""
+    if not plan.mapped:
+        return ()
+    rows, tiles = ceil_div(QUERIES, tile.q), ceil_div(KEYS, tile.kv)
+    if not over_keys:
+        rows, tiles = tiles, rows * plan.candidates(problem)
+    shape = (BATCH if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles + 1)
+    return (Buffer(LISTS, shape, "int32", key=key),)
+
+
+def tile_map(problem: Problem, plan: TilePlan, tile: Tile, over_keys: bool, key: str = "") -> Arguments:
+    """Of the kernel that writes those lists."""
+    lengths = tuple(Number(size.name) for size in (BATCH, QUERIES, KEYS))
+    return (*lengths, *custom_inputs(problem, plan.reads), *tile_lists(plan, problem, tile, over_keys, key))
+
+
+def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, lists: str = "") -> Arguments:
+    """Of the kernels that make o and the rows. lists: the place of the tile lists."""
+    plan = plan_tiles(schedule.mask)
+    return (
+        *inputs(problem), *tile_lists(plan, problem, tile, True, lists),
+        output(problem), *(row(f"row_{name}", problem) for name, _ in schedule.rows),
+    )  # fmt: skip
+
+
+def extremes(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, lists: str = ""
+) -> Arguments:  # fmt: skip
+    """Of the kernel that finds rows' extremes, and how many pairs share each."""
+    names = [name for extreme in rows.extremes for name in extreme.names]
+    return (
+        *inputs(problem), *tile_lists(plan_tiles(schedule.mask), problem, tile, True, lists),
+        *(row(name, problem).at(f"saved_{name}") for name in names),
+    )  # fmt: skip
+
+
+def workspace(problem: Problem, pad: int) -> Buffer:
+    """The sums of dQ: (batch * heads, padded queries * padded dim), tile after tile, each in the order of
+    `rows.workspace_offset`. The second length has a name of its own in kernels: that costs no division of 64 bits."""
+    sums = length("sums_of_a_head")
+    known = padded_length(QUERIES, pad) * padded(problem.dim)
+    return Buffer("workspace", (BATCH * problem.heads, sums), known=((sums.name, known),))
+
+
+def counters(problem: Problem) -> Buffer:
+    """(1 + batch * key heads, 2), by which blocks over keys tell how far a unit of them (items.KeyBlocks) is: what is
+    left to do, below 0. [1 + unit, PREPARED] of warps that zero its sums or make its rows, [1 + unit, FINISHED] of its
+    blocks. The first row says how many blocks were begun, where persistent ones deal them."""
+    return Buffer("counters", (const(1) + BATCH * problem.kv_heads, 2), "int32")
+
+
+def preprocess(
+    problem: Problem, backward: Backward, finals: Sequence[str], tile: Tile | None, pad: int, longest_first: bool,
+    given: str = "",
+) -> Arguments:  # fmt: skip
+    """Of the kernel that makes delta and the rows of pairs, and zeroes the sums of dQ. given: the place of a delta that
+    comes instead of o and dO."""
+    sources: list[Argument] = [output(problem, Role.GIVEN), output_gradient(problem)]
+    if given:
+        sources = [row("given", problem).at(given)]
+    made = {name for extreme in backward.extremes for name in extreme.names}
+    saved = [
+        row(f"saved_{n}", problem, role=Role.MADE if n in made else Role.GIVEN) for n in backward.given_rows
+    ]
+    arriving = [row(f"d_{n}", problem, role=Role.GIVEN) for n in finals]
+    found = [*inputs(problem), *sources, *saved, *arriving, row("delta", problem, pad)]
+    found += [row(name, problem, pad) for name, _ in backward.rows]
+    if tile is not None:
+        found.append(workspace(problem, tile.row_pad))
+        if tile.specialised:
+            found += [counters(problem), *([Number(TOGETHER)] if longest_first else []), Number(AHEAD)]
+    return tuple(found)
+
+
+def custom_sums(problem: Problem, tile: Tile, summed: CustomSums) -> list[Buffer]:
+    """What a kernel over keys sums for custom inputs."""
+    found = []
+    for number, (read, _) in enumerate(summed.of_keys):
+        heads = problem.heads if Axis.HEAD in read.axes else problem.kv_heads
+        found.append(Buffer(f"key_sum{number}", (BATCH, heads, KEYS), role=Role.ZEROED))
+    strips = ceil_div(KEYS, tile.kv) if summed.ordered else 1
+    for number in range(len(summed.diagonals)):
+        shape = (BATCH, problem.heads, strips, QUERIES + KEYS)
+        found.append(Buffer(f"diagonal{number}", shape, role=Role.ZEROED))
+    for name in dict.fromkeys(read.name for read, _ in summed.scattered):
+        found.append(Buffer(f"d_custom_{name}", custom_shape(problem, name), role=Role.ZEROED))
+    return found
+
+
+def over_keys(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums,
+    persistent: bool = False, lists: str = "",
+) -> Arguments:  # fmt: skip
+    """Of the kernels over keys, which make dK, dV and the sums of dQ. persistent: their blocks store dQ too."""
+    plan = plan_tiles(schedule.mask)
+    found: list[Argument] = [*inputs(problem), *tile_lists(plan, problem, tile, False, lists)]
+    found += [output_gradient(problem), *(row(name, problem, tile.row_pad) for name, _ in rows.rows)]
+    found += [tensor("dk", KEYS, problem.kv_heads, problem.dim, problem)]
+    found += [tensor("dv", KEYS, problem.kv_heads, problem.dim_v, problem)]
+    if tile.specialised:
+        found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
+        found += [Number(AHEAD)] if with_dq else []
+        if with_dq and makes_delta(problem, rows, schedule, summed):
+            found += [Number(MADE_BEFORE), output(problem, Role.GIVEN)]
+        found += [dq(problem)] if persistent else []
+    if with_dq:
+        found += [workspace(problem, tile.row_pad), *([counters(problem)] if tile.specialised else [])]
+    return (*found, *custom_sums(problem, tile, summed))
+
+
+def dq(problem: Problem) -> Buffer:
+    """The gradient of q."""
+    return tensor("dq", QUERIES, problem.heads, problem.dim, problem)
+
+
+def over_queries(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, sums: Sequence[Expr], tile: Tile, pad: int,
+    with_dq: bool = True, lists: str = "", exact: str = "",
+) -> Arguments:  # fmt: skip
+    """Of the kernel over queries, which makes dQ and sums of rows. exact: the place of the only sum, if it is delta."""
+    plan = plan_tiles(schedule.mask)
+    return (
+        *inputs(problem), *tile_lists(plan, problem, tile, True, lists), output_gradient(problem),
+        *(row(name, problem, pad) for name, _ in rows.rows), *([dq(problem)] if with_dq else []),
+        *(row(f"sum{n}", problem).at(exact) for n in range(len(sums))),
+    )  # fmt: skip
+
+
+def pairs(problem: Problem, rows: Backward, read: Expr, pad: int, dtype: str) -> Arguments:
+    """Of the kernel that makes the gradient of a read as tiles of pairs, of so many queries from the first on."""
+    owners = (BATCH if Axis.BATCH in read.axes else 1, problem.heads if Axis.HEAD in read.axes else 1)
+    return (
+        *inputs(problem), output_gradient(problem), *(row(name, problem, pad) for name, _ in rows.rows),
+        Number("first_query"), Buffer("d_pairs", (*owners, length("queries"), KEYS), dtype, Role.GIVEN),
+    )  # fmt: skip
+
+
+def postprocess(problem: Problem, tile: Tile, longest_first: bool) -> Arguments:
+    """Of the kernel that makes dQ of its sums."""
+    found: list[Argument] = [dq(problem), workspace(problem, tile.row_pad)]
+    if tile.specialised:
+        found += [counters(problem), *([Number(TOGETHER)] if longest_first else [])]
+    found += [Number(AHEAD)] if tile.persistent else []
+    return tuple(found)

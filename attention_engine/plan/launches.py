@@ -1,0 +1,74 @@
+"""Launches of kernels, in order, as data: who runs them, lists them, or compiles them ahead reads the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from attention_engine.plan.buffers import Arguments, Buffer, Role, buffers_of
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with its arguments.
+
+    name: what users call it. builder, given: the function in kernels/ that makes it, "forward.forward", and that
+    function's arguments after the problem. rules: what TileLang is told, and what is done to the text that it prints.
+    writes: the places that it fills or adds to. lasting: what it writes depends on lengths alone, so that a later call
+    may use it.
+    """
+
+    name: str
+    builder: str
+    given: tuple[object, ...]
+    arguments: Arguments
+    writes: frozenset[str]
+    rules: tuple[str, ...] = ()
+    lasting: bool = False
+
+
+@dataclass(frozen=True)
+class Trim:
+    """A copy of the first entries of a row, as many as there are queries, in the place of another name."""
+
+    source: str
+    target: Buffer
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over a dim of what lies in a place: over all of it, or over groups of so many neighbours in the dim before
+    it. The target's dtype is the result's."""
+
+    source: str
+    target: Buffer
+    dim: int
+    group: int = 0
+
+
+Step = Launch | Trim | Sum
+
+
+def launches(steps: Iterable[Step]) -> Iterator[Launch]:
+    """The launches among the steps, each name once."""
+    seen: set[str] = set()
+    for step in steps:
+        if isinstance(step, Launch) and step.name not in seen:
+            seen.add(step.name)
+            yield step
+
+
+def unwritten(steps: Sequence[Step]) -> list[str]:
+    """What is read before anything wrote it, as "launch: place" each: nothing, in a plan that is valid."""
+    filled: set[str] = set()
+    found = []
+    for step in steps:
+        if not isinstance(step, Launch):
+            found += [] if step.source in filled else [f"{type(step).__name__.lower()}: {step.source}"]
+            filled.add(step.target.place)
+            continue
+        for buffer in buffers_of(step.arguments):
+            ready = buffer.role is not Role.MADE or buffer.place in filled or buffer.place in step.writes
+            found += [] if ready else [f"{step.name}: {buffer.place}"]
+        filled |= step.writes
+    return found

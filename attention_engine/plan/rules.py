@@ -1,0 +1,9 @@
+"""What TileLang is told of a kernel, and what is done to the text that it prints: names that a launch carries."""
+
+DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
+FAST_MATH = "tl.enable_fast_math"
+UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
+HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
+HELD_THREADS = "attention_engine.held_threads"  # so do threads' indices: printed.with_held_threads
+ONE_CHAIN = "attention_engine.one_chain"  # rows are reduced in one chain, as TileLang prints it: not printed.in_chains
+NO_CONTRACTION = "attention_engine.no_contraction"  # a product and a sum are rounded each: equal formulas, equal bits

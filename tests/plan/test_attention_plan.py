@@ -1,0 +1,155 @@
+"""A plan is data: its launches read what was written, allocate what kernels declare, and are those of a call."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, OnlineFunc, arch, meta_tensor
+from attention_engine.compiler import Kernels
+from attention_engine.ir.problem import padded, padded_rows
+from attention_engine.library import OnlineRelu, OnlineSoftmax, causal, scale
+from attention_engine.plan.buffers import Buffer, Role, buffers_of, ceil_div, length, value_of
+from attention_engine.plan.launches import Launch, Trim, launches, unwritten
+from attention_engine.runtime.run import Kept, Ready
+from tests import cases, programs
+from tests.sweep import Job
+
+
+def plan(name="case: softmax", mask="causal", dim=64, dtype="fp16", device=None, wanted=True, **options):
+    device = device or arch.H100()
+    engine = Job(name, mask, dim, dtype).engine(device)
+    asked = engine._asked(device, False)
+    made = asked.trained.kernels_as_known(engine.tuning)
+    maths = made.maths if wanted else made.maths.wanting(())
+    return Kernels(maths, made.problem, made.tiles, device, options.get("deterministic", False)).plan
+
+
+NAMES = [f"case: {name}" for name in cases.CASES] + [f"example: {name}" for name in programs.EXAMPLES]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_launch_reads_what_an_earlier_one_wrote(name, deterministic):
+    made = plan(name, deterministic=deterministic)
+    assert unwritten(made.forward_steps) == []
+    finals = tuple(n for n, _ in made.maths.program.finals)
+    for arriving in ((), finals):
+        assert made.refused or unwritten(made.backward_steps(arriving)) == []
+
+
+def test_a_launch_that_reads_too_early_is_named():
+    made = plan("case: softmax")
+    early = [step for step in made.backward_steps() if not isinstance(step, Launch) or step.name != "preprocess"]
+    assert "backward: delta" not in unwritten(early)
+    assert {"backward: row0", "postprocess: workspace"} & {*unwritten(early)} == {"backward: row0"}
+    assert unwritten([Trim("delta", early[0].arguments[0])]) == ["trim: delta"]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("name", ["case: softmax", "case: relu2_row_sum", "example: tempered", "example: pair bias"])
+def test_kernels_declare_what_is_allocated(name, mask):
+    """Each parameter of a kernel's TileLang has the rank and the dtype of the plan's buffer, in its order."""
+    pytest.importorskip("tilelang")
+    engine = Job(name, mask, 64, "fp16").engine(arch.H100())
+    made = engine._asked(arch.H100(), False).trained.kernels_as_known(engine.tuning)
+    for launch in launches((*made.plan.forward_steps, *made.plan.backward_steps(), *made.plan.pair_launches)):
+        function = made.kernel(launch).prim_func
+        expected = []
+        for argument in launch.arguments:
+            expected += ["number"] * len(getattr(argument, "strides", ()))
+            expected.append((len(argument.shape), argument.dtype) if isinstance(argument, Buffer) else "number")
+        buffers = [function.buffer_map.get(p) for p in function.params]
+        assert ["number" if b is None else (len(b.shape), str(b.dtype)) for b in buffers] == expected
+
+
+def test_sizes_are_those_of_the_padded_rows():
+    made = plan("case: softmax", dim=96)
+    buffers = {b.name: b for b in buffers_of(made.preprocess(()).arguments)}
+    for queries in (1, 63, 128, 129, 1000):
+        lengths = {"batch": 3, "q_length": queries, "kv_length": 7}
+        rows = padded_rows(queries, made.row_pad)
+        assert buffers["delta"].shape_of(lengths) == (3, programs.HEADS, rows)
+        assert buffers["workspace"].shape_of(lengths) == (3 * programs.HEADS, rows * padded(96))
+
+
+def test_a_size_is_a_number_once_lengths_are_known():
+    size = ceil_div(length("n") + 128, 100) * 100
+    assert [value_of(size, {"n": n}) for n in (1, 72, 73, 172)] == [200, 200, 300, 300]
+    assert value_of(5, {}) == 5
+
+
+class Largest(OnlineFunc):
+    """Scores over the largest of their row."""
+
+    def __init__(self):
+        super().__init__({"r": 0.0}, {})
+
+    @staticmethod
+    def online_fwd(scores, rows, b, h, q_idx):
+        return scores, {"r": rows["r"].max(scores.get_reduce("absmax"))}, 1
+
+    @staticmethod
+    def online_fwd_epilogue(o, rows, b, h, q_idx):
+        return o / (rows["r"] + 1.0), {}
+
+
+def names(engine):
+    made = engine._asked(arch.H100(), False).trained.kernels_as_known(engine.tuning)
+    return [step.name if isinstance(step, Launch) else "trim" for step in made.plan.backward_steps()]
+
+
+def build(online=None, **options):
+    metas = (meta_tensor(1, 2, 64, 64, dtype=torch.float16),) * 3
+    given = {"score_mod": scale(0.125), "mask_mod": causal, "online_func": online or OnlineSoftmax()} | options
+    return AttentionEngine(metas, device=arch.H100(), **given)
+
+
+def test_the_order_of_launches_is_told():
+    assert names(build()) == ["preprocess", "backward", "postprocess"]
+    assert names(build(deterministic=True)) == ["preprocess", "backward", "queries"]
+    exact = ["extremes", "preprocess", "exact_delta", "preprocess_again", "backward"]
+    assert names(build(Largest())) == [*exact, "postprocess"]
+    twice = ["extremes of queries", "trim", "preprocess_again", "queries"]
+    assert names(build(Largest(), deterministic=True)) == [*exact, *twice]
+    assert names(build(OnlineRelu(), mask_mod=lambda b, h, i, j: (i + j) % 3 > 0)) == [
+        "preprocess", "tile map of backward", "backward", "postprocess",
+    ]  # fmt: skip
+
+
+def test_a_map_serves_every_kernel_that_asks_for_it():
+    made = names(build(Largest(), deterministic=True, mask_mod=lambda b, h, i, j: (i + j) % 3 > 0))
+    assert made.count("tile map of queries") == 1 and made.index("tile map of queries") < made.index("queries")
+
+
+def test_names_stand_for_one_kernel_each():
+    """compile_for, source, explain and the tuner ask by these names."""
+    axes = CustomIO({"table": ("heads", 129)})
+    engine = build(None, custom_fwd_inputs=axes, score_mod=lambda s, c, b, h, i, j: s + c["table"][h, i - j + 64])
+    made = engine._asked(arch.H100(), False).trained.kernels_as_known(engine.tuning)
+    steps = [s for s in (*made.plan.forward_steps, *made.plan.backward_steps()) if isinstance(s, Launch)]
+    assert len({s.name for s in steps}) == len({(s.builder, s.given) for s in steps}) == len(steps)
+
+
+def test_zeroed_buffers_come_as_zeros_and_others_as_they_are():
+    axes = CustomIO({"bias": ("batch", "seq_len_kv")})
+    engine = build(None, custom_fwd_inputs=axes, score_mod=lambda s, c, b, h, i, j: s + c["bias"])
+    made = engine._asked(arch.H100(), False).trained.kernels_as_known(engine.tuning).plan
+    over_keys = buffers_of(made.over_keys.arguments)
+    assert {b.name for b in over_keys if b.role is Role.ZEROED} == {"key_sum0"}
+    seen = {}
+
+    class Silent:
+        def run(self, *given):
+            seen[self.name] = given
+
+        def __init__(self, launch):
+            self.name = launch.name
+
+    lengths = {"batch": 2, "q_length": 5, "kv_length": 9}
+    memory = {b.place: torch.full((1,), 7.0) for b in over_keys if b.role is Role.GIVEN}
+    rows = {b.place: torch.full((1,), 7.0) for b in buffers_of(made.preprocess(()).arguments)}
+    numbers = made.numbers(*lengths.values())
+    ready = Ready([made.over_keys], Silent, lengths, numbers, torch.device("cpu"), Kept())
+    memory = rows | memory
+    ready(memory)
+    assert memory["key_sum0"].shape == (2, 2, 9) and not memory["key_sum0"].any()
+    assert memory["dk"].shape == (2, 9, 2, 64) and len(seen["backward"]) == len(made.over_keys.arguments)
