@@ -66,7 +66,7 @@ def verify_forward_schedule(schedule: ForwardSchedule, program: Program) -> None
         if variable.kind is not VarKind.STATE or not math.isfinite(number):
             raise refuse("initial states", f"one that starts at {number}", variable)
     _Steps(reads, schedule, states, block).walk()
-    end = _assigned(reads, "the rows of the end", schedule.output_rows, states | PLACES, states)
+    end = _assigned(reads, "the rows of the end", schedule.output_rows, states | PLACES, set())
     reads("output", schedule.output, {OUTPUT, *states, *end, *PLACES}, OF_ENTRY)
     distinct("rows that are written", (name for name, _ in schedule.rows))
     for name, row in schedule.rows:
@@ -97,11 +97,13 @@ def _verify_ends(reads: Reads, ends: Ends | None, known: Iterable[Expr]) -> None
 def _assigned(
     reads: Reads, what: str, step: RowStep, known: set[Expr] | frozenset[Expr], states: set[Expr]
 ) -> set[Expr]:
-    """What a step assigns, all of it of what was known before."""
+    """What a step assigns, all of it of what was known before; only row states are assigned again."""
     distinct(f"{what}: variables", (variable for variable, _ in step.assignments))
     for variable, value in step.assignments:
         if variable.kind is not VarKind.MADE and variable not in states:
             raise refuse(what, "no row that a schedule makes is", variable)
+        if variable not in states and variable in known:
+            raise refuse(what, "is assigned again", variable)
         reads(f"{what}: {variable}", value, known, OF_ROW)
         if not value.axes <= variable.axes:
             raise refuse(f"{what}: {variable}", "has not the axes of", value)

@@ -114,6 +114,12 @@ NO_FORWARD: dict[str, tuple[str, ForwardSchedule]] = {
     "a row assigned twice at once": (
         "step 0: variables: new stands twice", before(RowStep(((MADE, const(1.0)), (MADE, M))))
     ),
+    "a row assigned again": (
+        "step 1: is assigned again", replace(FORWARD, steps=(*[assigned(MADE, M)] * 2, *FORWARD.steps))
+    ),
+    "a state assigned at the end": (
+        "the rows of the end: no row that a schedule makes is", replace(FORWARD, output_rows=assigned(M, const(1.0)))
+    ),
     "a row of fewer axes": (
         "step 0: n: has not the axes of", before(assigned(made_variable("n", [Axis.HEAD]), M))
     ),
