@@ -124,9 +124,8 @@ def kernel() -> Finding:
     except (AttentionEngineError, RuntimeError, OSError) as error:
         return Finding("kernel", False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
     seconds = time.perf_counter() - start
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        *(t.transpose(1, 2).double() for t in (q, k, v)), is_causal=True, scale=0.125
-    )
+    q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.125)
     off = (found.transpose(1, 2).double() - exact).abs().mean().item()
     well = off < 1e-3
     words = f"ran on the GPU {seconds:.1f} s after it was asked for, {off:.1e} from float64"

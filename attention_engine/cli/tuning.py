@@ -87,7 +87,11 @@ def _tune(case: Case, args: argparse.Namespace) -> bool:
     engine = engine_for(case, args.dtype, tune=True, tune_bwd=args.backward, tune_file=args.file)
     engine.tuning.budget = Budget(args.trials, args.seconds)
     dtype, sizes = getattr(torch, args.dtype), {"heads": case.shape.heads}
-    q, k, v = (torch.randn(m.batch, m.length, m.heads, m.dim, device="cuda").to(dtype) for m in engine.qkv_meta)
+    shape = case.shape
+    q, k, v = (
+        torch.randn(shape.batch, case.length, heads, dim, device="cuda").to(dtype)
+        for heads, dim in ((shape.heads, shape.dim), (shape.kv_heads, shape.dim), (shape.kv_heads, shape.dim_v))
+    )
     custom = [
         torch.full([sizes[a] if isinstance(a, str) else a for a in s.axes], 0.1, device="cuda")
         for s in engine.custom_io.specs.values()
@@ -102,7 +106,8 @@ def _tune(case: Case, args: argparse.Namespace) -> bool:
     if not engine.tuning.results:
         print(f"{case.name}: {args.file} holds it", flush=True)
     for result in engine.tuning.results.values():
-        default = f"{result.default_us / result.best.time_us:.3f}" if result.default_us else "the default did not run"
+        both = result.default_us and result.best.time_us and result.default_us / result.best.time_us
+        default = f"{both:.3f}" if both else "the default did not run"
         print(f"{case.name}: {result.best.tile}, {result.best.time_us:.1f} us, default / tuned {default}, "
               f"{result.counts()}", flush=True)  # fmt: skip
     return True

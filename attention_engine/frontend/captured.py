@@ -53,7 +53,7 @@ class Computed:
 
     def __init__(self, function: Callable[..., Any], args: Any, named: Any, part: int | None) -> None:
         self.function, self.args, self.named, self.part = function, args, named, part
-        of = getattr(function, "__self__", None)
+        of: Any = getattr(function, "__self__", None)
         kind = getattr(function, "__name__", "")
         self.attribute = of.__name__ if kind == "__get__" else None  # as t.mT: compilers can't follow its getter
         self.name = "_".join([*_names(args), (self.attribute or kind).strip("_")])
@@ -152,7 +152,7 @@ class Capture:
             listed[gap : gap + 1] = [slice(None)] * (tensor.ndim - len(listed) + 1)
         plain = tuple(slice(None) if _is_symbolic(i) else i for i in listed)
         if any(i != slice(None) for i in plain):  # torch reads at what is known, and tracing at the rest
-            if None in plain or any(_is_tensor(i) and i.ndim for i in plain):
+            if None in plain or any(not isinstance(i, slice) and _is_tensor(i) and i.ndim for i in plain):
                 raise WrongIndex(f"{where_from()}a tensor is read at {index}. Read it at integers and symbols alone.")
             tensor = tensor[plain]
             listed = [i for i in listed if _is_symbolic(i) or isinstance(i, slice)]
@@ -171,8 +171,8 @@ class Capture:
         several = isinstance(result, (tuple, list))
         for part, tensor in enumerate(result if several else [result]):
             if _is_tensor(tensor) and id(tensor) not in self._computed:
-                of = [self._sources(value) for value in (args, named)]
-                self._computed[id(tensor)] = tensor, Computed(function, *of, part if several else None)
+                made = Computed(function, self._sources(args), self._sources(named), part if several else None)
+                self._computed[id(tensor)] = tensor, made
 
     def _sources(self, value: Any) -> Any:
         """Arguments with the sources of their tensors in place of them."""

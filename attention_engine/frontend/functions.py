@@ -73,7 +73,7 @@ def _to(a: object, dtype: object) -> Symbol:
     return wrap(convert(lift(a), kind))
 
 
-def _infix(function: Callable[[Symbol, object], Symbol]) -> Callable[[object, object], Symbol]:
+def _infix(function: Callable[[Any, Any], Symbol]) -> Callable[[object, object], Symbol]:
     """An operator as a function, also of a number or a tensor of one number on its left."""
     return lambda a, b: function(wrap(lift(a)), b)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
+
+Given = ParamSpec("Given")
+Mod = TypeVar("Mod", bound=Callable[..., Any])
 
 
 class Made:
@@ -38,12 +41,12 @@ def _make(factory: Callable[..., Made], args: tuple[Any, ...], named: dict[str, 
     return factory(*args, **named)
 
 
-def made_by(factory: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+def made_by(factory: Callable[Given, Mod]) -> Callable[Given, Mod]:
     """Decorates a factory of mods, so that what it returns remembers the call: plain closures can't be pickled."""
 
     @functools.wraps(factory)
-    def make(*args: Any, **named: Any) -> Made:
-        return Made(make, args, named)
+    def make(*args: Given.args, **named: Given.kwargs) -> Mod:
+        return cast(Mod, Made(make, args, named))  # called as the mod is
 
     make.makes_mods = True  # type: ignore[attr-defined]
     return make

@@ -244,7 +244,7 @@ class Symbol:
         )
 
     __index__ = _no_index
-    __float__ = __int__ = __len__ = __iter__ = __complex__ = __round__ = _no_number  # type: ignore[assignment]
+    __float__ = __int__ = __len__ = __iter__ = __complex__ = __round__ = _no_number
 
     def _no_operator(self, *others: object) -> NoReturn:
         raise UnsupportedOperation(
@@ -252,7 +252,7 @@ class Symbol:
         )
 
     __divmod__ = __rdivmod__ = __matmul__ = __rmatmul__ = _no_operator
-    __getitem__ = __setitem__ = __contains__ = _no_operator  # type: ignore[assignment]
+    __getitem__ = __setitem__ = __contains__ = _no_operator
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -142,9 +142,10 @@ class _Rowscales(dict[str, Symbol]):
 def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
     if isinstance(scalar, SymbolScalar):
         return scalar.value.value
-    number = isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
-    if number and (isinstance(scalar, float) or abs(scalar) < 2**128) and scalar == scalar:
-        return float(scalar)
+    if isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+        holds = scalar == scalar if isinstance(scalar, float) else abs(scalar) < 2**128
+        if holds:
+            return float(scalar)
     raise BadInitialValue(
         f"{type(owner).__name__}: the row state {name!r} starts at {scalar!r}. "
         f'Write SymbolScalar("{name}", Var("0.0")), or a number.'

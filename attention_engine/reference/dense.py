@@ -175,9 +175,9 @@ def attend_backward(
     rows = {final_variable(n): r[..., None].to(p.dtype) for (n, _), r in zip(backward.saved, saved, strict=True)}
     values = {**p.indices, PRODUCT: products}
     for extreme in backward.extremes:
-        found = Evaluator({**p.indices, PRODUCT: products}, custom, p.dtype, q.device)(extreme.value).expand(p.shape)
-        rows |= _extreme_rows(extreme, found, keep)
-        values[extreme.of_pair] = found
+        of_pair = Evaluator({**p.indices, PRODUCT: products}, custom, p.dtype, q.device)(extreme.value).expand(p.shape)
+        rows |= _extreme_rows(extreme, of_pair, keep)
+        values[extreme.of_pair] = of_pair
     rows[DELTA] = delta[..., None].to(p.dtype)
     for name, _ in program.finals:
         given = d_finals.get(name)

@@ -71,7 +71,8 @@ def default_tiles(problem: Problem, maths: Maths | None, target: Target, hints: 
 
     hints: batch, queries and keys that calls will likely have; those of a call change no default, or it would compile.
     """
-    tiles = Tiles(*(default_entry(kernel, problem, target).tile for kernel in KERNEL_NAMES))
+    found = [default_entry(kernel, problem, target).tile for kernel in KERNEL_NAMES]
+    tiles = Tiles(*(tile for tile in found if isinstance(tile, Tile)))  # these tables hold no others
     if maths is None or not isinstance(target, Arch) or not target.has_wgmma:
         return tiles
     return _placed_by_hand(problem, maths, target, tiles, hints)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 from attention_engine.errors import NothingRan
-from attention_engine.tuner.space import AnyTile
+from attention_engine.tuner.entries import AnyTile
 
 FINALISTS = 3  # measured again, in turns, so that a drifting clock meets all alike
 ROUNDS = 3
@@ -100,7 +100,7 @@ def search(bench: Bench, tiles: Sequence[AnyTile], budget: Budget, what: str = "
     return Result(tuple(trials.values()), best, default_trial.time_us if default_trial else None)
 
 
-def _compiled(bench: Bench, tiles: Sequence[AnyTile], stop: float) -> Iterator[Trial]:
+def _compiled(bench: Bench, tiles: Sequence[AnyTile], stop: float) -> Generator[Trial, None, None]:
     yield from bench.compile(tiles, max(stop - time.monotonic(), 1.0))
 
 

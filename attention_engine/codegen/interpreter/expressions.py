@@ -238,8 +238,8 @@ class ExpressionCompiler(BufferCompiler):
                 return Code(constant(True), "bool", const=True)
             case "tirx.reinterpret":
                 code = self.expression(arguments[0])
-                run, source = code.run, code.dtype
-                bits = Code(lambda frame: reinterpret(run(frame), source, dtype), dtype, code.lanes, may_be_view=True)
+                run, held = code.run, code.dtype
+                bits = Code(lambda frame: reinterpret(run(frame), held, dtype), dtype, code.lanes, may_be_view=True)
                 if code.lanes or is_float(dtype):
                     return bits
                 return bits._replace(run=lambda frame: bits.run(frame).item())

@@ -219,7 +219,8 @@ class _StatementCompiler(ExpressionCompiler):
             held, plain = window.read, value
 
             def value(frame: Frame) -> torch.Tensor:
-                return held(frame) + plain(frame)
+                total: torch.Tensor = held(frame) + plain(frame)
+                return total
 
         if not self.masked:
             return lambda frame: window.write(frame, value(frame))

@@ -77,7 +77,7 @@ class Accesses:
         if found is None:
             width = tensor.element_size()
             steps = [step * width for step in tensor.stride()]
-            found = self._found[id(tensor)] = tensor, self.cells(tensor), tensor.storage_offset() * width, steps
+            found = self._found[id(tensor)] = tensor, self.cells(tensor), int(tensor.storage_offset()) * width, steps
         _, cells, at, steps = found
         for index, step in zip(where, steps, strict=True):
             at += index * step

@@ -125,9 +125,14 @@ def _fork(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
 def _fork_off(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> None:
     """The role goes on with one case; the other's threads are roles of their own meanwhile, one for each warp."""
 
+    then, otherwise = cases
+    everybody, turns, lanes = role.threads, role.turns, role.lanes
+    assert turns is not None and lanes is not None
+    accesses, released = turns.accesses, lanes.released
+
     def start(threads: torch.Tensor) -> Callable[[], None]:
         own = _own(frame)
-        own[ROLE] = Role(threads, turns, Lanes(turns.accesses, threads, lanes.released()))
+        own[ROLE] = Role(threads, turns, Lanes(accesses, threads, released()))
 
         def run() -> None:
             otherwise(own)
@@ -135,9 +140,6 @@ def _fork_off(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> N
 
         return run
 
-    then, otherwise = cases
-    everybody, turns, lanes = role.threads, role.turns, role.lanes
-    assert turns is not None and lanes is not None
     others = [start(threads) for threads in everybody[~chosen].split(WARP)]
     role.threads = everybody[chosen]
     lanes.name(role.threads)

@@ -141,12 +141,13 @@ class Whole(Window):
 
     def locate(self, frame: Frame) -> tuple[torch.Tensor, list[int], Crop | None]:
         """The view itself."""
-        view = frame[self.slot]
-        return view, view.shape, None
+        view: torch.Tensor = frame[self.slot]
+        return view, list(view.shape), None
 
     def read(self, frame: Frame) -> torch.Tensor:
         """The view itself."""
-        return frame[self.slot]
+        view: torch.Tensor = frame[self.slot]
+        return view
 
 
 def store_outside(buffer: BufferInfo) -> NotInterpretable:
