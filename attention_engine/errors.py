@@ -141,6 +141,10 @@ class LengthsDiffer(BadInput):
     """Batches or lengths of q, k and v that don't fit each other."""
 
 
+class TooLong(BadInput):
+    """More queries, keys or tokens than kernels count."""
+
+
 class DtypesDiffer(BadInput):
     """q, k and v of more than one dtype."""
 

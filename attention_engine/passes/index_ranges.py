@@ -18,6 +18,7 @@ Range = tuple[Number, Number]  # least and greatest; of a float, of its finite v
 NARROW: Range = (-(2**31), 2**31 - 1)
 WIDE: Range = (-(2**63), 2**63 - 1)
 LONGEST = 2**26  # queries or keys: offsets of a head of 32 numbers fill 32 bits then
+MOST_ENTRIES = 2**30  # of an axis of a custom input
 MOST_BLOCKS = 2**16  # batches or heads: a launch has no more of them
 INDICES: dict[Expr, Range] = {
     Q_IDX: (0, LONGEST - 1), KV_IDX: (0, LONGEST - 1), B: (0, MOST_BLOCKS - 1), H: (0, MOST_BLOCKS - 1)

@@ -10,13 +10,14 @@ from collections.abc import Collection
 
 from attention_engine.ir.evaluate import WIDEST
 from attention_engine.ir.expr import INTEGERS, Axis, Expr, Op, Type, const, make, rebuild, topological
-from attention_engine.passes.index_ranges import NARROW, WIDE, Range, Ranges, fits
+from attention_engine.passes.index_ranges import MOST_ENTRIES, NARROW, WIDE, Range, Ranges, fits
 from attention_engine.passes.simplify import add, cast, construct, terms
 
 COMPARISONS = frozenset({Op.LESS, Op.LESS_EQUAL, Op.EQUAL})
 SHIFTS = frozenset({Op.SHIFT_LEFT, Op.SHIFT_RIGHT})
 SHIFTS_OF_32 = (0, 31)
 SHIFTS_OF_64 = (0, WIDEST - 1)
+ENTRIES: Range = (0, MOST_ENTRIES - 1)
 
 
 def widen(*roots: Expr, wide: Collection[str] = ()) -> tuple[Expr, ...]:
@@ -45,7 +46,8 @@ class _Widening:
                 return node if node.dtype is not Type.INT or self._is_narrow(node) else const(node.value, Type.LONG)
             case Op.LOAD:
                 wide = node.dtype is Type.INT and node.name in self.wide
-                return make(Op.LOAD, *args, arg=node.arg, dtype=Type.LONG if wide else node.dtype)
+                places = (self._place(*both) for both in zip(node.args, args, strict=True))
+                return make(Op.LOAD, *places, arg=node.arg, dtype=Type.LONG if wide else node.dtype)
             case Op.CAST:
                 narrow = node.dtype is not Type.INT or self._is_narrow(node)
                 return rebuild(node, args) if narrow else cast(args[0], Type.LONG)
@@ -88,24 +90,36 @@ class _Widening:
         if all(a.dtype is Type.INT for a in args):
             return node if args == node.args else construct(rebuild(node, args))
         for side in (0, 1):
-            if args[side].dtype is Type.LONG and (bounded := self._bound_data(node, side, args)) is not None:
-                return construct(rebuild(node, (bounded, args[1]) if side == 0 else (args[0], bounded)))
+            if args[side].dtype is Type.LONG and args[1 - side].dtype is Type.INT:
+                bounded = self._bound_data(node.args[side], self._range(node.args[1 - side]))
+                if bounded is not None:
+                    return construct(rebuild(node, (bounded, args[1]) if side == 0 else (args[0], bounded)))
         return construct(rebuild(node, tuple(_as(a, Type.LONG) for a in args)))
 
-    def _bound_data(self, node: Expr, side: int, args: tuple[Expr, ...]) -> Expr | None:
-        """A side of a comparison in 32 bits, what no pair's indices can make up for cut off its data.
+    def _place(self, index: Expr, changed: Expr) -> Expr:
+        """An index of a read: data that shift it are cut to where every entry is outside still.
+
+        In table[q_idx - kv_idx + offset[b]] the index has 32 bits then, and its distances are seen (read_places.py).
+        """
+        if changed.dtype is not Type.LONG or len(terms(index)) < 2:
+            return changed
+        bounded = self._bound_data(index, ENTRIES, may_wrap=True)
+        return changed if bounded is None else bounded
+
+    def _bound_data(self, side: Expr, other: Range, may_wrap: bool = False) -> Expr | None:
+        """A side of a comparison in 32 bits, what no pair's indices can make up for cut off its data; other: the range
+        of the other side; may_wrap: what wraps at 64 bits comes out far from it.
 
         kv_idx < lengths[b] is kv_idx < min(lengths[b], the most keys), and in q_idx + shift[b] >= kv_idx a shift is cut
         likewise. None where data differ from key to key, which would cost each pair more than 64 bits do.
         """
-        other, parts = self._range(node.args[1 - side]), terms(node.args[side])
-        data, rest = ([term for term in parts if _has_data(term) is truth] for truth in (True, False))
-        if args[1 - side].dtype is not Type.INT or len(data) != 1 or Axis.KEY in data[0].axes:
+        data, rest = ([term for term in terms(side) if _has_data(term) is truth] for truth in (True, False))
+        if len(data) != 1 or Axis.KEY in data[0].axes:
             return None
         offset = self._range(add(*rest)) if rest else (0, 0)
         whole, (low, high) = self._range(data[0]), (other[0] - offset[1] - 1, other[1] - offset[0] + 1)
         kept = all(fits(found, NARROW) for found in (offset, (low + offset[0], high + offset[1]), (low, high)))
-        if not kept or not fits((whole[0] + offset[0], whole[1] + offset[1]), WIDE):
+        if not kept or not (may_wrap or fits((whole[0] + offset[0], whole[1] + offset[1]), WIDE)):
             return None
         kind = self.done[data[0]].dtype
         above = construct(make(Op.MAXIMUM, self.done[data[0]], const(int(low), kind)))

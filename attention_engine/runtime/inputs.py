@@ -21,6 +21,7 @@ from attention_engine.errors import (
     NoDevice,
     NotATensor,
     NotFloating,
+    TooLong,
     UnknownOption,
     UnsupportedOperation,
     WrongBlockMask,
@@ -34,6 +35,7 @@ from attention_engine.errors import (
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Meta
 from attention_engine.ir.expr import Type
+from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
 from attention_engine.runtime.launch import CUSTOM_NAMES
 
 BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
@@ -221,11 +223,25 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
             f"q, k, v have batches {batches} and lengths {lengths}.\n"
             "  Batches must be equal, but k and v may have one for all; the lengths of k and v must be equal."
         )
+    if kernels:
+        check_lengths(q.shape[1], k.shape[1])
     if not q.is_floating_point():
         raise NotFloating(f"q, k and v are {q.dtype}. Give floating tensors.")
     if kernels and not is_cast(q) and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
         raise WrongDtype(
             f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
+        )
+
+
+def check_lengths(*lengths: int) -> None:
+    """TooLong where kernels can't count so far: their indices have 32 bits (passes/index_ranges.py).
+
+    Traced lengths are any: a bound would be one of the exported program's.
+    """
+    if not torch.compiler.is_compiling() and max(lengths) > LONGEST:
+        raise TooLong(
+            f"a length is {max(lengths)}, and kernels count to {LONGEST} (2^26).\n"
+            '  Cut the sequence into parts, or use backend="reference".'
         )
 
 
@@ -245,6 +261,8 @@ def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tens
         expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)
         if tuple(tensor.shape) != expected and not (tensor.ndim == 0 and expected in ((), (1,))):
             raise WrongCustomShape(f"{what} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}.")
+        if not torch.compiler.is_compiling() and max(tensor.shape, default=0) > MOST_ENTRIES:
+            raise TooLong(f"{what} has shape {tuple(tensor.shape)}. An axis may have {MOST_ENTRIES} (2^30) entries.")
         if tensor.device != q.device:
             raise DevicesDiffer(f"{what} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
         if tensor.dtype not in CUSTOM_NAMES and tensor.dtype not in (torch.bool, torch.float64):

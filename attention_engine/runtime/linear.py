@@ -30,6 +30,7 @@ from attention_engine.runtime.inputs import (
     ORDERS,
     backend_for,
     check_custom,
+    check_lengths,
     check_options,
     check_ranks,
     check_tuning,
@@ -278,6 +279,8 @@ class LinearAttentionEngine(torch.nn.Module):
                     f"q has batch {q.shape[0]} and length {q.shape[1]}, {name} has {tensor.shape[0]} and "
                     f"{tensor.shape[1]}. They must be equal, but k and v may have one batch for all."
                 )
+        if kernels:
+            check_lengths(q.shape[1])
         cast = q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type)
         built = self.qkv_meta[0].dtype_name
         if kernels and not cast and str(q.dtype).removeprefix("torch.") != built:

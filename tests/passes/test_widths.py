@@ -7,7 +7,8 @@ import pytest
 from attention_engine.ir.evaluate import evaluate
 from attention_engine.ir.expr import INTEGERS, Axis, Op, Type, const, in_64_bits, make, topological, var
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
-from attention_engine.passes.index_ranges import INDICES, NARROW, WIDE
+from attention_engine.passes.index_ranges import INDICES, NARROW, WIDE, fits
+from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.passes.simplify import add, mul, simplify
 from attention_engine.passes.widths import widen
 
@@ -98,6 +99,31 @@ def test_a_shift_is_cut_before_it_is_added(name):
     """But not one of 64 bits, which may wrap with the query."""
     (found,) = widen(make(Op.LESS_EQUAL, KV_IDX, add(Q_IDX, LENGTHS[name])), wide={"wide"})
     assert narrow_alone(found) is (name == "narrow")
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_shift_is_cut_before_a_table_is_read_and_its_distances_are_seen(name):
+    index = add(Q_IDX, mul(const(-1), KV_IDX), LENGTHS[name])
+    (found,) = widen(make(Op.LOAD, H, index, arg="table", dtype=Type.FLOAT), wide={"wide"})
+    assert found.args[1].dtype is Type.INT and narrow_alone(found) is (name == "narrow")
+    assert place_of_read(found, ("heads", 41)) is ReadPlace.DIAGONAL
+    for shift in (WIDE[0], WIDE[1], NARROW[1], -(2**40) - 1, 2**30 + 5, -7, 0, 12, 19):
+        for q, k in ((0, 0), (3, 9), (2**26 - 1, 0), (0, 2**26 - 1)):
+            if name == "wide" or fits((shift, shift), NARROW):
+                values = {Q_IDX: q, KV_IDX: k, LENGTHS[name]: shift}
+                changed = {v if v is not LENGTHS[name] else load_of(found, name): n for v, n in values.items()}
+                before, after = in_64_bits(q - k + shift), evaluate(found.args[1], changed)
+                assert after == before or not (0 <= before < 2**30 or 0 <= after < 2**30), (shift, q, k)
+
+
+def load_of(expr, name):
+    return next(n for n in topological(*expr.args) if n.op is Op.LOAD and n.name == name)
+
+
+def test_a_shift_of_each_key_stays_as_it_is():
+    index = add(Q_IDX, mul(const(-1), IDS["wide"]))
+    (found,) = widen(make(Op.LOAD, H, index, arg="table", dtype=Type.FLOAT), wide={"wide"})
+    assert found.args[1].dtype is Type.LONG
 
 
 def test_ids_of_keys_are_compared_in_64_bits():

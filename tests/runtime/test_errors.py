@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
+from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.errors import (
     AttentionEngineError,
     BadCustomInput,
@@ -16,6 +16,7 @@ from attention_engine.errors import (
     NoDevice,
     NotATensor,
     NotFloating,
+    TooLong,
     UnknownCustomInput,
     UnknownOption,
     WrongCustomDtype,
@@ -204,6 +205,15 @@ def test_the_layout_is_named_in_its_order():
         '  Its shape must be (batch, heads, length, dim), layout="bhsd".'
     )
     assert said(WrongRank, engine, Q[0], K, V) == "q has 3 dimensions, (11, 4, 16). Give (batch, heads, length, dim)."
+
+
+def test_lengths_that_kernels_cannot_count_are_refused():
+    q, k, v = (t[:1, :1].expand(1, 2**26 + 1, *t.shape[2:]) for t in (Q, K, V))
+    message = "a length is 67108865, and kernels count to 67108864 (2^26).\n" \
+        '  Cut the sequence into parts, or use backend="reference".'  # fmt: skip
+    assert said(TooLong, build(), Q[:1], k, v) == said(TooLong, build(), q, K[:1], V[:1]) == message
+    linear = LinearAttentionEngine((meta_tensor(1, 4, 8, 16, dtype=torch.float32),) * 3, backend="interpret")
+    assert said(TooLong, linear, q, q, q) == message
 
 
 def test_kernels_want_the_dtype_that_they_were_built_for():

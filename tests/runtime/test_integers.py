@@ -204,6 +204,24 @@ def test_scores_are_torch_arithmetic_in_int64(name, backend, deterministic):
     compare(backend, score, near_causal, axes, tensor, mask_reads=False, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("offsets", [[20, 3], [HIGH + 20, MOST], [LEAST, -HIGH]], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_table_of_shifted_distances_has_its_gradient(backend, offsets):
+    offsets, (q, k, v) = torch.tensor(offsets), inputs()
+    table = torch.linspace(-1, 1, 80).view(HEADS, 40).requires_grad_()
+    metas = (meta_tensor(None, HEADS, None, DIM, dtype=torch.float32),) * 3
+    engine = AttentionEngine(metas, CustomIO({"table": ("heads", 40), "offsets": ("batch",)}),
+                             lambda s, c, b, h, i, j: s * 0.25 + c["table"][h, i - j + c["offsets"][b]],
+                             near_causal, OnlineSoftmax(), backend=backend)  # fmt: skip
+    o = engine(q, k, v, table, offsets)
+    wide = table.detach().double().requires_grad_()
+    exact = plain(*(t.double() for t in (q, k, v)),
+                  lambda s, b, h, i, j: s * 0.25 + Entries(wide)[h, i - j + offsets[b]], near_causal)  # fmt: skip
+    torch.testing.assert_close(o.double(), exact, atol=2e-5, rtol=2e-5)
+    found, expected = (torch.autograd.grad(x.sin().sum(), t)[0].double() for x, t in ((o, table), (exact, wide)))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_captured_tensors_of_64_bits(backend):
     ids, shift = each([7, 7 + HIGH], [LEAST, 0]), torch.tensor(2**40)
@@ -240,5 +258,5 @@ def test_kernels_of_wide_integers_lower(name):
     kernel = engine._all_kernels(device, given)[which]
     text = lower_kernel(kernel.prim_func, device, pass_configs=kernel.configs).source("cuda")
     assert "int64_t" in text
-    wraps = name != "document ids"
+    wraps = name not in ("document ids", "a read at a wide index")  # a shift is cut before it is added
     assert ("(uint64_t)" in text or "(ulong)" in text) is wraps, text
