@@ -26,6 +26,7 @@ from attention_engine import (
     meta_tensor,
 )
 from attention_engine.codegen import compile as codegen_compile
+from attention_engine.compiler import Kernel
 from attention_engine.errors import (
     BadInitialValue,
     CustomInputMissing,
@@ -36,6 +37,9 @@ from attention_engine.errors import (
     WrongIndex,
 )
 from attention_engine.library import OnlineSoftmax
+from attention_engine.runtime.captured import tensors_now
+from attention_engine.runtime.linear_channels import ChannelLauncher
+from attention_engine.runtime.linear_launch import LinearLauncher
 from tests.runtime.engines import BACKENDS, DIM, HEADS, build, close, qkv
 
 both = pytest.mark.parametrize("backend", BACKENDS)
@@ -521,6 +525,30 @@ def test_linear_mods_read_captured_tensors(backend):
     close([torch.stack(found, 1)], [right()], 1e-3)
     assert "t[()]" in engine.program() and "table[long(kinds" in engine.program() and engine.source()
     assert "chunks" in engine.explain()
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+def test_kernels_of_captured_tensors_are_compiled_ahead_as_calls_launch_them(per, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Kernel, "compiled", property(lambda kernel: asked.append(kernel) or (lambda *_: None)))
+    rate, table = number((1, 1)), nn.Parameter(torch.tensor([0.5, 1.5]))
+    engine = LinearAttentionEngine(
+        (meta_tensor(2, 2, 128, 64, dtype=torch.bfloat16),) * 3, lambda x, c: x * rate,
+        v_mod=lambda x, c: x * table[1], decay_mod=lambda a, c: a * rate)  # fmt: skip
+    names = engine.compile_for(arch.H100(), decay=per)
+    ahead = {(k.builder, k.given, tuple(k.configs.items())) for k in asked}
+    assert "step" in names
+    asked.clear()
+    q, k, v = (torch.randn(2, 128, 2, 64).bfloat16() for _ in range(3))
+    decay, captured = -torch.rand(2, 128, 2, *([64] if per == "channel" else [])), engine._captured
+    held = [t.detach() for t in tensors_now(captured)]
+    learned = frozenset(["decay", *(c.name for c in captured)])
+    assert len(learned) == 3
+    kind = ChannelLauncher if per == "channel" else LinearLauncher
+    launcher = kind(engine._trace(engine._types, True), engine._specs(v, held), False, arch.H100())
+    launcher.forward(q, k, v, decay, None, held, False)
+    launcher.backward(q, k, v, decay, None, held, v, None, learned)
+    assert asked and {(k.builder, k.given, tuple(k.configs.items())) for k in asked} <= ahead
 
 
 def test_captured_tensors_of_a_linear_engine_compile(counter):
