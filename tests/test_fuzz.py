@@ -59,7 +59,7 @@ def test_draws_are_the_same_in_every_process_and_use_every_piece():
 
 def test_the_yardstick_leaves_nothing_of_a_masked_pair():
     names = names_of(draw(12, 3).text)
-    o, _, some, _ = names["plain"](*(names[n].double() for n in "qkv"), names["custom"], torch.float64)
+    o, _, some, *_ = names["plain"](*(names[n].double() for n in "qkv"), names["custom"], torch.float64)
     assert bool((o[~some.transpose(1, 2)] == 0).all())
 
 

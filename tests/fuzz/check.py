@@ -128,14 +128,18 @@ def our_results(names: dict[str, Any], backend: str, device: str) -> Named:
 def plain_results(names: dict[str, Any], wide: torch.dtype, device: str) -> tuple[Named, Tensor, dict[str, float]]:
     """The same in plain torch; which rows keep a key; in float64, how far rounding may move each gradient."""
     leaves, custom = _leaves(names, wide if wide is torch.float64 else None, device)
-    o, rows, some, factor = names["plain"](leaves["q"], leaves["k"], leaves["v"], custom, wide)
+    o, rows, some, factor, z = names["plain"](leaves["q"], leaves["k"], leaves["v"], custom, wide)
     rows = {n: rows[n] for n in names["ROWS"]}
-    moved = _moved(names, leaves, o, factor, device) if wide is torch.float64 else {}
+    moved = _moved(names, leaves, (o, z), factor, device) if wide is torch.float64 else {}
     return _with_gradients(names, leaves, o, rows, device), some, moved
 
 
-def _moved(names: dict[str, Any], leaves: Named, o: Tensor, factor: Tensor, device: str) -> dict[str, float]:
+def _moved(
+    names: dict[str, Any], leaves: Named, made: tuple[Tensor, Tensor], factor: Tensor, device: str
+) -> dict[str, float]:
     """The mean of what the rounding of each row's delta, the sum of o * dO, changes in each gradient.
+
+    made: o, and z of which it is made: where the epilogue bends the output, z * dZ stands for o * dO.
 
     Every fused kernel, FlashAttention too, takes delta of an o that was rounded to its dtype, and sums in fp32. What
     multiplies a row of weights (1 over their sum) gets its gradient of delta: d log(factor) * delta. Eager PyTorch sums
@@ -143,9 +147,11 @@ def _moved(names: dict[str, Any], leaves: Named, o: Tensor, factor: Tensor, devi
     """
     if not factor.requires_grad:
         return {}
-    o, arriving = o.detach().transpose(1, 2), names["d_o"].to(device, o.dtype).transpose(1, 2)
-    off = ((o.to(names["DTYPE"]).to(o.dtype) - o) * arriving).sum(-1, keepdim=True)
-    lost = UNIT * (o * arriving).abs().sum(-1, keepdim=True)
+    o, z = made
+    (arriving,) = torch.autograd.grad(o, z, names["d_o"].to(device, o.dtype), retain_graph=True)
+    z = z.detach()
+    off = ((z.to(names["DTYPE"]).to(z.dtype) - z) * arriving).sum(-1, keepdim=True)
+    lost = UNIT * (z * arriving).abs().sum(-1, keepdim=True)
     make = torch.Generator().manual_seed(0)
     totals = dict.fromkeys(leaves, 0.0)
     for _ in range(SIGNS):

@@ -13,13 +13,16 @@ from tests.fuzz.pieces import Input
 
 @dataclass(frozen=True)
 class Normaliser:
-    """base: what the class derives from; body: its methods, without decorators; rows: what it returns."""
+    """base: what the class derives from; body: its methods, without decorators; rows: what it returns; bend: what is
+    made of z, the product of weights and values, in rows that keep a key.
+    """
 
     body: str
     plain: str
     base: str = "OnlineFunc"
     rows: tuple[str, ...] = ()
     inputs: tuple[Input, ...] = ()
+    bend: str = "z"
 
 
 def states(**starts: float) -> str:
@@ -46,6 +49,11 @@ factor = 1 / safe
 w = torch.where(some, e / safe, 0.0)
 rows = {"lse": torch.where(some, safe.log() + top, -math.inf)}
 """
+SOFTMAX = EXPONENTIALS + "total = e.sum(-1, keepdim=True)\n" + SOFTMAX_END
+SOFTMAX_FORWARD = (
+    FORWARD + '    m = rows["m"].max(scores.get_reduce("max"))\n    rescale = (rows["m"] - m).exp()\n'
+    '    e = (scores - m).exp()\n    return e, {"m": m, "r": rows["r"] * rescale + e.get_reduce("sum")}, rescale\n'
+)
 NORMALISERS = {
     "softmax": Normaliser("pass\n", EXPONENTIALS + "total = e.sum(-1, keepdim=True)\n" + SOFTMAX_END,
                           "L.OnlineSoftmax", ("lse",)),
@@ -133,5 +141,49 @@ NORMALISERS = {
         + "u = (e * torch.where(keep, x - top, 0.0)).sum(-1, keepdim=True)\n"
         + 'rows["entropy"] = safe.log() - u / safe\n',
         rows=("lse", "entropy"),
+    ),
+    "softmax and its largest score": Normaliser(
+        "def __init__(self):\n"
+        '    super().__init__({"m": float("-inf"), "r": 0.0}, {"lse": 0.0, "top": 0.0})\n' + SOFTMAX_FORWARD
+        + EPILOGUE + '    m, r = rows["m"], rows["r"]\n    return o / r, {"lse": r.log() + m, "top": m}\n',
+        SOFTMAX + 'rows["top"] = x.amax(-1, keepdim=True)\n', rows=("lse", "top"),
+    ),
+    "over the spread": Normaliser(
+        "def __init__(self):\n"
+        '    super().__init__({"low": float("inf"), "high": float("-inf")}, {"spread": 0.0})\n'
+        + FORWARD + '    low = rows["low"].min(scores.get_reduce("min"))\n'
+        '    return scores, {"low": low, "high": rows["high"].max(scores.get_reduce("max"))}, 1.0\n'
+        + EPILOGUE + '    spread = rows["high"] - rows["low"]\n    return o / (spread + 1), {"spread": spread}\n',
+        "high = x.masked_fill(~keep, -math.inf).amax(-1, keepdim=True)\n"
+        "low = x.masked_fill(~keep, math.inf).amin(-1, keepdim=True)\n"
+        "spread = torch.where(keep.any(-1, keepdim=True), high - low, 0.0)\nfactor = 1 / (spread + 1)\n"
+        'w, rows = torch.where(keep, x, 0.0) / (spread + 1), {"spread": spread}\n',
+        rows=("spread",),
+    ),
+    "tanh of softmax": Normaliser(
+        EPILOGUE + '    r = rows["r"]\n    return torch.tanh(o / r), {"lse": r.log() + rows["m"]}\n',
+        SOFTMAX, "L.OnlineSoftmax", ("lse",), bend="z.tanh()",
+    ),
+    "tanh of softmax beside lse": Normaliser(
+        EPILOGUE + '    lse = rows["r"].log() + rows["m"]\n'
+        '    return torch.tanh(o / rows["r"] + 0.1 * lse), {"lse": lse}\n',
+        SOFTMAX, "L.OnlineSoftmax", ("lse",), bend='(z + 0.1 * torch.where(some, rows["lse"], 0.0)).tanh()',
+    ),
+    "softsign of scaled softmax": Normaliser(
+        EPILOGUE_CUSTOM + '    z = o / rows["r"] * custom["gain"]\n'
+        '    return z / (1 + z.abs()), {"lse": rows["r"].log() + rows["m"]}\n',
+        SOFTMAX, "L.OnlineSoftmax", ("lse",), (Input("gain", '("heads",)', "randn(H) * 0.3 + 1"),),
+        bend='torch.nn.functional.softsign(z * c["gain"].view(1, -1, 1, 1))',
+    ),
+    "sigmoid of squares over their sum": Normaliser(
+        states(r=0.0) + FORWARD + '    f = scores.square()\n    return f, {"r": rows["r"] + f.get_reduce("sum")}, 1.0\n'
+        + EPILOGUE + '    return 2.0 * (o / (rows["r"] + 0.1) * 0.7).sigmoid(), {"r": rows["r"]}\n',
+        'f = torch.where(keep, x.square(), 0.0)\nr = f.sum(-1, keepdim=True)\nfactor = 1 / (r + 0.1)\n'
+        'w, rows = f / (r + 0.1), {"r": r}\n',
+        rows=("r",), bend="2.0 * (z * 0.7).sigmoid()",
+    ),
+    "silu of plain scores": Normaliser(
+        FORWARD + "    return scores, {}, 1.0\n" + EPILOGUE + "    return o * o.sigmoid(), {}\n",
+        "w, rows = torch.where(keep, x, 0.0), {}\n", bend="z * z.sigmoid()",
     ),
 }  # fmt: skip

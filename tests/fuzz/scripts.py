@@ -65,9 +65,8 @@ def engine(backend, **options):
 
 
 def plain(q, k, v, c, wide):
-    """o (batch, queries, heads, dim_v), returned rows, which rows keep a key, and what multiplies a row of weights.
-
-    In the dtype of q, rows in wide.
+    """o (batch, queries, heads, dim_v), returned rows, which rows keep a key, what multiplies a row of weights, and
+    weights times values, of which o is made; in the dtype of q, rows in wide.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(H // HK, 1) for x in (k, v))
@@ -79,8 +78,10 @@ def plain(q, k, v, c, wide):
     s = s * {scale}
 {plain_score}    keep = ({plain_mask}).expand(s.shape)
     x, factor = s.to(wide), torch.ones((), dtype=wide)
-{normaliser}    o = (w.to(v.dtype) @ v).transpose(1, 2)
-    return o, {{name: row.squeeze(-1).expand(B, H, SQ) for name, row in rows.items()}}, keep.any(-1), factor
+{normaliser}    z = w.to(v.dtype) @ v
+    o = {bend}
+    rows = {{name: row.squeeze(-1).expand(B, H, SQ) for name, row in rows.items()}}
+    return o.to(v.dtype).transpose(1, 2), rows, keep.any(-1), factor, z
 '''
 END = '''
 
@@ -143,6 +144,7 @@ def draw(seed: int, number: int, long: bool = False) -> Draw:
         body=textwrap.indent(normaliser.body, "    "),
         plain_score=_lines("s", [f"({p.plain}).to(s.dtype)" for p in score_pieces], ""),
         plain_mask=plain_mask or "j >= 0", normaliser=textwrap.indent(normaliser.plain, "    "),
+        bend="z" if normaliser.bend == "z" else f"torch.where(keep.any(-1, keepdim=True), {normaliser.bend}, 0.0)",
     )  # fmt: skip
     return Draw(seed, number, "; ".join([*words, dtype, str(sizes)]), text)
 
