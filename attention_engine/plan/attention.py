@@ -11,6 +11,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward
+from attention_engine.ir.verify import checked
 from attention_engine.passes.by_hand import (
     ALL_UNITS,
     makes_delta,
@@ -25,6 +26,7 @@ from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.passes.verify_schedule import verify_row_sums
 from attention_engine.plan import attention_buffers as buffers
 from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
 from attention_engine.plan.buffers import buffers_of
@@ -38,6 +40,7 @@ from attention_engine.plan.rules import (
     UNIFORM_GROUPS,
 )
 from attention_engine.plan.targets import Target, places_of
+from attention_engine.plan.verify import verify_steps
 
 EXACT_DELTA, TRIMMED_DELTA = "exact delta", "trimmed delta"  # where a delta lies that the rows are made of once more
 
@@ -56,6 +59,10 @@ class Tiles:
         return replace(self.queries, stages=min(self.queries.stages, 1))
 
 
+def _valid(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    return checked(verify_steps, steps)
+
+
 class AttentionPlan:
     """The launches of one program for one problem, tile choice and target.
 
@@ -65,10 +72,11 @@ class AttentionPlan:
 
     def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
-        schedule = maths.backward_schedule
-        self.row_sums = (
-            plan_row_sums(schedule, maths.backward, problem.splits) if schedule and maths.backward else None
-        )
+        schedule, backward = maths.backward_schedule, maths.backward
+        self.row_sums = None
+        if schedule is not None and backward is not None:
+            found = plan_row_sums(schedule, backward, problem.splits)
+            self.row_sums = checked(verify_row_sums, found, backward, schedule, maths.program)
         axes = {name: axes for name, _, axes in problem.custom}
         self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
         self.over_queries = deterministic or bool(self.row_sums and self.row_sums.gradients)
@@ -97,7 +105,7 @@ class AttentionPlan:
     @cached_property
     def forward_steps(self) -> tuple[Step, ...]:
         """What a forward pass launches."""
-        return (*self._map("forward", self.tiles.forward, True), self.forward)
+        return _valid((*self._map("forward", self.tiles.forward, True), self.forward))
 
     def backward_steps(self, finals: Sequence[str] = ()) -> tuple[Step, ...]:
         """What a backward pass launches where gradients arrive at these returned rows, but for the kernels of pairs."""
@@ -118,7 +126,7 @@ class AttentionPlan:
             steps += [*self._map("queries", tiles.queries, True), self.queries]
         else:
             steps.append(self.postprocess)
-        return tuple(dict.fromkeys(steps))  # a map serves every kernel that asks for it
+        return _valid(tuple(dict.fromkeys(steps)))  # a map serves every kernel that asks for it
 
     @property
     def pair_launches(self) -> list[Launch]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from attention_engine.plan.buffers import Arguments, Buffer, Role, buffers_of
+from attention_engine.plan.buffers import Arguments, Buffer
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,3 @@ def launches(steps: Iterable[Step]) -> Iterator[Launch]:
             seen.add(step.name)
             yield step
 
-
-def unwritten(steps: Sequence[Step]) -> list[str]:
-    """What is read before anything wrote it, as "launch: place" each: nothing, in a plan that is valid."""
-    filled: set[str] = set()
-    found = []
-    for step in steps:
-        if not isinstance(step, Launch):
-            found += [] if step.source in filled else [f"{type(step).__name__.lower()}: {step.source}"]
-            filled.add(step.target.place)
-            continue
-        for buffer in buffers_of(step.arguments):
-            ready = buffer.role is not Role.MADE or buffer.place in filled or buffer.place in step.writes
-            found += [] if ready else [f"{step.name}: {buffer.place}"]
-        filled |= step.writes
-    return found

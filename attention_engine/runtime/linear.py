@@ -354,11 +354,9 @@ class LinearAttentionEngine(torch.nn.Module):
         launcher = LinearLauncher(program, specs, device is None, device, per_channel=per == "channel")
         kernels = launcher.kernels(q, k, v, launcher.decay_of(decay, v), [as_parameter(c) for c in custom])
         wanted = frozenset([*(["decay"] if per else []), *(s.name for s in specs)])
-        plan = kernels.plan
-        forward = plan.forward_steps(batch, length, starts, starts)
-        return kernels.named(
-            (*forward, *plan.backward_steps(batch, length, wanted, starts, starts), *plan.step_steps(starts))
-        )
+        forward = kernels.plan.forward_steps(batch, length, starts, starts)
+        backward = kernels.plan.backward_steps(batch, length, wanted, starts, starts)
+        return kernels.named((*forward, *backward, *kernels.plan.step_steps(starts)))
 
     def _usual(self) -> tuple[int, int]:
         """Batch and length of the metas, or usual ones."""

@@ -17,8 +17,10 @@ from attention_engine.compiler import LinearKernels
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
+from attention_engine.ir.verify import checked
 from attention_engine.plan.launches import Step
 from attention_engine.plan.targets import Target
+from attention_engine.plan.verify import verify_steps
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
 from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, with_strides
@@ -186,7 +188,7 @@ class LinearLauncher:
             if len(self._ready) >= MOST_PLANS:
                 self._ready.clear()
             lengths = {"batch": v.shape[0], "length": v.shape[1]}
-            ready = self._ready[key] = Ready(steps(), kernels.kernel, lengths, {}, v.device, self._kept)
+            ready = self._ready[key] = Ready(checked(verify_steps, steps()), kernels.kernel, lengths, {}, v.device, self._kept)
         ready(memory)
 
     def _of_custom(

@@ -1,14 +1,18 @@
 """A plan is data: its launches read what was written, allocate what kernels declare, and are those of a call."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, arch, meta_tensor
 from attention_engine.compiler import Kernels
 from attention_engine.ir.problem import padded, padded_rows
+from attention_engine.ir.verify import InvalidIR
 from attention_engine.library import OnlineRelu, OnlineSoftmax, causal, scale
 from attention_engine.plan.buffers import Buffer, Role, buffers_of, ceil_div, length, value_of
-from attention_engine.plan.launches import Launch, Trim, launches, unwritten
+from attention_engine.plan.launches import Launch, Trim, launches
+from attention_engine.plan.verify import verify_steps
 from attention_engine.runtime.run import Kept, Ready
 from tests import cases, programs
 from tests.sweep import Job
@@ -30,18 +34,26 @@ NAMES = [f"case: {name}" for name in cases.CASES] + [f"example: {name}" for name
 @pytest.mark.parametrize("name", NAMES)
 def test_every_launch_reads_what_an_earlier_one_wrote(name, deterministic):
     made = plan(name, deterministic=deterministic)
-    assert unwritten(made.forward_steps) == []
+    verify_steps(made.forward_steps)
     finals = tuple(n for n, _ in made.maths.program.finals)
-    for arriving in ((), finals):
-        assert made.refused or unwritten(made.backward_steps(arriving)) == []
+    for arriving in () if made.refused else ((), finals):
+        verify_steps(made.backward_steps(arriving))
 
 
-def test_a_launch_that_reads_too_early_is_named():
+def test_what_is_no_plan_is_refused():
     made = plan("case: softmax")
-    early = [step for step in made.backward_steps() if not isinstance(step, Launch) or step.name != "preprocess"]
-    assert "backward: delta" not in unwritten(early)
-    assert {"backward: row0", "postprocess: workspace"} & {*unwritten(early)} == {"backward: row0"}
-    assert unwritten([Trim("delta", early[0].arguments[0])]) == ["trim: delta"]
+    preprocess, over_keys, postprocess = made.backward_steps()
+    with pytest.raises(InvalidIR, match=r"the launch 'backward': 'row0' is read before it is filled"):
+        verify_steps((over_keys, postprocess))
+    with pytest.raises(InvalidIR, match="the step Trim: 'delta' is read before it is filled"):
+        verify_steps((Trim("delta", preprocess.arguments[0]),))
+    with pytest.raises(InvalidIR, match=r"it writes what it isn't given: .*elsewhere"):
+        verify_steps((replace(preprocess, writes=frozenset(["elsewhere"])),))
+    with pytest.raises(InvalidIR, match="two arguments have one name"):
+        verify_steps((replace(preprocess, arguments=(*preprocess.arguments, preprocess.arguments[0])),))
+    wider = [replace(a, shape=(*a.shape, 2)) if a.name == "row0" else a for a in over_keys.arguments]
+    with pytest.raises(InvalidIR, match=r"'row0' is .* here, and was .* before"):
+        verify_steps((preprocess, replace(over_keys, arguments=tuple(wider))))
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
