@@ -188,7 +188,8 @@ class LinearLauncher:
             if len(self._ready) >= MOST_PLANS:
                 self._ready.clear()
             lengths = {"batch": v.shape[0], "length": v.shape[1]}
-            ready = self._ready[key] = Ready(checked(verify_steps, steps()), kernels.kernel, lengths, {}, v.device, self._kept)
+            valid = checked(verify_steps, steps())
+            ready = self._ready[key] = Ready(valid, kernels.kernel, lengths, {}, v.device, self._kept)
         ready(memory)
 
     def _of_custom(
