@@ -1,9 +1,10 @@
-"""Work items, a block of queries of one head and batch each: which of them a persistent block walks over, and when.
+"""Who works on what: items of a forward pass, and the units and shares of a backward pass over keys.
 
-Items are dealt like cards: in each wave every block gets one, and every other wave is dealt backwards, so that those
-who got a long item get a short one. Where later queries see more keys, items go longest first in sections of several
-heads, of whose keys and values the L2 cache holds all. Counted on paper, an H100's causal work then ends within some
-2 % of a dealer's who hands an item to whoever is free, from 512 to 32768 queries.
+An item of a forward pass is a block of queries of one head and batch. Persistent blocks are dealt items like cards. In
+each turn every block gets one. Every other turn is dealt backwards, so that who got a long item gets a short one. Where
+later queries see more keys, the longest items go first, in sections of several heads: the L2 cache holds all keys and
+values of a section. Counted on paper for an H100, causal work of 512 to 32768 queries then ends within some 2 % of what
+a dealer reaches who hands an item to whoever is free.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Deal:
 
 
 def at_least_one(walk: KeyWalk) -> Any:
-    """The steps of a walk; one where no pair is kept, whose tile is masked whole: an item is never empty."""
+    """The steps of a walk, at least one: an item is never empty. Where no pair is kept, that step's tile is masked."""
     return name_value(T.max(walk.count, 1))
 
 

@@ -125,10 +125,11 @@ def preprocess(
     [pairs_of_a_unit], units_ahead]]) -> delta and what follows it.
 
     finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros.
-    tile: of the backward kernel whose workspace is to be zeroed; None if there is none. A specialised one, whose blocks
-    start as KeyBlocks says (longest_first), needs its first units' zeroed, and its counters. delta_given: delta, fp32
-    (batch, heads, queries), comes in the place of o and do. first_only: so does the main kernel with delta's row, and
-    makes the others' (spare_warps.py); delta itself is wanted nowhere.
+    tile: the tile of the backward kernel whose workspace this one zeroes; None if there is none. A specialised kernel,
+    whose blocks start as KeyBlocks says (longest_first), needs counters, and zeroes for its first units alone.
+    delta_given: delta, fp32 (batch, heads, queries), is an argument in the place of o and do. first_only: this kernel
+    makes the row of delta for the first units alone, and the main kernel makes the others' (spare_warps.py); delta
+    itself is wanted nowhere.
     """
     sizes = Sizes(problem)
     given = "given" if delta_given else ""

@@ -1,18 +1,20 @@
 """What the copying group's other three warps do while a block of the backward pass computes: they prepare for others.
 
-The sums of dQ must be zero before blocks add to them, and delta be the row sums of o * dO. A kernel of its own that
-does both moves bytes while tensor cores idle. So the blocks of a unit (items.KeyBlocks: those of some heads, which the
-GPU starts together) do both for the unit that is `units_ahead` of theirs, and rows.py does it for the first ones. A
-block waits for what blocks before it prepare as their first act; a GPU starts blocks in order, and persistent ones take
-their items in order (key_items.py), so those run or are over.
+The sums of dQ must be zero before blocks add to them, and delta must be the row sums of o * dO. A kernel of its own
+that does both moves bytes while tensor cores idle. So the blocks of a unit (items.KeyBlocks: those of some heads, which
+the GPU starts together) do both for the unit that is `units_ahead` of theirs. The first units have nobody before them:
+rows.preprocess does it for those.
 
-Such a warp has 24 registers, and addresses of 64 bits take two of them, which ptxas then takes from the products'
-registers, and products wait for each other (C7512). So rows of o and dO come through shared memory, and zeroes leave
-from there, by copies of the TMA unit, whose addresses one thread works out at once; and what a warp knows of its share
-stands there.
+A block waits for what blocks before it prepare, as their first act. A GPU starts blocks in order, and persistent blocks
+take their items in order (key_items.py). So the blocks that are waited for run or are over.
 
-Persistent blocks store dQ of units that are done, too (finished_units.py). Those of a grid do not: it is hidden for the
-most part already where they end, and the last of them would end later.
+A spare warp has 24 registers. An address of 64 bits takes two of them, which ptxas would take from the products'
+registers, and then products wait for each other (C7512). So rows of o and dO come to shared memory, and zeroes leave
+from there, by copies of the TMA unit: one thread works out such a copy's address. What a warp knows of its share stands
+in shared memory too.
+
+Persistent blocks also store dQ of units that are done (finished_units.py). The blocks of a grid do not: there, most of
+the kernel that stores dQ is hidden already where blocks end, and the last blocks would end later.
 """
 
 from __future__ import annotations

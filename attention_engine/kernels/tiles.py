@@ -2,13 +2,13 @@
 
 Affine masks give loop bounds and need no map. For every other mask a kernel (tile_map.py) writes, for each row of
 tiles, a list of tiles that hold the kept pairs: lists[batch or 0, head or 0, row, 0] is their count, and the entries
-after it are 2 * piece + (1 where some pair of the tile is masked), in rising order. Of an empty list the first entry is
+after it are 2 * piece + (1 where some pair of the tile is masked), in rising order. The first entry of an empty list is
 EMPTY, for walks that take one step at least. A list keeps a pipelined loop whole, which an `if` around its body would
 not.
 
-A tile begins at any piece, PIECE queries or keys: a walk over queries at the first that the mask's bounds keep, tiles
-of a list where its map found a kept pair. Were they cut at multiples of their length, a walk over n tiles' length would
-take n + 1 as a rule.
+A tile begins at any piece (PIECE queries or keys). A walk over queries begins at the first piece that the mask's bounds
+keep, a tile of a list where the map found a kept pair. Were tiles cut at multiples of their length, a walk over n
+tiles' length would take n + 1 steps as a rule.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Keeps the warpgroups of a block apart, so that one's products run with another's exponentials.
 
-Groups that start together share each unit, and nothing else would part them: what runs together stays together.
+Groups that start together wait for the same unit of the SM at the same time, and nothing else would part them: what
+runs together stays together.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from attention_engine.kernels.warps import GROUP, TURN
 
 @dataclass(frozen=True)
 class Turns:
-    """Of so many groups: turns for the products of a step (in_turn), or a start apart for the second of two.
+    """How so many warpgroups are kept apart: they take turns with the products of a step (in_turn), or the second of
+    two starts apart.
 
-    All are for all computing threads; items_before counts those of a thread's block.
+    All computing threads call each method. items_before: how many items their block has done.
     """
 
     groups: int
     in_turn: bool
 
     def begin(self, thread: Any) -> None:
-        """The first group needs nobody's leave to start."""
+        """The first group may start at once."""
         if self.in_turn:
             let_first_begin(thread)
 
@@ -34,7 +36,7 @@ class Turns:
             wait_for_turn(thread)
 
     def hand_on(self, thread: Any) -> None:
-        """To the next group."""
+        """A group lets the next one issue its products."""
         if self.in_turn:
             tell_next(thread, self.groups)
 
@@ -44,7 +46,7 @@ class Turns:
             wait_for_first(thread, items_before)
 
     def let_second_start(self, thread: Any, items_before: Any) -> None:
-        """The first group has weights."""
+        """The first group has weights, and lets the second start."""
         if not self.in_turn:
             tell_second(thread, items_before)
 
