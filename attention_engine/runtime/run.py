@@ -145,7 +145,7 @@ class _Launch:
             (b.place, template(b.shape_of(lengths), getattr(torch, b.dtype), device), b.role is Role.ZEROED)
             for b in made
         ]
-        self.key = (launch.given, *lengths.values(), device)
+        self.key = (launch.name, launch.given, *lengths.values(), device)  # two maps alike lie in two places
 
     def run(self, memory: Memory) -> None:
         """Allocates and launches."""
