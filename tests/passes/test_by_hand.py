@@ -103,7 +103,7 @@ def test_maths_of_places_and_signs_get_the_larger_tiles_where_they_fit(name, for
     ],
 )  # fmt: skip
 def test_which_blocks_make_delta_for_others(problem, made):
-    assert kernels(**problem).makes_delta is made
+    assert kernels(**problem).plan.makes_delta is made
 
 
 @pytest.mark.parametrize("keys", [128, 512, 2048, 4000, 8192, 30000])

@@ -38,7 +38,6 @@ from attention_engine.errors import (
 )
 from attention_engine.library import OnlineSoftmax
 from attention_engine.runtime.captured import tensors_now
-from attention_engine.runtime.linear_channels import ChannelLauncher
 from attention_engine.runtime.linear_launch import LinearLauncher
 from tests.runtime.engines import BACKENDS, DIM, HEADS, build, close, qkv
 
@@ -544,8 +543,8 @@ def test_kernels_of_captured_tensors_are_compiled_ahead_as_calls_launch_them(per
     held = [t.detach() for t in tensors_now(captured)]
     learned = frozenset(["decay", *(c.name for c in captured)])
     assert len(learned) == 3
-    kind = ChannelLauncher if per == "channel" else LinearLauncher
-    launcher = kind(engine._trace(engine._types, True), engine._specs(v, held), False, arch.H100())
+    program, specs = engine._trace(engine._types, True), engine._specs(v, held)
+    launcher = LinearLauncher(program, specs, False, arch.H100(), per_channel=per == "channel")
     launcher.forward(q, k, v, decay, None, held, False)
     launcher.backward(q, k, v, decay, None, held, v, None, learned)
     assert asked and {(k.builder, k.given, tuple(k.configs.items())) for k in asked} <= ahead
