@@ -16,11 +16,11 @@ GOLDEN = HERE / "golden"
 
 # Files of many cases, each of seconds: `make test` runs one case in so many, by its name, and `make slow` the rest.
 SAMPLED = {
-    8: ("kernels/test_hopper_interpret", "kernels/test_numerics_interpret", "kernels/test_linear_interpret",
+    16: ("kernels/test_hopper_interpret", "kernels/test_numerics_interpret", "kernels/test_linear_interpret",
         "kernels/test_key_items", "kernels/test_lengths", "kernels/test_tile_map", "runtime/test_transforms",
         "runtime/test_integers", "runtime/test_extremes", "runtime/test_bent_outputs", "kernels/test_hopper_unseen",
         "runtime/test_unseen_keys"),
-    6: ("runtime/test_functions", "runtime/test_odd_programs", "runtime/test_masks", "runtime/test_captured",
+    12: ("runtime/test_functions", "runtime/test_odd_programs", "runtime/test_masks", "runtime/test_captured",
         "runtime/test_absent_pairs", "runtime/test_linear", "runtime/test_custom_inputs", "passes/test_half_range",
         "runtime/test_linear_shared_keys", "test_fuzz"),
 }  # fmt: skip
