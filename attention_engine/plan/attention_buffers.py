@@ -26,6 +26,7 @@ from attention_engine.plan.buffers import (
     Size,
     ceil_div,
     length,
+    own_length,
 )
 
 LISTS = "tile_lists"
@@ -60,8 +61,8 @@ def custom_shape(problem: Problem, name: str) -> tuple[Size, ...]:
     """The shape of a custom input; an axis with a name of its own has a length of its own."""
     (axes,) = [axes for each, _, axes in problem.custom if each == name]
     lengths: dict[str, Size] = {**LENGTHS, "heads": problem.heads}
-    found = tuple(a if isinstance(a, int) else lengths.get(a, length(f"{name}_{a}")) for a in axes)
-    return found or (1,)
+    found = [a if isinstance(a, int) else lengths[a] if a in lengths else own_length(name, a) for a in axes]
+    return tuple(found) or (1,)
 
 
 def custom_inputs(problem: Problem, names: Collection[str] | None = None) -> Arguments:

@@ -19,6 +19,11 @@ def length(name: str) -> Expr:
     return var(name, (), Type.INT)
 
 
+def own_length(name: str, axis: str) -> Expr:
+    """Of an axis that only this custom input has. Users' names may have dots, the package's may not."""
+    return length(f"{name}_{axis}".replace(".", "-"))
+
+
 BATCH, QUERIES, KEYS = length("batch"), length("q_length"), length("kv_length")
 Size = Expr | int
 

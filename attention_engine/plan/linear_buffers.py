@@ -22,7 +22,7 @@ from attention_engine.ir.linear import (
     width_tiles,
 )
 from attention_engine.plan import buffers
-from attention_engine.plan.buffers import BATCH, Argument, Arguments, Buffer, Size, ceil_div, length
+from attention_engine.plan.buffers import BATCH, Argument, Arguments, Buffer, Size, ceil_div, length, own_length
 
 TOKENS = length("length")
 
@@ -51,7 +51,8 @@ def custom_inputs(problem: LinearProblem) -> list[Argument]:
     for name, dtype, axes in problem.custom:
         sizes: list[Size] = [1] if not axes else []
         for axis in axes:
-            sizes.append(axis if isinstance(axis, int) else lengths.get(axis, length(f"{name}_{axis}")))
+            known = axis if isinstance(axis, int) else lengths.get(axis)
+            sizes.append(own_length(name, str(axis)) if known is None else known)
         found.append(Buffer(f"custom_{name}", tuple(sizes), dtype, buffers.Role.GIVEN))
     return found
 

@@ -21,6 +21,7 @@ from attention_engine.ir.program import Backward
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.plan.attention import Tiles
+from attention_engine.plan.buffers import own_length
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
 from attention_engine.runtime.custom_gradients import CustomGradients
@@ -69,8 +70,11 @@ class Bound:
         steps, numbers = plan.forward_steps, {}
         if finals is not None:
             steps, numbers = plan.backward_steps(finals), plan.numbers(q.shape[0], q.shape[1], k.shape[1], finals)
-        own = {f"{name}_{axis}": size for (name, _, axes), tensor in zip(kernels.problem.custom, custom, strict=True)
-               for axis, size in zip(axes, tensor.shape, strict=True) if isinstance(axis, str)}  # fmt: skip
+        own = {
+            own_length(name, axis).name: size
+            for (name, _, axes), tensor in zip(kernels.problem.custom, custom, strict=True)
+            for axis, size in zip(axes, tensor.shape, strict=True) if isinstance(axis, str)
+        }  # fmt: skip
         self.ready = Ready(steps, kernels.kernel, {**lengths, **own}, numbers, q.device, kept)
         self.rows = [f"row_{name}" for name, _ in kernels.maths.forward_schedule.rows]
         self.custom = [f"custom_{name}" for name, _, _ in kernels.problem.custom]

@@ -165,3 +165,20 @@ def test_zeroed_buffers_come_as_zeros_and_others_as_they_are():
     ready(memory)
     assert memory["key_sum0"].shape == (2, 2, 9) and not memory["key_sum0"].any()
     assert memory["dk"].shape == (2, 9, 2, 64) and len(seen["backward"]) == len(made.over_keys.arguments)
+
+
+@pytest.mark.parametrize("name", ["table", "state.m", "a.b_c"])
+def test_an_axis_of_an_input_alone_has_a_length_whatever_the_input_is_called(name):
+    axes = {name: ("heads", "distances")}
+    metas = (meta_tensor(1, 2, 64, 16, dtype=torch.float32),) * 3
+    table, found = torch.randn(2, 9), []
+    for called in (name, "plain"):
+        def score(s, c, b, h, i, j, called=called):
+            return s + c[called][h, (i - j).abs().minimum(8)]
+
+        engine = AttentionEngine(metas, CustomIO({called: axes[name]}), score, backend="interpret")
+        learned = table.clone().requires_grad_()
+        q, k, v = (torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+        engine(q, k, v, learned).square().sum().backward()
+        found.append(learned.grad)
+    assert torch.equal(*found) and found[0].any()
