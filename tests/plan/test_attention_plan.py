@@ -7,10 +7,11 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, arch, meta_tensor
 from attention_engine.compiler import Kernels
-from attention_engine.ir.problem import padded, padded_rows
+from attention_engine.ir.problem import Problem, padded, padded_rows
 from attention_engine.ir.verify import InvalidIR
 from attention_engine.library import OnlineRelu, OnlineSoftmax, causal, scale
-from attention_engine.plan.buffers import Buffer, Role, buffers_of, ceil_div, length, value_of
+from attention_engine.plan.attention_buffers import custom_inputs
+from attention_engine.plan.buffers import Buffer, Role, buffers_of, ceil_div, length, own_length, value_of
 from attention_engine.plan.launches import Launch, Trim, launches
 from attention_engine.plan.verify import verify_steps
 from attention_engine.runtime.run import Kept, Ready
@@ -168,17 +169,9 @@ def test_zeroed_buffers_come_as_zeros_and_others_as_they_are():
 
 
 @pytest.mark.parametrize("name", ["table", "state.m", "a.b_c"])
-def test_an_axis_of_an_input_alone_has_a_length_whatever_the_input_is_called(name):
-    axes = {name: ("heads", "distances")}
-    metas = (meta_tensor(1, 2, 64, 16, dtype=torch.float32),) * 3
-    table, found = torch.randn(2, 9), []
-    for called in (name, "plain"):
-        def score(s, c, b, h, i, j, called=called):
-            return s + c[called][h, (i - j).abs().minimum(8)]
-
-        engine = AttentionEngine(metas, CustomIO({called: axes[name]}), score, backend="interpret")
-        learned = table.clone().requires_grad_()
-        q, k, v = (torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
-        engine(q, k, v, learned).square().sum().backward()
-        found.append(learned.grad)
-    assert torch.equal(*found) and found[0].any()
+def test_axes_have_lengths_whatever_their_input_is_called(name):
+    problem = Problem(2, 2, 64, 64, "float16", custom=((name, "float32", ("heads", "seq_len", "q_blocks")),))
+    own = own_length(name, "q_blocks")
+    assert value_of(own, {own.name: 7}) == 7
+    (buffer,) = buffers_of(custom_inputs(problem))
+    assert buffer.shape_of({"batch": 1, "q_length": 5, "kv_length": 6, own.name: 7}) == (2, 5, 7)
