@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Buffers, Place, Sizes, block_values, reader
 from attention_engine.kernels.forward import of_pairs
 from attention_engine.kernels.items import Item, Items
@@ -18,7 +18,7 @@ from attention_engine.kernels.splice import take_for_granted
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tiles import HandedList, KeyWalk
 from attention_engine.kernels.turns import Turns
-from attention_engine.kernels.warps import GROUP, WARP, keeps_queries_ahead
+from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead
 from attention_engine.passes.by_hand import products_take_turns
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
@@ -28,7 +28,7 @@ BlockValues = tuple[tuple[Expr, Expr], ...]  # variables, and what a block compu
 
 
 @dataclass(frozen=True)
-class ForwardForm:
+class ForwardForm(Form):
     """A problem, its maths in order, the tile, and the walks of blocks; what the parts of a kernel ask of them."""
 
     problem: Problem
@@ -37,21 +37,6 @@ class ForwardForm:
     sizes: Sizes
     plan: TilePlan
     at_once: int  # blocks that the GPU runs at once, of a persistent form
-
-    @cached_property
-    def dim(self) -> int:
-        """The head dim of queries and keys, in tiles."""
-        return padded(self.problem.dim)
-
-    @cached_property
-    def dim_v(self) -> int:
-        """The head dim of values, in tiles."""
-        return padded(self.problem.dim_v)
-
-    @cached_property
-    def warps(self) -> int:
-        """How many warps compute."""
-        return self.tile.threads // WARP
 
     @cached_property
     def blocks(self) -> Any:

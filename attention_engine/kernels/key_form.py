@@ -8,14 +8,14 @@ from typing import Any
 
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.backward import factor_of
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.rows import transposes_dq
 from attention_engine.kernels.tiles import HandedQueries, QueryWalk
-from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, registers
+from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
 from attention_engine.passes.by_hand import makes_delta, rows_of_delta, vanishes_with_weights
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
@@ -25,7 +25,7 @@ COPYING, COPYING_LISTS = 24, 40  # registers of a copying thread; more where per
 
 
 @dataclass(frozen=True)
-class KeyForm:
+class KeyForm(Form):
     """A problem, its maths in order, the tile, and the walks of blocks; what the parts of a kernel ask of them.
 
     rows: the rows of numbers that pairs read. summed: the sums that make gradients of custom inputs. with_dq: do blocks
@@ -47,21 +47,6 @@ class KeyForm:
     def persistent(self) -> bool:
         """Do blocks walk over items?"""
         return self.blocks.at_once > 0
-
-    @cached_property
-    def dim(self) -> int:
-        """The head dim of queries and keys, in tiles."""
-        return padded(self.problem.dim)
-
-    @cached_property
-    def dim_v(self) -> int:
-        """The head dim of values, in tiles."""
-        return padded(self.problem.dim_v)
-
-    @cached_property
-    def warps(self) -> int:
-        """How many warps compute."""
-        return self.tile.threads // WARP
 
     @cached_property
     def leaders(self) -> int:

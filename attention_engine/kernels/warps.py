@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile, padded
@@ -28,6 +30,28 @@ def registers(threads: int, copying: int = 24) -> tuple[int, int]:
     all_threads = GROUP + threads
     started_with = REGISTERS_PER_SM // all_threads // 8 * 8
     return copying, min(240, (started_with * all_threads - GROUP * copying) // threads // 8 * 8)
+
+
+class Form:
+    """What the forms of both directions have in common."""
+
+    problem: Problem
+    tile: Tile
+
+    @cached_property
+    def dim(self) -> int:
+        """The head dim of queries and keys, in tiles."""
+        return padded(self.problem.dim)
+
+    @cached_property
+    def dim_v(self) -> int:
+        """The head dim of values, in tiles."""
+        return padded(self.problem.dim_v)
+
+    @cached_property
+    def warps(self) -> int:
+        """How many warps compute."""
+        return self.tile.threads // WARP
 
 
 def output_fits(problem: Problem, tile: Tile) -> bool:

@@ -149,6 +149,11 @@ def counters(problem: Problem) -> Buffer:
     return Buffer("counters", (const(1) + BATCH * problem.kv_heads, 2), "int32")
 
 
+def place_of_gradient(final: str) -> str:
+    """Where the gradient that arrives at a returned row lies: no name of an argument has a blank."""
+    return f"gradient of {final}"
+
+
 def preprocess(
     problem: Problem, backward: Backward, finals: Sequence[str], tile: Tile | None, pad: int, longest_first: bool,
     given: str = "",
@@ -162,7 +167,7 @@ def preprocess(
     saved = [
         row(f"saved_{n}", problem, role=Role.MADE if n in made else Role.GIVEN) for n in backward.given_rows
     ]
-    arriving = [row(f"d_{n}", problem, role=Role.GIVEN) for n in finals]
+    arriving = [row(f"d_{n}", problem, role=Role.GIVEN).at(place_of_gradient(n)) for n in finals]
     found = [*inputs(problem), *sources, *saved, *arriving, row("delta", problem, pad)]
     found += [row(name, problem, pad) for name, _ in backward.rows]
     if tile is not None:

@@ -14,8 +14,8 @@ class Launch:
 
     name: what users call it. builder, given: the function in kernels/ that makes it, "forward.forward", and that
     function's arguments after the problem. rules: what TileLang is told, and what is done to the text that it prints.
-    writes: the places that it fills or adds to. lasting: what it writes depends on lengths alone, so that a later call
-    may use it.
+    writes: the places that it fills or adds to. lasting: it reads no tensor, so that a later call of the same lengths
+    and heads may use what it wrote.
     """
 
     name: str

@@ -21,6 +21,7 @@ from attention_engine.ir.program import Backward
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.plan.attention import Tiles
+from attention_engine.plan.attention_buffers import place_of_gradient
 from attention_engine.plan.buffers import own_length
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
@@ -274,7 +275,7 @@ class Launcher:
         assert backward is not None
         memory = bound.memory(q, k, v, custom)
         memory |= {"o": output.contiguous(), "do": with_strides(d_output, bound.unit), **self._saved(backward, rows)}
-        memory |= {f"d_{n}": d_finals[n].to(torch.float32).contiguous() for n in finals}
+        memory |= {place_of_gradient(n): d_finals[n].to(torch.float32).contiguous() for n in finals}
         bound.ready(memory)
         dq, dk, dv = (tensor_of(memory, f"d{name}") for name in "qkv")
         if not custom:

@@ -49,7 +49,7 @@ def launch_once(launch: Launch, kernel_of: KernelOf, memory: Mapping[str, Value]
 
 
 class Kept:
-    """The latest results of launches that depend on lengths alone, such as tile maps of masks that read no tensor."""
+    """The latest results of launches that read no tensor, such as tile maps of masks of indices alone."""
 
     def __init__(self) -> None:
         self.found: OrderedDict[object, dict[str, Tensor]] = OrderedDict()
@@ -145,7 +145,8 @@ class _Launch:
             (b.place, template(b.shape_of(lengths), getattr(torch, b.dtype), device), b.role is Role.ZEROED)
             for b in made
         ]
-        self.key = (launch.name, launch.given, *lengths.values(), device)  # two maps alike lie in two places
+        shapes = tuple(like.shape for _, like, _ in self.made)  # heads too: engines alike but for them share a launcher
+        self.key = (launch.name, launch.given, shapes, *lengths.values(), device)
 
     def run(self, memory: Memory) -> None:
         """Allocates and launches."""

@@ -11,7 +11,17 @@ from attention_engine.ir.problem import Problem, padded, padded_rows
 from attention_engine.ir.verify import InvalidIR
 from attention_engine.library import OnlineRelu, OnlineSoftmax, causal, scale
 from attention_engine.plan.attention_buffers import custom_inputs
-from attention_engine.plan.buffers import Buffer, Role, buffers_of, ceil_div, length, own_length, value_of
+from attention_engine.plan.buffers import (
+    BATCH,
+    QUERIES,
+    Buffer,
+    Role,
+    buffers_of,
+    ceil_div,
+    length,
+    own_length,
+    value_of,
+)
 from attention_engine.plan.launches import Launch, Trim, launches
 from attention_engine.plan.verify import verify_steps
 from attention_engine.runtime.run import Kept, Ready
@@ -175,3 +185,44 @@ def test_axes_have_lengths_whatever_their_input_is_called(name):
     assert value_of(own, {own.name: 7}) == 7
     (buffer,) = buffers_of(custom_inputs(problem))
     assert buffer.shape_of({"batch": 1, "q_length": 5, "kv_length": 6, own.name: 7}) == (2, 5, 7)
+
+
+class Writes:
+    """A kernel that fills what its launch writes with the number of the call."""
+
+    calls = 0
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def run(self, *given):
+        Writes.calls += 1
+        for argument, value in zip(self.launch.arguments, given, strict=True):
+            if argument.place in self.launch.writes:
+                value.fill_(Writes.calls)
+
+
+def ready(*steps, kept, **lengths):
+    return Ready(steps, Writes, lengths, {}, torch.device("cpu"), kept)
+
+
+def test_what_a_trim_left_is_what_the_next_launch_reads():
+    source, target = Buffer("a", (BATCH, QUERIES + 3)), Buffer("b", (BATCH, QUERIES))
+    first = Launch("first", "x.x", (), (source,), frozenset(["a"]))
+    second = Launch("second", "x.x", (), (target,), frozenset())
+    memory = {}
+    ready(first, Trim("a", target), second, kept=Kept(), batch=2, q_length=5)(memory)
+    assert memory["b"].shape == (2, 5) and torch.equal(memory["b"], memory["a"][:, :5])
+
+
+def test_what_lasts_is_made_again_for_other_shapes_places_and_lengths_alone():
+    def lasting(name, heads):
+        lists = Buffer("lists", (heads, QUERIES), key=name)
+        return Launch(name, "x.x", ("mask",), (lists,), frozenset([name]), lasting=True)
+
+    kept, shapes = Kept(), []
+    for name, heads, queries in [("a", 2, 5), ("a", 6, 5), ("b", 2, 5), ("a", 2, 7), ("a", 2, 5)]:
+        before, memory = Writes.calls, {}
+        ready(lasting(name, heads), kept=kept, batch=1, q_length=queries)(memory)
+        shapes.append((tuple(memory[name].shape), Writes.calls - before))
+    assert shapes == [((2, 5), 1), ((6, 5), 1), ((2, 5), 1), ((2, 7), 1), ((2, 5), 0)]

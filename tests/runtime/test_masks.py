@@ -131,3 +131,24 @@ def test_maps_of_index_masks_are_kept_for_their_lengths():
         )
     key = engine._key("interpret", (), None, ())
     assert len(op.ATTENTIONS[key].launcher._kept.found) == 3
+
+
+def test_maps_of_engines_alike_but_for_their_heads_are_apart():
+    """Such engines share a launcher: what is kept of one has too few heads for the other."""
+
+    def by_head(b, h, q_idx, kv_idx):
+        return (q_idx // 64 + kv_idx // 64 + h) % 3 > 0
+
+    for heads in (2, 6, 2):
+        make = torch.Generator().manual_seed(heads)
+        q, k, v = (torch.randn(1, 200, heads, DIM, generator=make).half().requires_grad_() for _ in range(3))
+        found = []
+        for backend in ("interpret", "reference"):
+            metas = (meta_tensor(1, heads, None, DIM, dtype=torch.float16),) * 3
+            engine = AttentionEngine(metas, None, scale(0.2), by_head, OnlineSoftmax(), backend=backend)
+            wide = [t.detach() if backend == "interpret" else t.detach().double() for t in (q, k, v)]
+            leaves = [t.requires_grad_() for t in wide]
+            o = engine(*leaves)
+            found.append([o, *torch.autograd.grad(o.sum(), leaves)])
+        for ours, exact in zip(*found, strict=True):
+            torch.testing.assert_close(ours.double(), exact, atol=4e-3, rtol=4e-3)

@@ -250,3 +250,19 @@ def test_a_score_of_1000_operations_runs():
 
     alike(results("interpret", score_mod=score_mod, online_func=OnlineSoftmax()),
           results("reference", score_mod=score_mod, online_func=OnlineSoftmax()))  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("row", ["custom_table", "table", "pairs"])
+def test_the_gradient_of_a_returned_row_has_a_place_of_its_own(row, deterministic):
+    """Beside the sums of a custom input's gradient, whatever both are called."""
+    table, found = torch.randn(2, 5, generator=torch.Generator().manual_seed(3)), []
+    for backend, name in (("interpret", row), ("reference", "lse")):
+        engine = AttentionEngine(
+            METAS, CustomIO({"table": ("heads", 5)}), lambda s, c, b, h, i, j: s + c["table"][h, (i * j) % 5],
+            online_func=softmax(row=name), backend=backend, deterministic=deterministic,
+        )  # fmt: skip
+        leaves = [t.clone().requires_grad_() for t in (*qkv(), table)]
+        output, rows = engine(*leaves, return_rowscales=True)
+        found.append(torch.autograd.grad(output.square().sum() + rows[name].square().sum(), leaves))
+    alike(*map(list, found))
