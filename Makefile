@@ -38,6 +38,7 @@ slow: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q -m slow
 
 lint: $(READY)
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 

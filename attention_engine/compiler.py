@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attention_engine.codegen.cache import KernelKey
     from attention_engine.codegen.compile import Resources
 
+
 class Kernel:
     """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called.
 

@@ -16,9 +16,16 @@ CHECKED = 1024  # longest length compared with float64 on a GPU: that one is den
 
 
 def run(
-    make_engine: Callable[..., AttentionEngine], plain: Callable[..., Tensor], *,
-    heads: int, kv_heads: int, dim: int = 128, causal: bool = True, kept: Callable[[int], float] | None = None,
-    custom: Callable[[int], dict[str, Tensor]] = lambda length: {}, small: int = SMALL,
+    make_engine: Callable[..., AttentionEngine],
+    plain: Callable[..., Tensor],
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int = 128,
+    causal: bool = True,
+    kept: Callable[[int], float] | None = None,
+    custom: Callable[[int], dict[str, Tensor]] = lambda length: {},
+    small: int = SMALL,
     argv: Sequence[str] | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Check the engine against `plain`, time it where there is a GPU, and return {name: (error, eager's error)}.
@@ -77,7 +84,10 @@ def _inputs(batch: int, length: int, heads: int, kv_heads: int, dim: int) -> lis
 
 
 def _check(
-    engine: AttentionEngine, plain: Callable[..., Tensor], tensors: list[Tensor], extra: dict[str, Tensor],
+    engine: AttentionEngine,
+    plain: Callable[..., Tensor],
+    tensors: list[Tensor],
+    extra: dict[str, Tensor],
 ) -> dict[str, tuple[float, float]]:
     def dense(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> Tensor:
         group = q.shape[2] // k.shape[2]

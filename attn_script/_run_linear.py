@@ -43,8 +43,12 @@ class Sizes:
 
 
 def run(
-    make_engine: Callable[..., LinearAttentionEngine], plain: Callable[..., tuple[Tensor, ...]], sizes: Sizes, *,
-    extra: Callable[[Sizes], dict[str, Tensor]], peer: Callable[..., Any] | None = None,
+    make_engine: Callable[..., LinearAttentionEngine],
+    plain: Callable[..., tuple[Tensor, ...]],
+    sizes: Sizes,
+    *,
+    extra: Callable[[Sizes], dict[str, Tensor]],
+    peer: Callable[..., Any] | None = None,
     argv: Sequence[str] | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Check the engine against `plain`, time both (and a peer) where there is a GPU; return {name: (error, eager's)}.

@@ -20,7 +20,11 @@ def score_mod(score, custom, b, h, q_idx, kv_idx):
 
 def make_engine(qkv_meta, **options):
     return AttentionEngine(
-        qkv_meta, CustomIO({"slopes": ("heads",)}), score_mod=score_mod, mask_mod=causal, online_func=OnlineSoftmax(),
+        qkv_meta,
+        CustomIO({"slopes": ("heads",)}),
+        score_mod=score_mod,
+        mask_mod=causal,
+        online_func=OnlineSoftmax(),
         **options,
     )
 

@@ -24,8 +24,13 @@ def blocks(length):
 def make_engine(qkv_meta, **options):
     device = "cpu" if options["backend"] == "interpret" else "cuda"
     return AttentionEngine(
-        qkv_meta, score_mod=scale(D**-0.5), mask_mod=causal, online_func=OnlineSoftmax(),
-        block_mask=blocks(qkv_meta[0].length).to(device), block_size=(BLOCK, BLOCK), **options,
+        qkv_meta,
+        score_mod=scale(D**-0.5),
+        mask_mod=causal,
+        online_func=OnlineSoftmax(),
+        block_mask=blocks(qkv_meta[0].length).to(device),
+        block_size=(BLOCK, BLOCK),
+        **options,
     )
 
 

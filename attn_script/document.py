@@ -17,8 +17,12 @@ PARTS = [0.24, 0.05, 0.31, 0.4]  # of the row
 
 def make_engine(qkv_meta, **options):
     return AttentionEngine(
-        qkv_meta, CustomIO({"documents": ("batch", "seq_len")}), score_mod=scale(D**-0.5),
-        mask_mod=and_masks(causal, document()), online_func=OnlineSoftmax(), **options,
+        qkv_meta,
+        CustomIO({"documents": ("batch", "seq_len")}),
+        score_mod=scale(D**-0.5),
+        mask_mod=and_masks(causal, document()),
+        online_func=OnlineSoftmax(),
+        **options,
     )
 
 

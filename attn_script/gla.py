@@ -1,6 +1,6 @@
 """Gated linear attention (Yang et al. 2024): each channel of q and k has a decay of its own, from a gate of each token.
 
-    python attn_script/gla.py [--length N] [--backend interpret]
+python attn_script/gla.py [--length N] [--backend interpret]
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Causal softmax attention with 32 query heads on 8 key heads: the shapes alone say so.
 
-    python attn_script/gqa.py [--show] [--length N] [--backend interpret]
+python attn_script/gqa.py [--show] [--length N] [--backend interpret]
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Mamba-2 as models use it, with one B (k) and C (q) for all heads: their gradients are summed over the heads.
 
-    python attn_script/mamba2_ngroup1.py [--length N] [--backend interpret]
+python attn_script/mamba2_ngroup1.py [--length N] [--backend interpret]
 """
 
 from dataclasses import replace

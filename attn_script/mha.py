@@ -1,6 +1,6 @@
 """Causal softmax attention, with the online softmax written out in full.
 
-    python attn_script/mha.py [--show] [--length N] [--backend interpret]
+python attn_script/mha.py [--show] [--length N] [--backend interpret]
 """
 
 import torch

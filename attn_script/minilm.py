@@ -18,7 +18,9 @@ from attention_engine import AttentionEngine
 from attention_engine.integrations.transformers import register
 from attention_engine.library import OnlineSoftmax
 
-SENTENCES = re.split(r"(?<=[.?])\s+", """Rain. A cat sleeps on the warm stones. Which road is shorter? He laughed.
+SENTENCES = re.split(
+    r"(?<=[.?])\s+",
+    """Rain. A cat sleeps on the warm stones. Which road is shorter? He laughed.
 The train to the coast leaves at seven, except on Sundays, when it leaves at nine. Please close the window.
 Water boils at a lower temperature on high mountains because the air presses on it less. Bread needs flour and time.
 She planted three rows of beans behind the house and forgot about them until August. Snow is quiet.
@@ -28,7 +30,8 @@ In the old library the maps are kept in shallow drawers, one sheet above another
 The river froze early that year, and children skated to school. Yesterday's bread makes good toast.
 A violin has four strings, and most of its sound comes from the wooden body rather than from the strings themselves.
 Nobody had expected the bridge to hold, yet it carried lorries for another forty years without a single repair.
-Bees tell each other where flowers are by dancing: the angle gives the direction, the length of the waggle the rest.""")
+Bees tell each other where flowers are by dancing: the angle gives the direction, the length of the waggle the rest.""",
+)
 
 
 ENGINES = []

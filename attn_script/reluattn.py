@@ -1,6 +1,6 @@
 """ReLU attention over the number of keys a query sees (Wortsman et al. 2023).
 
-    python attn_script/reluattn.py [--show] [--length N] [--backend interpret]
+python attn_script/reluattn.py [--show] [--length N] [--backend interpret]
 """
 
 import torch

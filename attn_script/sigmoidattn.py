@@ -38,7 +38,11 @@ class OnlineSigmoid(OnlineFunc):
 
 def make_engine(qkv_meta, **options):
     return AttentionEngine(
-        qkv_meta, CustomIO({"bias": (1,)}), score_mod=score_mod, mask_mod=causal_mask, online_func=OnlineSigmoid(),
+        qkv_meta,
+        CustomIO({"bias": (1,)}),
+        score_mod=score_mod,
+        mask_mod=causal_mask,
+        online_func=OnlineSigmoid(),
         **options,
     )
 

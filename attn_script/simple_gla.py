@@ -1,6 +1,6 @@
 """Simple gated linear attention, or gated retention (Yang et al. 2024): each token and head brings its own decay.
 
-    python attn_script/simple_gla.py [--length N] [--backend interpret]
+python attn_script/simple_gla.py [--length N] [--backend interpret]
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Softmax with a learned sink for each head: one more score in each row's sum, without a value (as gpt-oss has).
 
-    python attn_script/sink.py [--show] [--length N] [--backend interpret]
+python attn_script/sink.py [--show] [--length N] [--backend interpret]
 """
 
 import torch
@@ -23,7 +23,11 @@ class SinkSoftmax(OnlineSoftmax):
 
 def make_engine(qkv_meta, **options):
     return AttentionEngine(
-        qkv_meta, CustomIO({"sink": ("heads",)}), score_mod=scale(D**-0.5), mask_mod=causal, online_func=SinkSoftmax(),
+        qkv_meta,
+        CustomIO({"sink": ("heads",)}),
+        score_mod=scale(D**-0.5),
+        mask_mod=causal,
+        online_func=SinkSoftmax(),
         **options,
     )
 

@@ -1,6 +1,6 @@
 """Sliding-window attention: a query sees itself and the 255 keys before it. The mask bounds the kernels' loops.
 
-    python attn_script/sparseattn.py [--show] [--length N] [--backend interpret]
+python attn_script/sparseattn.py [--show] [--length N] [--backend interpret]
 """
 
 import torch

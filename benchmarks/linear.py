@@ -115,6 +115,7 @@ def peer(problem: Problem) -> tuple[str, Attention]:
 
 # ---- checks and times
 
+
 def check(problem: Problem, attention: Attention) -> None:
     """The first tokens of the first sequence against the recurrence in float64."""
     first = {n: x.detach() for n, x in problem.inputs().items()}
@@ -153,6 +154,7 @@ def calls(attention: Attention, inputs: dict[str, Tensor]) -> dict[str, Callable
 
 
 # ---- our kernels, one by one
+
 
 def work(problem: Problem) -> dict[str, tuple[float, float]]:
     """Bytes and FLOPs of each kernel, by the name that the profiler shows."""
@@ -237,6 +239,7 @@ def profile(problem: Problem, both: dict[str, Callable[[], object]]) -> list[str
 
 
 # ---- the table
+
 
 def measure(name: str, problem: Problem, repeats: int, where: dict[str, str]) -> list[dict]:
     contenders: dict[str, Attention] = {"attention_engine": problem.engine()}

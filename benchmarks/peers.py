@@ -102,12 +102,15 @@ def flex_attention(case: Case, dtype: torch.dtype) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor, custom: dict[str, Tensor]) -> Tensor:
         score_mod = None
         if case.program == "softcap":
+
             def score_mod(x, b, h, i, j):
                 return 50.0 * torch.tanh(x / 50.0)
         elif case.program == "alibi":
             slopes = custom["slopes"]
+
             def score_mod(x, b, h, i, j):
                 return x - slopes[h] * (i - j)
+
         return compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=grouped)
 
     return attend

@@ -1,6 +1,6 @@
 """Pictures of benchmark results, from files alone: bars for one length, curves over lengths.
 
-    python -m benchmarks.plot benchmarks/results/h100.csv --to benchmarks/results
+python -m benchmarks.plot benchmarks/results/h100.csv --to benchmarks/results
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Classic mistakes: for each the class of its error, code that makes it, and the mend. Prints or writes docs/errors.md.
 
-    python docs/mistakes.py            every mistake with the message that a user meets
-    python docs/mistakes.py --write    docs/errors.md
+python docs/mistakes.py            every mistake with the message that a user meets
+python docs/mistakes.py --write    docs/errors.md
 """
 
 import argparse

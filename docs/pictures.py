@@ -1,6 +1,6 @@
 """Draws the documents' pictures from what the package itself computes: which tiles a mask keeps, how a row is met.
 
-    python docs/pictures.py      writes docs/pictures/*.svg
+python docs/pictures.py      writes docs/pictures/*.svg
 """
 
 import itertools

@@ -25,6 +25,7 @@ DRAWS = 4
 
 # ---- as users write it
 
+
 def causal_mask(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
@@ -32,24 +33,28 @@ def causal_mask(b, h, q_idx, kv_idx):
 def scaled(scale):
     def score_mod(score, custom, b, h, q_idx, kv_idx):
         return score * scale
+
     return score_mod
 
 
 def softcapped(scale):
     def score_mod(score, custom, b, h, q_idx, kv_idx):
         return CAP * torch.tanh(score * scale / CAP)
+
     return score_mod
 
 
 def alibi(scale):
     def score_mod(score, custom, b, h, q_idx, kv_idx):
         return score * scale - custom["slopes"] * (q_idx - kv_idx).abs()
+
     return score_mod
 
 
 def biased(scale):
     def score_mod(score, custom, b, h, q_idx, kv_idx):
         return score * scale + custom["bias"]
+
     return score_mod
 
 
@@ -57,6 +62,7 @@ def decayed(scale):
     def score_mod(score, custom, b, h, q_idx, kv_idx):
         gamma = 1 - 2.0 ** (-5 - h)
         return score * scale * ((q_idx - kv_idx).abs() * gamma.log2()).exp2()
+
     return score_mod
 
 
@@ -98,14 +104,15 @@ class OnlineRelu2RowSum(OnlineFunc):
 
 # ---- the two side by side
 
+
 @dataclass(frozen=True)
 class Case:
     name: str
-    kind: str                                                     # a row of plain.WEIGHTS
+    kind: str  # a row of plain.WEIGHTS
     online_func: type[OnlineFunc]
-    score_mod: Callable[[float], Callable] = scaled               # from the scale
+    score_mod: Callable[[float], Callable] = scaled  # from the scale
     plain_score: Callable[[float, dict[str, Tensor]], plain.Score] = lambda scale, custom: plain.scaled(scale)
-    axes: dict[str, tuple] = field(default_factory=dict)          # of the custom inputs, in order
+    axes: dict[str, tuple] = field(default_factory=dict)  # of the custom inputs, in order
     custom: Callable[[int, int], dict[str, Tensor]] = lambda heads, length: {}
 
 
@@ -116,13 +123,22 @@ CASES = {
         Case("softmax_one", "softmax_one", OnlineSoftmaxOne),
         Case("softcap", "softmax", OnlineSoftmax, softcapped, lambda scale, custom: plain.softcapped(scale, CAP)),
         Case(
-            "alibi", "softmax", OnlineSoftmax, alibi, lambda scale, custom: plain.alibi(scale, custom["slopes"]),
+            "alibi",
+            "softmax",
+            OnlineSoftmax,
+            alibi,
+            lambda scale, custom: plain.alibi(scale, custom["slopes"]),
             {"slopes": ("heads",)},
             lambda heads, length: {"slopes": 2.0 ** (-8 * (torch.arange(heads) + 1.0) / heads)},
         ),
         Case(
-            "sigmoid_bias", "sigmoid", OnlineSigmoid, biased, lambda scale, custom: plain.biased(scale, custom["bias"]),
-            {"bias": (1,)}, lambda heads, length: {"bias": torch.tensor([-math.log(max(length, 1))])},
+            "sigmoid_bias",
+            "sigmoid",
+            OnlineSigmoid,
+            biased,
+            lambda scale, custom: plain.biased(scale, custom["bias"]),
+            {"bias": (1,)},
+            lambda heads, length: {"bias": torch.tensor([-math.log(max(length, 1))])},
         ),
         Case("relu", "relu", OnlineRelu),
         Case("relu2", "relu2", OnlineRelu2),
@@ -163,14 +179,26 @@ class Shape:
 
 def engine_for(case: Case, shape: Shape, dtype: torch.dtype, causal: bool, **options: Any) -> AttentionEngine:
     return AttentionEngine(
-        shape.meta(dtype), CustomIO(case.axes), score_mod=case.score_mod(shape.dim**-0.5),
-        mask_mod=causal_mask if causal else None, online_func=case.online_func(), **options,
+        shape.meta(dtype),
+        CustomIO(case.axes),
+        score_mod=case.score_mod(shape.dim**-0.5),
+        mask_mod=causal_mask if causal else None,
+        online_func=case.online_func(),
+        **options,
     )
 
 
 def errors(
-    case: Case, shape: Shape, dtype: torch.dtype, causal: bool, *,
-    device: str = "cpu", seed: int = 0, floor: float = 0.0, draws: int = 1, **options: Any,
+    case: Case,
+    shape: Shape,
+    dtype: torch.dtype,
+    causal: bool,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    floor: float = 0.0,
+    draws: int = 1,
+    **options: Any,
 ) -> list[plain.Error]:
     """Output and all gradients by the rule; raises AssertionError with the table where one is too far off.
 
@@ -203,7 +231,9 @@ def errors(
 
 
 def _results(
-    function: Callable[..., Tensor], tensors: dict[str, Tensor], custom: dict[str, Tensor],
+    function: Callable[..., Tensor],
+    tensors: dict[str, Tensor],
+    custom: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """The output and the gradient of every floating input."""
     leaves = {n: x.detach().clone().requires_grad_() for n, x in {**tensors, **custom}.items() if n != "do"}

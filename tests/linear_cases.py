@@ -45,7 +45,8 @@ CASES = {
         Case("plain"),
         Case("no_decay", decays=False),
         Case(
-            "mamba2", {"v": lambda x, c: x * c["dt"], "decay": lambda x, c: x * c["dt"] * c["A"]},
+            "mamba2",
+            {"v": lambda x, c: x * c["dt"], "decay": lambda x, c: x * c["dt"] * c["A"]},
             {"dt": PER_TOKEN, "A": ("heads",)},
         ),
         Case(
@@ -54,15 +55,21 @@ CASES = {
             {"s": ("heads",), "dt": PER_TOKEN, "c": PER_TOKEN},
         ),
         Case(
-            "scaled_keys", {"k": lambda x, c: x * c["dt"], "q": lambda x, c: x * c["s"]},
+            "scaled_keys",
+            {"k": lambda x, c: x * c["dt"], "q": lambda x, c: x * c["s"]},
             {"dt": PER_TOKEN, "s": ("heads",)},
         ),
         Case("gla", channels=True),
         Case(
             "gla_mods",
-            {"q": lambda x, c: x * c["s"] + 0.1, "k": lambda x, c: x.sigmoid() * c["dt"], "v": lambda x, c: x + c["c"],
-             "decay": lambda x, c: -(1 + (-x).exp()).log() * c["c"]},
-            {"s": ("heads",), "dt": PER_TOKEN, "c": PER_TOKEN}, channels=True,
+            {
+                "q": lambda x, c: x * c["s"] + 0.1,
+                "k": lambda x, c: x.sigmoid() * c["dt"],
+                "v": lambda x, c: x + c["c"],
+                "decay": lambda x, c: -(1 + (-x).exp()).log() * c["c"],
+            },
+            {"s": ("heads",), "dt": PER_TOKEN, "c": PER_TOKEN},
+            channels=True,
         ),
     )
 }
@@ -136,7 +143,13 @@ def engine_results(engine: LinearAttentionEngine, inputs: Inputs) -> Inputs:
 
 
 def errors(
-    case: Case, shape: Shape, dtype: torch.dtype, *, device: str = "cpu", floor: float = 0.0, draws: int = 1,
+    case: Case,
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    floor: float = 0.0,
+    draws: int = 1,
     **options: Any,
 ) -> list[plain.Error]:
     """Outputs and all gradients by the rule; raises AssertionError with the table where one is too far off."""

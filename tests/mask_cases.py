@@ -39,8 +39,10 @@ def draw(*size: int, seed: int = 5) -> Tensor:
 
 # ---- masks
 
+
 def packed(lengths: list[int]) -> Make:
     """The same documents, in another order for each batch."""
+
     def make(shape: Shape) -> dict[str, Tensor]:
         rows = []
         for b in range(shape.batch):
@@ -48,6 +50,7 @@ def packed(lengths: list[int]) -> Make:
             ids = torch.repeat_interleave(torch.arange(len(order)), torch.tensor(order))
             rows.append(ids.repeat(-(-shape.q_len // len(ids)))[: shape.q_len])  # ids come again: no neighbours
         return {"documents": torch.stack(rows).int()}
+
     return make
 
 
@@ -104,6 +107,7 @@ MASKS = {
 
 
 # ---- scores
+
 
 def scaled(s, custom, b, h, q_idx, kv_idx):
     return s * 0.125
@@ -217,9 +221,14 @@ def errors(
         def run(q, k, v, **custom):
             mine = {name: custom[name] for name in of_score}
             return function(
-                q, k, v, kind, score=lambda s, b, h, i, j: SCORES[score].plain(s, b, h, i, j, **mine).to(s.dtype),
+                q,
+                k,
+                v,
+                kind,
+                score=lambda s, b, h, i, j: SCORES[score].plain(s, b, h, i, j, **mine).to(s.dtype),
                 mask=lambda b, h, i, j: MASKS[mask].plain(b, h, i, j, **of_mask),
             )
+
         return run
 
     def ours(q, k, v, **custom):
@@ -229,8 +238,11 @@ def errors(
     double = {name: x.double() for name, x in tensors.items()}
     exact_custom = {name: x.double() if x.is_floating_point() else x for name, x in of_score.items()}
     return plain.compare(
-        _results(ours, tensors, of_score), _results(by(plain.attention), double, exact_custom),
-        _results(by(plain.eager), tensors, of_score), dtype, floor,
+        _results(ours, tensors, of_score),
+        _results(by(plain.attention), double, exact_custom),
+        _results(by(plain.eager), tensors, of_score),
+        dtype,
+        floor,
     )
 
 

@@ -21,6 +21,7 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # ---- rows: scores and what is kept -> weights, and the log of the sum of exponentials where there is one
 
+
 def softmax(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     return _exponential(x, keep, extra=0.0)
 
@@ -78,6 +79,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]] = {
 
 # ---- scores
 
+
 def scaled(scale: float) -> Score:
     return lambda s, b, h, i, j: s * scale
 
@@ -97,17 +99,27 @@ def biased(scale: float, bias: Tensor) -> Score:
 
 def decayed(scale: float) -> Score:
     """RetNet's decay gamma_h^|i-j| with gamma_h = 1 - 2^(-5-h); in the causal half |i-j| is i-j."""
+
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         gamma = 1 - torch.exp2(-5.0 - h.double())
         return s * scale * (gamma ** (i - j).abs()).to(s.dtype)
+
     return score
 
 
 # ---- the whole
 
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, kind: str, *,
-    causal: bool = False, score: Score | None = None, mask: Mask | None = None, return_lse: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: str,
+    *,
+    causal: bool = False,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in float64, whatever dtype comes in; a row with no kept pair gives 0.
 
@@ -121,8 +133,14 @@ def attention(
 
 
 def eager(
-    q: Tensor, k: Tensor, v: Tensor, kind: str, *,
-    causal: bool = False, score: Score | None = None, mask: Mask | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: str,
+    *,
+    causal: bool = False,
+    score: Score | None = None,
+    mask: Mask | None = None,
 ) -> Tensor:
     """The same as a careful user of PyTorch writes it: products, scores and weights in the dtype of q, rows in fp32.
 
@@ -132,7 +150,14 @@ def eager(
 
 
 def _dense(
-    q: Tensor, k: Tensor, v: Tensor, kind: str, causal: bool, score: Score | None, mask: Mask | None, rows: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: str,
+    causal: bool,
+    score: Score | None,
+    mask: Mask | None,
+    rows: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -152,6 +177,7 @@ def _dense(
 
 
 # ---- the rule
+
 
 @dataclass(frozen=True)
 class Error:
@@ -179,7 +205,11 @@ FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 10.0}
 
 
 def compare(
-    ours: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, Tensor], dtype: torch.dtype, floor: float = 0.0,
+    ours: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    eager: dict[str, Tensor],
+    dtype: torch.dtype,
+    floor: float = 0.0,
 ) -> list[Error]:
     """Demand mean |ours - exact| <= factor * mean |eager - exact| for every name, and no NaN; return the errors.
 
@@ -208,7 +238,8 @@ def table(errors: list[Error]) -> str:
     lines = [f"{'':14} {'error':>10} {'eager':>10} {'ratio':>8}  worst at"]
     lines += [
         f"{e.name:14} {e.ours:10.3e} {e.eager:10.3e} {e.ratio:8.3f}  {e.worst}"
-        + (f"  {e.nans} NaN" if e.nans else "") + ("" if e.fine else "  <-- too far")
+        + (f"  {e.nans} NaN" if e.nans else "")
+        + ("" if e.fine else "  <-- too far")
         for e in errors
     ]
     return "\n".join(lines)

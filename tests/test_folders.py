@@ -91,9 +91,7 @@ def test_a_folder_that_everybody_may_write_is_not_used(tmp_path, monkeypatch, mo
     monkeypatch.setenv("ATTENTION_ENGINE_CACHE_DIR", str(named))
     found = folders.kernel_folders()
     assert named / "kernels" not in (*found.readable, found.writable)
-    assert found.passed_over == (
-        f"{named / 'kernels'} may be written by everybody (chmod o-w {named / 'kernels'})",
-    )
+    assert found.passed_over == (f"{named / 'kernels'} may be written by everybody (chmod o-w {named / 'kernels'})",)
 
 
 def test_nor_one_that_everybody_may_put_another_in_the_place_of(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ NOTHING = {"softmax": -torch.inf, "softmax_one": 0.0}  # the log of an empty row
 
 def qkv(heads=4, kv_heads=2, q_len=9, kv_len=9, dtype=torch.float64):
     return (
-        torch.randn(2, q_len, heads, 8, dtype=dtype), torch.randn(2, kv_len, kv_heads, 8, dtype=dtype),
+        torch.randn(2, q_len, heads, 8, dtype=dtype),
+        torch.randn(2, kv_len, kv_heads, 8, dtype=dtype),
         torch.randn(2, kv_len, kv_heads, 5, dtype=dtype),
     )
 
@@ -42,12 +43,15 @@ def test_the_lse_is_the_log_of_the_row_sum(kind):
     assert (lse[:, :, 0] == NOTHING[kind]).all()
 
 
-@pytest.mark.parametrize("kind, weights", [
-    ("sigmoid", [0.5, 1 / (1 + 2.718281828459045)]),
-    ("relu", [0.0, 0.0]),
-    ("softmax_one", [1 / (2 + 0.36787944117144233), 0.36787944117144233 / (2 + 0.36787944117144233)]),
-    ("retention", [0.0, -1.0]),
-])
+@pytest.mark.parametrize(
+    "kind, weights",
+    [
+        ("sigmoid", [0.5, 1 / (1 + 2.718281828459045)]),
+        ("relu", [0.0, 0.0]),
+        ("softmax_one", [1 / (2 + 0.36787944117144233), 0.36787944117144233 / (2 + 0.36787944117144233)]),
+        ("retention", [0.0, -1.0]),
+    ],
+)
 def test_weights_of_a_row_made_by_hand(kind, weights):
     x = torch.tensor([[[[0.0, -1.0]]]], dtype=torch.float64)
     got, _ = plain.WEIGHTS[kind](x, torch.ones_like(x, dtype=torch.bool))
@@ -65,7 +69,8 @@ def test_sigmoid_bias_and_alibi_slopes_get_gradients():
     slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
     bias = torch.rand(1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda s: plain.attention(q, k, v, "softmax", score=plain.alibi(0.3, s), causal=True), (slopes,))
+        lambda s: plain.attention(q, k, v, "softmax", score=plain.alibi(0.3, s), causal=True), (slopes,)
+    )
     assert torch.autograd.gradcheck(lambda b: plain.attention(q, k, v, "sigmoid", score=plain.biased(0.3, b)), (bias,))
 
 
@@ -87,6 +92,7 @@ def test_the_decay_of_a_head_is_its_power():
 
 
 # ---- the rule can fail
+
 
 def test_compare_refuses_what_is_a_fifth_further_off_than_eager():
     exact = {"o": torch.zeros(10)}
@@ -113,5 +119,9 @@ def test_compare_refuses_one_nan():
 
 def test_compare_refuses_a_missing_gradient():
     with pytest.raises(AssertionError, match="dq"):
-        plain.compare({"o": torch.zeros(1)}, {"o": torch.zeros(1), "dq": torch.zeros(1)},
-                      {"o": torch.zeros(1), "dq": torch.zeros(1)}, torch.float32)
+        plain.compare(
+            {"o": torch.zeros(1)},
+            {"o": torch.zeros(1), "dq": torch.zeros(1)},
+            {"o": torch.zeros(1), "dq": torch.zeros(1)},
+            torch.float32,
+        )

@@ -147,7 +147,7 @@ class Capture:
     def at(self, tensor: Any, index: Any) -> Symbol:
         """tensor[index], with symbols among the indices."""
         listed = list(index) if isinstance(index, tuple) else [index]
-        if (gaps := [n for n, i in enumerate(listed) if i is Ellipsis]):
+        if gaps := [n for n, i in enumerate(listed) if i is Ellipsis]:
             (gap,) = gaps[:1]
             listed[gap : gap + 1] = [slice(None)] * (tensor.ndim - len(listed) + 1)
         plain = tuple(slice(None) if _is_symbolic(i) else i for i in listed)
@@ -276,6 +276,7 @@ def type_of(tensor: Any) -> Type:
 
 # ---- where a tensor stands in the user's code
 
+
 def find_source(tensor: Any) -> Fixed | Attribute:
     """The tensor as an attribute of an object that the user's running function sees, or the object itself."""
     frame = _users_frame()
@@ -309,5 +310,3 @@ def _attributes(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
             yield module, {**module._parameters, **module._buffers, **vars(module)}
     elif isinstance(held := getattr(value, "__dict__", None), dict) and not callable(getattr(value, "__code__", None)):
         yield value, held
-
-

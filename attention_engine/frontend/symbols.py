@@ -227,7 +227,8 @@ class Symbol:
             f"{where_from()}Python asked for the truth of a symbolic value, {self.expr}.\n"
             "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around "
             "comparisons);\n  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
-            + "\n  Python reads a < b & c < d as a < (b & c) < d: put brackets around comparisons." * hint
+            + "\n  Python reads a < b & c < d as a < (b & c) < d: put brackets around comparisons."
+            * hint
         )
 
     def _no_number(self) -> NoReturn:

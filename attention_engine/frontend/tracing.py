@@ -81,9 +81,7 @@ def call(function: Callable[..., Any], arguments: str, values: list[Any], custom
         return function(*values)
     one_more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
     bound = "\n  Is @staticmethod missing above it?" if inspect.ismethod(function) else ""
-    raise WrongArity(
-        f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){one_more}.{bound}"
-    )
+    raise WrongArity(f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){one_more}.{bound}")
 
 
 def is_number(value: object) -> bool:
@@ -104,9 +102,7 @@ def _number(function: Callable[..., Any], what: str, value: object, allowed: fro
         of_keys = Axis.KEY in extra
         held = "a value of each key" if of_keys else "the output"
         way_out = "Reduce it: x.get_reduce('sum')." if of_keys else "Make it of the row states alone."
-        raise NotReduced(
-            f"{place_of(function)} returned {what} that still holds {held}: {expr}. {way_out}"
-        )
+        raise NotReduced(f"{place_of(function)} returned {what} that still holds {held}: {expr}. {way_out}")
     return convert(expr, Type.FLOAT)
 
 
@@ -159,9 +155,7 @@ def _check_keys(function: Callable[..., Any], what: str, given: object, declared
     if missing := [n for n in declared if n not in given]:
         raise MissingState(f"{place_of(function)} gives no {what} {missing[0]!r}. Declared: {known}.")
     if extra := [n for n in given if n not in declared]:
-        raise UnknownState(
-            f"{place_of(function)} gives a {what} {extra[0]!r} that isn't declared. Declared: {known}."
-        )
+        raise UnknownState(f"{place_of(function)} gives a {what} {extra[0]!r} that isn't declared. Declared: {known}.")
 
 
 def _unpack(function: Callable[..., Any], result: object, names: str, count: int) -> tuple[Any, ...]:

@@ -191,8 +191,7 @@ def backward(
                     for i, d in T.Parallel(tile.q, dim):
                         T.atomic_add(
                             buffers["workspace"][
-                                batch * problem.heads + head,
-                                q0 * dim + workspace_offset(i, d, tile, dim, vectors)
+                                batch * problem.heads + head, q0 * dim + workspace_offset(i, d, tile, dim, vectors)
                             ],
                             dq[i, d],
                         )
@@ -287,9 +286,7 @@ class PairMaths:
 
         self._over_pairs(entry, asked)
 
-    def _at(
-        self, place: Place, products: Any, weights: Any, gradients: Any, i: Any, j: Any, *exprs: Expr
-    ) -> Any:
+    def _at(self, place: Place, products: Any, weights: Any, gradients: Any, i: Any, j: Any, *exprs: Expr) -> Any:
         """Splices expressions of a pair's product, weight and gradient."""
         values = {WEIGHT: weights[i, j], WEIGHT_GRADIENT: gradients[i, j]}
         if keeps_products(self.schedule):

@@ -34,9 +34,7 @@ from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
 
 
-def backward_extremes(
-    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, over_keys: bool
-) -> Any:
+def backward_extremes(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, over_keys: bool) -> Any:
     """The PrimFunc: (q, k, v, custom..., [tile_lists], an extreme and its count for each of the schedule's...).
 
     Rows are fp32 (batch, heads, queries). over_keys: for the kernel over keys (backward.py), which has scores

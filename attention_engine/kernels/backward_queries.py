@@ -50,9 +50,7 @@ def backward_queries(
     """
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    parameters = sizes.declare(
-        attention_buffers.over_queries(problem, schedule, rows, summed, tile, row_pad, with_dq)
-    )
+    parameters = sizes.declare(attention_buffers.over_queries(problem, schedule, rows, summed, tile, row_pad, with_dq))
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     seen = key_condition(schedule.mask)
 

@@ -133,9 +133,7 @@ def preprocess(
     """
     sizes = Sizes(problem)
     given = "given" if delta_given else ""
-    parameters = sizes.declare(
-        attention_buffers.preprocess(problem, backward, finals, tile, pad, longest_first, given)
-    )
+    parameters = sizes.declare(attention_buffers.preprocess(problem, backward, finals, tile, pad, longest_first, given))
     blocks = KeyBlocks.of(problem, tile, sizes, longest_first) if tile is not None else None
     dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
     length = min(max(ENTRIES // dim_v, 16), ROW_PAD)

@@ -47,9 +47,7 @@ def tensor(name: str, size: Expr, heads: int, dim: int, problem: Problem, role: 
 def strided(name: str, size: Expr, heads: int, dim: int, problem: Problem) -> Buffer:
     """A caller's tensor, with strides of its own."""
     names = tuple(f"{name}_stride_{axis}" for axis in ("batch", "length", "head"))
-    return Buffer(
-        name, (BATCH, size, heads, dim), problem.dtype, Role.GIVEN, strides=names, unit=problem.stride_unit
-    )
+    return Buffer(name, (BATCH, size, heads, dim), problem.dtype, Role.GIVEN, strides=names, unit=problem.stride_unit)
 
 
 def row(name: str, problem: Problem, pad: int = 1, role: Role = Role.MADE) -> Buffer:
@@ -164,9 +162,7 @@ def preprocess(
     if given:
         sources = [row("given", problem).at(given)]
     made = {name for extreme in backward.extremes for name in extreme.names}
-    saved = [
-        row(f"saved_{n}", problem, role=Role.MADE if n in made else Role.GIVEN) for n in backward.given_rows
-    ]
+    saved = [row(f"saved_{n}", problem, role=Role.MADE if n in made else Role.GIVEN) for n in backward.given_rows]
     arriving = [row(f"d_{n}", problem, role=Role.GIVEN).at(place_of_gradient(n)) for n in finals]
     found = [*inputs(problem), *sources, *saved, *arriving, row("delta", problem, pad)]
     found += [row(name, problem, pad) for name, _ in backward.rows]

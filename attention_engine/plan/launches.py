@@ -56,4 +56,3 @@ def launches(steps: Iterable[Step]) -> Iterator[Launch]:
         if isinstance(step, Launch) and step.name not in seen:
             seen.add(step.name)
             yield step
-

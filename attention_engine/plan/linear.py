@@ -130,9 +130,7 @@ class LinearPlan:
         """A launch that writes these places."""
         rules = (DISABLE_WARP_SPECIALIZATION,) if tile is not None and not tile.specialize else ()
         written = {buffer.place for buffer in buffers_of(arguments) if buffer.role is not Role.GIVEN}
-        return Launch(
-            name, f"linear.{builder}", (self.program, *given), arguments, frozenset(written & {*made}), rules
-        )
+        return Launch(name, f"linear.{builder}", (self.program, *given), arguments, frozenset(written & {*made}), rules)
 
     def _sums(self, tile: LinearTile) -> list[Launch]:
         return [self.sum_decays(tile.chunk)] if self.program.decays else []

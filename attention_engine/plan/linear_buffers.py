@@ -38,9 +38,7 @@ def inputs(problem: LinearProblem, names: Iterable[str]) -> list[Argument]:
     for name in dict.fromkeys(names):
         shape = (BATCH, TOKENS, problem.heads_of(name), problem.dim_of(name))
         strides = tuple(f"{name}_stride_{axis}" for axis in ("batch", "length", "head"))
-        found.append(
-            Buffer(name, shape, problem.dtype, buffers.Role.GIVEN, strides=strides, unit=problem.stride_unit)
-        )
+        found.append(Buffer(name, shape, problem.dtype, buffers.Role.GIVEN, strides=strides, unit=problem.stride_unit))
     return found
 
 
@@ -210,6 +208,7 @@ def decay_gradients(problem: LinearProblem, chunk: int, tiles: tuple[int, int, i
 
 
 # ---- where each channel has a decay of its own
+
 
 def scores(problem: LinearProblem, chunk: int) -> Buffer:
     """The weights of each chunk's pairs: (batch, head, query, key within the chunk)."""

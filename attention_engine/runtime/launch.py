@@ -51,9 +51,7 @@ def stride_unit(*dims: int) -> int:
     return 8 if all(d % 8 == 0 for d in dims) else 1
 
 
-Choose = Callable[
-    [tuple[str, ...], Problem, Target, Lengths, torch.device, Tiles, bool, Sequence[Tensor]], Tiles
-]
+Choose = Callable[[tuple[str, ...], Problem, Target, Lengths, torch.device, Tiles, bool, Sequence[Tensor]], Tiles]
 Direct = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
 
 

@@ -102,9 +102,7 @@ class LinearAttentionEngine(torch.nn.Module):
     def _trace(self, types: Mapping[str, Type], decay_given: bool) -> LinearProgram:
         return self._traced(types, decay_given)[0]
 
-    def _traced(
-        self, types: Mapping[str, Type], decay_given: bool
-    ) -> tuple[LinearProgram, tuple[Captured, ...]]:
+    def _traced(self, types: Mapping[str, Type], decay_given: bool) -> tuple[LinearProgram, tuple[Captured, ...]]:
         with capturing(tuple(self.custom_io.specs), types) as capture:
             program = trace_mods(self.mods, self.custom_io, types, decay_given)
         return replace(program, custom=(*program.custom, *capture.names)), tuple(capture.captured.values())

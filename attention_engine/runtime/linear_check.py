@@ -44,7 +44,10 @@ def compare_linear(
     def run_engine(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         first = [tensors.get(n) for n in ("q", "k", "v", "decay")]
         found: tuple[Tensor, Tensor] = engine._call(
-            *first, [tensors[n] for n in specs], tensors.get("initial_state"), True  # type: ignore[arg-type]
+            *first,
+            [tensors[n] for n in specs],
+            tensors.get("initial_state"),
+            True,  # type: ignore[arg-type]
         )
         return found
 

@@ -208,4 +208,3 @@ class LinearLauncher:
             total = torch.zeros(shape, dtype=torch.float32, device=v.device) if total is None else total
             found[read.name] = add_at(total, read, row[:, :, :length, None], evaluate)
         return found
-

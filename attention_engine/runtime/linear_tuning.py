@@ -124,9 +124,7 @@ class LinearPrepared(Tensors):
         """q, k, v, decay (of 0, where mods read none), do; and the custom inputs cut to the lengths."""
         problem, make = self.job.problem, torch.Generator(self.device).manual_seed(0)
         sizes = [(problem.heads_of(n), problem.dim_of(n)) for n in ("q", "k", "v", "do")]
-        q, k, v, do = (
-            torch.randn(batch, length, *s, generator=make, device=self.device).to(self.dtype) for s in sizes
-        )
+        q, k, v, do = (torch.randn(batch, length, *s, generator=make, device=self.device).to(self.dtype) for s in sizes)
         decay = -0.1 * torch.rand(batch, length, problem.heads, generator=make, device=self.device)
         decay = decay.to(getattr(torch, problem.decay_dtype or "float32"))
         return [q, k, v, decay, do], self.cut(batch, length, length)
@@ -173,6 +171,4 @@ class LinearPrepared(Tensors):
         """(difference from what is right over what is allowed, microseconds of the whole direction)."""
         tiles = with_tile(self.job.tiles, self.job.kernel, tile)
         prepared = (getattr(self, name) for name in ("_small", "_large"))
-        return self.check_and_time(
-            (self._run(tiles, given, custom), expected) for given, custom, expected in prepared
-        )
+        return self.check_and_time((self._run(tiles, given, custom), expected) for given, custom, expected in prepared)

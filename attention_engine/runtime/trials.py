@@ -230,6 +230,7 @@ class Prepared(Tensors):
 
 # ---- in the process that asks
 
+
 def judged(tile: AnyTile, answer: object) -> Trial:
     """What became of a tile that was measured: an answer of measure_tile, or what it raised."""
     match answer:

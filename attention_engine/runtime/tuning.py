@@ -179,9 +179,7 @@ def _known(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any) -> En
     return entry
 
 
-def _tune_once(
-    tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, custom: Sequence[Tensor]
-) -> Entry:
+def _tune_once(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, custom: Sequence[Tensor]) -> Entry:
     """Measures, while other processes that want the same entry of the same file wait for it."""
     if asked.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
         raise NotWhileCapturing(

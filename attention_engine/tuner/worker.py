@@ -1,7 +1,7 @@
 """Processes that run functions for the tuner: a crash, a hang or a lost GPU context costs one trial, not the caller.
 
-    with Worker() as worker:
-        worker.call(math.sqrt, 2.0, timeout=5)
+with Worker() as worker:
+    worker.call(math.sqrt, 2.0, timeout=5)
 """
 
 from __future__ import annotations

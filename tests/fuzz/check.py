@@ -62,9 +62,9 @@ def run_names(names: dict[str, Any], backend: str, device: str = "cpu") -> Outco
         exact, some, moved = plain_results(names, torch.float64, device)
         eager, _, _ = plain_results(names, torch.float32, device)
         dtype, rows = names["DTYPE"], names["ROWS"]
-        found.append({
-            n: Measured.of(ours[n], exact[n], eager[n], dtype, n in rows, some, moved.get(n, 0.0)) for n in exact
-        })
+        found.append(
+            {n: Measured.of(ours[n], exact[n], eager[n], dtype, n in rows, some, moved.get(n, 0.0)) for n in exact}
+        )
         means = {n: Measured.mean([one[n] for one in found]) for n in exact}
         worst = max(means, key=lambda n: means[n].ratio)
         if means[worst].ratio <= 1:

@@ -83,13 +83,13 @@ def plain(q, k, v, c, wide):
     rows = {{name: row.squeeze(-1).expand(B, H, SQ) for name, row in rows.items()}}
     return o.to(v.dtype).transpose(1, 2), rows, keep.any(-1), factor, z
 '''
-END = '''
+END = """
 
 if __name__ == "__main__":  # from the repository's root
     from tests.fuzz.check import run_names
 
     print(run_names(globals(), "{backend}", "{device}"))
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Draw:
 
 def named(piece: Piece, number: int) -> Piece:
     """The piece with its number in its names."""
+
     def put(text: str) -> str:
         return text.replace("{n}", str(number))
 

@@ -55,7 +55,9 @@ def families() -> dict[str, tuple[type, type]]:
     from transformers.models.auto import modeling_auto as auto
 
     mappings = (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_MASKED_LM_MAPPING,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_MASKED_LM_MAPPING,
     )
     found: dict[str, tuple[type, type]] = {}
     for mapping in mappings:
@@ -140,7 +142,7 @@ def outcome(config_class: type, model_class: type) -> tuple[str, str]:
 
 
 def judged(expected: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[str, str]:
-    """"right", or "wrong" with the worst name."""
+    """What came of it: "right", or "wrong" with the worst name."""
     lacking = expected.keys() ^ found.keys()
     if lacking:
         return "wrong", f"gradients of {sorted(lacking)[:3]} on one side alone"

@@ -202,6 +202,7 @@ def test_captured_inputs_may_be_read_before_they_are_declared():
 
 # ---- backward passes
 
+
 class WithMaximum(OnlineSoftmax):
     """Softmax that returns its rows' maximum, which gets a gradient."""
 
@@ -347,6 +348,7 @@ def test_what_are_no_gradients_of_a_mod_is_refused(law):
 
 
 # ---- when
+
 
 def broken(program, *rest, **named):
     return replace(program, score=make(Op.ADD, PRODUCT, B))

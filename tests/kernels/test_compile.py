@@ -97,9 +97,7 @@ def lower_default_sums_of_diagonals(kv_heads, dtype):
     )
     kernels = engine._kernels("cuda")
     assert kernels.tiles.backward == Tile(80, 128, 256, 2, specialised=True, skewed_sums=True)
-    return codegen_compile.lower_kernel(
-        kernels.backward.prim_func, arch.H100(), pass_configs=kernels.backward.configs
-    )
+    return codegen_compile.lower_kernel(kernels.backward.prim_func, arch.H100(), pass_configs=kernels.backward.configs)
 
 
 def lower_case(kernel, name):

@@ -305,7 +305,11 @@ def test_documents_in_a_persistent_form(kernels):
         kernels.update(forward=replace(by_hand(128), **forms))
         mask = and_masks(causal, document("ids"))
         engine = AttentionEngine(
-            shape.meta(torch.float16), CustomIO({"ids": ("batch", "seq_len")}), scale(0.1), mask, OnlineSoftmax(),
+            shape.meta(torch.float16),
+            CustomIO({"ids": ("batch", "seq_len")}),
+            scale(0.1),
+            mask,
+            OnlineSoftmax(),
             backend="interpret",
         )
         found.append(engine(*(tensors[n] for n in "qkv"), ids))

@@ -26,8 +26,13 @@ def holds(q_len, kv_len, heads, dims, mask, dtype, deterministic=False):
     metas = [meta_tensor(1, h, n, d, dtype=dtype) for n, h, d in sizes]
     scale = dim**-0.5
     engine = AttentionEngine(
-        metas, None, lambda score, custom, b, h, q_idx, kv_idx: score * scale, MASKS[mask], OnlineSoftmax(),
-        backend="interpret", deterministic=deterministic,
+        metas,
+        None,
+        lambda score, custom, b, h, q_idx, kv_idx: score * scale,
+        MASKS[mask],
+        OnlineSoftmax(),
+        backend="interpret",
+        deterministic=deterministic,
     )
     inputs = [torch.randn(1, *size).to(dtype) for size in sizes]
     d_o = torch.randn(1, q_len, q_heads, dim_v).to(dtype)
@@ -43,7 +48,8 @@ def holds(q_len, kv_len, heads, dims, mask, dtype, deterministic=False):
         made(engine, dtype),
         made(lambda q, k, v: plain.attention(q, k, v, "softmax", mask=KEPT[mask]), torch.float64),
         made(lambda q, k, v: plain.eager(q, k, v, "softmax", mask=KEPT[mask]), dtype),
-        dtype, FLOORS[dtype],
+        dtype,
+        FLOORS[dtype],
     )
 
 

@@ -12,8 +12,10 @@ from tests.plain import worst_ratio
 HEADS = {"heads_equal": (2, 2), "group_of_4": (4, 1)}
 DIMS = {"dim_64": (64, 64), "dim_40_96": (40, 96)}
 LENGTHS = {  # never a whole tile, and more than one tile for each kind of heads and of dims
-    ("heads_equal", "dim_64"): 140, ("heads_equal", "dim_40_96"): 77,
-    ("group_of_4", "dim_64"): 70, ("group_of_4", "dim_40_96"): 131,
+    ("heads_equal", "dim_64"): 140,
+    ("heads_equal", "dim_40_96"): 77,
+    ("group_of_4", "dim_64"): 70,
+    ("group_of_4", "dim_40_96"): 131,
 }
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -28,9 +28,7 @@ def compile_together(lowered: Mapping[str, LoweredKernel], gpu: Arch) -> dict[st
     lines = report.splitlines()
     for name in lowered:  # ptxas notes what it did to a kernel's products before it says that it compiles the kernel
         parts[name] = "\n".join([*(line for line in lines if f"'{name}_kernel'" in line), parts[name]])
-    return {
-        name: Made(k.cuda, parse_resources(parts[name], k.launch_shared_bytes)) for name, k in lowered.items()
-    }
+    return {name: Made(k.cuda, parse_resources(parts[name], k.launch_shared_bytes)) for name, k in lowered.items()}
 
 
 def assert_fits(name: str, made: Made, gpu: Arch) -> None:

@@ -290,6 +290,7 @@ def test_the_other_terms_of_a_score_take_its_scale():
 @pytest.mark.parametrize("scale", [1e-30, 1e-7, 1e7, 1e30])
 def test_terms_are_not_divided_by_a_scale_for_which_fp32_has_no_room(scale):
     """1e20 over a scale of 1e-30 is infinite there, and 1e-20 over 1e30 is 0."""
+
     def score_mod(score, custom, b, h, q_idx, kv_idx):
         return score * scale + (q_idx - kv_idx) * (1e20 if scale < 1 else 1e-20)
 

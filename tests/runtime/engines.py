@@ -42,7 +42,12 @@ def build(axes: Axes | None = None, *, dtype: torch.dtype = torch.float32, **opt
 
 
 def qkv(
-    q_len: int = 11, kv_len: int | None = None, *, batch: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0,
+    q_len: int = 11,
+    kv_len: int | None = None,
+    *,
+    batch: int = 2,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as (batch, length, heads, dim), which ask for gradients."""
     generator = torch.Generator().manual_seed(seed)

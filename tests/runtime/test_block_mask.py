@@ -28,7 +28,11 @@ def test_absent_blocks_are_masked_whole(shape, dtype):
     found = agrees({}, *inputs, block_mask=blocks, block_size=SIZE)
     keep = dense(blocks)
     want = plain.attention(
-        *exactly(inputs), "softmax", causal=True, score=plain.scaled(0.25), mask=lambda b, h, i, j: keep,
+        *exactly(inputs),
+        "softmax",
+        causal=True,
+        score=plain.scaled(0.25),
+        mask=lambda b, h, i, j: keep,
     )
     close(found[:1], [want], 2e-5)
 
@@ -127,7 +131,8 @@ REFUSED = {
         "block_mask has shape (3, 3). With block_size=(16, 32) and lengths 40, 70 give (2 or 1, 4 or 1, 3, 3).",
     ),
     "floats": (
-        torch.ones(1, 1, 3, 3), "block_mask is torch.float32. Give int8 or bool, 1 (True) where a block exists.",
+        torch.ones(1, 1, 3, 3),
+        "block_mask is torch.float32. Give int8 or bool, 1 (True) where a block exists.",
     ),
     "another device": (
         torch.ones(1, 1, 3, 3, dtype=torch.int8, device="meta"),

@@ -126,6 +126,7 @@ def test_integers_and_bools_are_read_anew(backend):
 
 # ---- read at indices
 
+
 @both
 def test_a_table_is_read_at_indices_with_its_gradient(backend):
     bias, inputs = nn.Parameter(torch.randn(HEADS, 2 * S)), qkv(S)
@@ -206,6 +207,7 @@ def test_a_tensor_that_is_captured_twice_is_one_input():
 
 # ---- the other functions
 
+
 class Sunk(OnlineSoftmax):
     """Softmax with a sink, as a number of its own, and a factor of the output."""
 
@@ -257,6 +259,7 @@ def test_a_row_state_starts_at_a_number():
 
 # ---- beside custom inputs
 
+
 @both
 def test_custom_inputs_are_given_and_captured_ones_are_not(backend):
     t, slopes, inputs = number(), nn.Parameter(torch.rand(HEADS)), qkv(S)
@@ -292,6 +295,7 @@ def test_a_tensor_called_as_a_custom_input_is_another():
 
 
 # ---- modules
+
 
 class Layer(nn.Module):
     """An attention whose functions read the module's own tensors."""
@@ -346,6 +350,7 @@ def test_a_factorys_tensor_is_copied_with_the_engine():
 
 # ---- inside PyTorch
 
+
 @pytest.fixture
 def counter():
     torch._dynamo.reset()
@@ -376,8 +381,12 @@ def test_what_torch_makes_of_a_tensor_compiles_too(counter):
     compiled = torch.compile(engine, fullgraph=True, backend=counter)
     for value in (0.25, 0.5):
         t.data.fill_(value)
-        agree(compiled, inputs,
-              lambda: plain(inputs, lambda x: x * t.double().exp() * 0.2 * table.double().T[:, :, None]), [t, table])
+        agree(
+            compiled,
+            inputs,
+            lambda: plain(inputs, lambda x: x * t.double().exp() * 0.2 * table.double().T[:, :, None]),
+            [t, table],
+        )
     assert counter.frame_count == 1
 
 
@@ -424,6 +433,7 @@ def test_values_are_in_no_key():
 
 # ---- looking at the engine
 
+
 def test_the_engine_shows_what_it_captured():
     t, table, inputs = number(), nn.Parameter(torch.randn(HEADS, 2 * S)), qkv(S)
     engine = build(score_mod=lambda s, c, b, h, i, j: s * t + table[h, i - j + S], backend="reference")
@@ -456,6 +466,7 @@ def test_masks_as_tensors_read_captured_tensors():
 
 # ---- mistakes
 
+
 def test_a_tensor_on_another_device_is_refused():
     t = torch.tensor(0.25, device="meta")
     engine = build(score_mod=lambda s, c, b, h, i, j: s * t)
@@ -487,6 +498,7 @@ def test_a_read_that_does_not_fit_is_refused(read, error, message):
 
 
 # ---- linear attention
+
 
 def recurrence(q, k, v, a):
     state, found = torch.zeros(*q.shape[::2][:1], q.shape[2], q.shape[3], v.shape[3], dtype=torch.float64), []
@@ -553,13 +565,19 @@ def test_kernels_of_captured_tensors_are_compiled_ahead_as_calls_launch_them(per
 def test_captured_tensors_of_a_linear_engine_compile(counter):
     t = number()
     engine = LinearAttentionEngine(
-        (meta_tensor(None, 2, None, DIM, dtype=torch.float32),) * 3, lambda x, c: x * t, backend="reference")
+        (meta_tensor(None, 2, None, DIM, dtype=torch.float32),) * 3, lambda x, c: x * t, backend="reference"
+    )
     compiled = torch.compile(engine, fullgraph=True, backend=counter)
     q, k, v = (torch.randn(2, S, 2, DIM, requires_grad=True) for _ in range(3))
     for value in (0.25, 0.5):
         t.data.fill_(value)
-        agree(compiled, (q, k, v),
-              lambda: recurrence(q.double() * t.double(), k.double(), v.double(), torch.zeros(2, S, 2)), [t], 2e-4)
+        agree(
+            compiled,
+            (q, k, v),
+            lambda: recurrence(q.double() * t.double(), k.double(), v.double(), torch.zeros(2, S, 2)),
+            [t],
+            2e-4,
+        )
     assert counter.frame_count == 1
 
 

@@ -15,6 +15,7 @@ SIZES = {"batch": 2, "heads": HEADS, "seq_len": Q_LEN, "seq_len_kv": KV_LEN}
 
 NAMES = ("q", "k", "v", "t")
 
+
 def biased(score, custom, b, h, q_idx, kv_idx):
     return score * 0.25 * (1 + 0.1 * custom["x"]) + custom["x"]
 
@@ -215,6 +216,7 @@ def test_a_number_may_stand_where_one_entry_is_declared():
 
 
 # ---- how they are given
+
 
 def both(score, custom, b, h, q_idx, kv_idx):
     return score * custom["heat"] + custom["bias"]

@@ -96,8 +96,10 @@ def test_the_scale_is_shown():
     assert "online_func=OnlineSoftmax(), scale=0.25" in repr(engine)
     assert engine.program().startswith("# q . k is scaled by 0.25 = dim ** -0.5\n")
     assert AttentionEngine(metas, scale=3).program().startswith("# q . k is scaled by 3.0\n")
-    assert AttentionEngine(metas, None, softcap(2.0)).program().startswith(
-        "# q . k comes unscaled: score_mod scales itself\n"
+    assert (
+        AttentionEngine(metas, None, softcap(2.0))
+        .program()
+        .startswith("# q . k comes unscaled: score_mod scales itself\n")
     )
 
 

@@ -68,7 +68,8 @@ def test_layouts_differ_in_nothing_but_the_order_of_dims():
     for backend in BACKENDS:
         found = results(build(backend=backend), *inputs, loss=lambda o, rows: (o * o.detach().roll(1)).sum())
         other = results(
-            build(backend=backend, layout="bhsd"), *turned,
+            build(backend=backend, layout="bhsd"),
+            *turned,
             loss=lambda o, rows: (o * o.detach().transpose(1, 2).roll(1).transpose(1, 2)).sum(),
         )
         assert other[0].shape == (2, HEADS, 9, DIM_V)
@@ -105,11 +106,21 @@ def fused(kind, batch=2, length=11):
     raise AssertionError(kind)
 
 
-@pytest.mark.parametrize("kind", [
-    "slices of one projection", "heads before the length", "length before the batch", "one batch for all",
-    "one key head for all", "last dim apart", "dim before the length", "an offset of one entry", "rows of odd length",
-    "every other row",
-])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "slices of one projection",
+        "heads before the length",
+        "length before the batch",
+        "one batch for all",
+        "one key head for all",
+        "last dim apart",
+        "dim before the length",
+        "an offset of one entry",
+        "rows of odd length",
+        "every other row",
+    ],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_change_no_number(kind, layout):
     views = fused(kind)
@@ -247,6 +258,7 @@ def test_an_engine_is_a_module_without_state():
 
 # ---- seeing inside
 
+
 def test_an_engine_prints_as_its_call():
     engine = build({"slopes": ("heads",)}, layout="bhsd", deterministic=True, device=arch.H100())
     assert repr(engine) == (
@@ -256,7 +268,8 @@ def test_an_engine_prints_as_its_call():
         f"scale=1.0, layout='bhsd', backend='interpret', deterministic=True, device={arch.H100()!r})"
     )
     assert repr(AttentionEngine((meta_tensor(1, 2, 3, 16),) * 3)) == (
-        "AttentionEngine((" + ", ".join(["meta_tensor(1, 2, 3, 16, dtype=float16)"] * 3)
+        "AttentionEngine(("
+        + ", ".join(["meta_tensor(1, 2, 3, 16, dtype=float16)"] * 3)
         + "), online_func=OnlineSoftmax(), scale=0.25)"
     )
 

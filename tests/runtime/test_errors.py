@@ -37,6 +37,7 @@ def said(kind: type[AttentionEngineError], function, *given, **named) -> str:
 
 # ---- metas
 
+
 def metas(q=(2, 4, 8, 16), k=(2, 2, 8, 16), v=(2, 2, 8, 24), dtypes=("float16",) * 3):
     return tuple(meta_tensor(*sizes, dtype=dtype) for sizes, dtype in zip((q, k, v), dtypes))
 
@@ -85,6 +86,7 @@ def test_heads_that_do_not_group_are_refused():
 
 # ---- options
 
+
 @pytest.mark.parametrize(("option", "message"), [
     ({"backend": "cuda"}, "backend is 'cuda'. Choose 'auto', 'tilelang', 'tl', 'reference', 'interpret'."),
     ({"layout": "bsd"},
@@ -119,6 +121,7 @@ def test_both_mask_values_mean_the_same(value):
 
 
 # ---- devices
+
 
 def test_tilelang_needs_cuda_tensors():
     for name in ("tilelang", "tl"):
@@ -164,26 +167,31 @@ WRONG = {
     "nothing": (NotATensor, (Q, None, V), f"k is NoneType. Give a tensor {ORDER}."),
     "three dims": (WrongRank, (Q, K[0], V), f"k has 3 dimensions, (13, 2, 16). Give {ORDER}."),
     "other heads": (
-        WrongHeads, (Q[:, :, :3], K, V),
+        WrongHeads,
+        (Q[:, :, :3], K, V),
         f'q has 3 heads of dim 16, and the engine was built for 4 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
     ),
     "the other layout": (
-        WrongHeads, (Q, K, V.transpose(1, 2)),
+        WrongHeads,
+        (Q, K, V.transpose(1, 2)),
         f'v has 13 heads of dim 24, and the engine was built for 2 of 24.\n  Its shape must be {ORDER}, layout="bshd".',
     ),
     "another dim": (
-        WrongHeads, (Q, K[..., :8], V),
+        WrongHeads,
+        (Q, K[..., :8], V),
         f'k has 2 heads of dim 8, and the engine was built for 2 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
     ),
     "two devices": (DevicesDiffer, (Q, K, V.to("meta")), "q is on 'cpu' and v on 'meta'. Put them on one device."),
     "two dtypes": (DtypesDiffer, (Q, K.half(), V), "q is torch.float32 and k is torch.float16. Give one dtype."),
     "two batches": (
-        LengthsDiffer, (Q[:1], K, V),
+        LengthsDiffer,
+        (Q[:1], K, V),
         "q, k, v have batches 1, 2, 2 and lengths 11, 13, 13.\n"
         "  Batches must be equal, but k and v may have one for all; the lengths of k and v must be equal.",
     ),
     "two lengths": (
-        LengthsDiffer, (Q, K, V[:, :12]),
+        LengthsDiffer,
+        (Q, K, V[:, :12]),
         "q, k, v have batches 2, 2, 2 and lengths 11, 13, 12.\n"
         "  Batches must be equal, but k and v may have one for all; the lengths of k and v must be equal.",
     ),
@@ -224,6 +232,7 @@ def test_kernels_want_the_dtype_that_they_were_built_for():
 
 
 # ---- custom inputs
+
 
 def test_a_custom_input_must_be_of_a_dtype_that_kernels_read():
     engine = build({"x": ("heads",)}, score_mod=lambda s, custom, b, h, q_idx, kv_idx: s * custom["x"])

@@ -38,7 +38,8 @@ def row_sum(o, rows):
 
 
 LOSSES = {
-    "the output alone": weighted_sum, "lse alone": row_sum,
+    "the output alone": weighted_sum,
+    "lse alone": row_sum,
     "lse and the output": lambda o, rows: weighted_sum(o, rows) + row_sum(o, rows),
 }
 
@@ -48,7 +49,12 @@ LOSSES = {
 @pytest.mark.parametrize("online_func", [OnlineSoftmax, OnlineSoftmaxOne])
 def test_gradients_arrive_through_rows(loss, online_func, deterministic):
     _, _, dq, dk, dv = agrees(
-        {}, *qkv(35, 70), loss=LOSSES[loss], online_func=online_func(), deterministic=deterministic, mask_mod=late,
+        {},
+        *qkv(35, 70),
+        loss=LOSSES[loss],
+        online_func=online_func(),
+        deterministic=deterministic,
+        mask_mod=late,
     )
     assert dq.any() and dk.any() and bool(dv.any()) is (loss != "lse alone")
 
@@ -121,7 +127,7 @@ def test_gradients_of_gradients_agree_with_plain_torch_in_float64(backend, kind)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_gradients_through_lse_agree_with_plain_torch_in_float64(backend):
     def second(o, lse, inputs):
-        first = torch.autograd.grad(weighted_sum(o, {}) + (lse ** 2).sum(), inputs, create_graph=True)
+        first = torch.autograd.grad(weighted_sum(o, {}) + (lse**2).sum(), inputs, create_graph=True)
         return list(torch.autograd.grad(sum((g.double() ** 2).sum() for g in first), inputs))
 
     inputs = qkv(9, 12)
@@ -162,6 +168,7 @@ def test_checkpointing_gives_the_same_gradients():
 
 
 # ---- the user's own formulas
+
 
 class StraightThrough(OnlineSoftmax):
     """Softmax whose gradient takes the weights for the scores, as straight-through estimators do."""
@@ -277,7 +284,7 @@ def test_a_users_backward_says_nothing_of_rows(backend, again):
 def test_scores_may_be_read_twice_and_negated():
     def twice(score, custom, b, h, q_idx, kv_idx):
         s = score * 0.25
-        return -(s + 1) ** 2 + s * torch.tanh(s) - (3 - s) / (2 + q_idx) + s.exp() / (1 + kv_idx)
+        return -((s + 1) ** 2) + s * torch.tanh(s) - (3 - s) / (2 + q_idx) + s.exp() / (1 + kv_idx)
 
     agrees({}, *qkv(20), score_mod=twice)
 

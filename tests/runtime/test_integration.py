@@ -32,6 +32,7 @@ def sloped(backend, **options):
 
 # ---- copies and pickles
 
+
 def through_pickle(engine):
     return pickle.loads(pickle.dumps(engine))
 
@@ -125,6 +126,7 @@ def test_a_state_dict_holds_the_layers_parameters_and_nothing_of_the_engine():
 
 # ---- transforms
 
+
 @both
 @pytest.mark.parametrize("by_batch", [False, True], ids=["folded into the batch", "entry by entry"])
 def test_vmap_is_a_loop_over_its_entries(backend, by_batch):
@@ -217,6 +219,7 @@ def test_create_graph_runs_the_kernels_and_makes_no_pairs_until_the_graph_is_use
 
 # ---- export, shapes alone, FLOPs
 
+
 @both
 def test_an_exported_engine_takes_other_lengths(backend):
     engine, inputs = build(backend=backend), [t.detach() for t in qkv(11)]
@@ -261,6 +264,7 @@ def test_flops_are_counted_as_torch_counts_its_own_attention():
 
 
 # ---- torch.compile, where lengths meet other sizes
+
 
 @pytest.fixture
 def counter():
@@ -311,7 +315,7 @@ def test_a_layer_trains_the_same_compiled_and_checkpointed(counter):
 
 # ---- two processes
 
-DDP = '''
+DDP = """
 import sys
 import torch
 import torch.distributed as dist
@@ -327,7 +331,7 @@ x = torch.randn(4, 7, 8)
 (block(x[2 * rank : 2 * rank + 2]) ** 2).mean().backward()
 torch.save([p.grad for p in block.module.parameters()], f"{path}/{rank}.pt")
 dist.destroy_process_group()
-'''
+"""
 
 
 def test_two_processes_share_their_gradients(tmp_path):

@@ -181,6 +181,7 @@ def test_the_program_and_the_engine_can_be_read():
 
 # ---- mistakes
 
+
 def good(**changes):
     engine = changes.pop("engine", None) or engine_for(CASES["plain"], SHAPE, FP32)
     inputs = {**inputs_of("plain")[1], **changes}
@@ -271,6 +272,7 @@ def test_bool_custom_inputs_are_conditions():
 
 # ---- check
 
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("name", ["mamba2", "gla_mods"])
 def test_check_holds_every_result_against_float64(name, layout, capsys):
@@ -297,6 +299,7 @@ def test_check_sees_what_is_wrong(monkeypatch):
 
 
 # ---- kernels as text, and compiled ahead
+
 
 @pytest.mark.parametrize(
     ("name", "decay", "names"),

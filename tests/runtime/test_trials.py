@@ -86,6 +86,7 @@ def test_a_process_that_fails_is_replaced_and_the_next_tile_runs(monkeypatch, tm
 
 # ---- numbers, on the interpreter
 
+
 def job(kernel, lengths=(2, 40, 40)):
     engine = build(dtype=torch.float16)
     asked = engine._asked(None, True)

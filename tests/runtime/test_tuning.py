@@ -54,6 +54,7 @@ def inputs(length=11, dtype=HALF):
 
 # ---- what is measured, and what is not
 
+
 def test_a_file_that_holds_the_problem_spares_measuring_and_other_kernels(tmp_path, monkeypatch):
     file = tmp_path / "tiles.json"
     first = engine(file)
@@ -166,6 +167,7 @@ def test_a_thousand_calls_of_any_size_compile_each_kernel_once_and_tune_nothing(
 
 # ---- end to end, on the interpreter
 
+
 def test_the_call_that_tunes_returns_what_the_next_returns_and_leaves_its_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "SECONDS", 0.0)
     monkeypatch.setattr(search, "ROUNDS", 1)
@@ -186,6 +188,7 @@ def test_the_call_that_tunes_returns_what_the_next_returns_and_leaves_its_tensor
 
 
 # ---- options and files
+
 
 def test_a_file_that_cannot_be_read_is_told_when_the_engine_is_built(tmp_path):
     file = tmp_path / "tiles.json"

@@ -187,9 +187,7 @@ class Lanes:
 
     # Shared memory
 
-    def access_one(
-        self, kind: int, name: str, tensor: torch.Tensor, where: Sequence[int], same: bool = False
-    ) -> None:
+    def access_one(self, kind: int, name: str, tensor: torch.Tensor, where: Sequence[int], same: bool = False) -> None:
         """The present lanes read or store an element of a buffer's tensor; same: it holds what it held."""
         cells, at = self.block.find(tensor, where)
         for other_kind in _at_odds(kind, same):

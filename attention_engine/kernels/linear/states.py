@@ -61,9 +61,7 @@ def states(
     dim, dim_v = tile_of_state(problem, tile)
     dim_v_tiles, tiles = tiled(problem.dim_v, dim_v), state_tiles(problem, tile)
     decays = program.decays
-    parameters = sizes.declare(
-        linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial)
-    )
+    parameters = sizes.declare(linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial))
 
     def weigh(block: Block, sums: Any, weights: Any) -> None:
         """The factor of each token's k^T v (or q^T do): what decay leaves of it, and the row factors of both mods."""

@@ -76,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="few heads and tokens, for a CPU")
     parser.add_argument(
-        "--plant", nargs="*", default=[], metavar="NUMBER=FAULT",
+        "--plant",
+        nargs="*",
+        default=[],
+        metavar="NUMBER=FAULT",
         help="faults to be found, in these draws: wrong, hang, crash",
     )
     parser.add_argument("--compile", action="store_true", help="compile what draws need, and run none")

@@ -51,6 +51,7 @@ def run(draw: Draw, backend: str = "tilelang", device: str = "cuda", change: Cha
 
 # ---- attention
 
+
 def inputs_of(draw: Draw, device: str) -> Inputs:
     """The tensors of a draw."""
     program, generator = draw.of, torch.Generator(device).manual_seed(draw.seed)
@@ -143,6 +144,7 @@ def _rounding(exact: Named, name: str) -> Tensor | None:
 
 # ---- linear attention
 
+
 def linear_inputs(draw: Draw, device: str) -> Named:
     """The tensors of a draw, and the gradients that arrive, "d_o" and "d_last"."""
     program = draw.of
@@ -199,6 +201,7 @@ def _linear(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
 
 
 # ---- the rule
+
 
 @dataclass(frozen=True)
 class Measured:

@@ -49,6 +49,7 @@ def randn(generator: torch.Generator, *size: int) -> Tensor:
 
 # ---- documents
 
+
 def lengths_of(packing: str, count: int, total: int, generator: torch.Generator) -> list[int]:
     """Lengths of documents that fill a row of so many tokens."""
     count = max(1, min(count, total))
@@ -132,6 +133,7 @@ MASKS = {
 
 # ---- scores
 
+
 def relative(s: Tensor, scale: float, b: int, h: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
     return s * scale + table[h, (i - j).clamp(-REACH, REACH) + REACH].to(s.dtype)
 
@@ -144,6 +146,7 @@ def decayed(s: Tensor, scale: float, b: int, h: Tensor, i: Tensor, j: Tensor) ->
 def our_decayed(scale: float) -> Callable[..., Any]:
     def score_mod(score: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * scale * ((q_idx - kv_idx).abs() * (1 - 2.0 ** (-5 - h)).log2()).exp2()
+
     return score_mod
 
 
@@ -175,11 +178,14 @@ SCORES = {
         },
     ),
     "relative": Score(
-        lambda scale: lib.relative_bias("table", REACH, scale), relative, {"table": ("heads", 2 * REACH + 1)},
+        lambda scale: lib.relative_bias("table", REACH, scale),
+        relative,
+        {"table": ("heads", 2 * REACH + 1)},
         lambda sizes, generator: {"table": randn(generator, sizes.heads, 2 * REACH + 1)},
     ),
     "bias": Score(
-        our_biased, lambda s, scale, b, h, i, j, bias: s * scale + bias[0, h, i, j].to(s.dtype),
+        our_biased,
+        lambda s, scale, b, h, i, j, bias: s * scale + bias[0, h, i, j].to(s.dtype),
         {"bias": (1, "heads", "seq_len", "seq_len_kv")},
         lambda sizes, generator: {"bias": randn(generator, 1, sizes.heads, sizes.queries, sizes.keys)},
     ),

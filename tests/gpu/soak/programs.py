@@ -102,8 +102,14 @@ class Program:
         )
         mask, score, sizes = MASKS[self.mask], SCORES[self.score], {"block_size": (BLOCK, BLOCK)}
         return AttentionEngine(
-            metas, CustomIO({**score.axes, **mask.axes}), score.ours(self.scale), mask.ours, ONLINE[self.kind](),
-            backend=backend, deterministic=self.deterministic, **sizes,
+            metas,
+            CustomIO({**score.axes, **mask.axes}),
+            score.ours(self.scale),
+            mask.ours,
+            ONLINE[self.kind](),
+            backend=backend,
+            deterministic=self.deterministic,
+            **sizes,
         )
 
     def run(self, backend: str, q: Tensor, k: Tensor, v: Tensor, custom: dict[str, Tensor]) -> tuple[Tensor, dict]:

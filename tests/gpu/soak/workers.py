@@ -60,8 +60,13 @@ class Worker:
     def _start(self) -> dict[str, Any] | None:
         self.lines = queue.Queue()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.soak.worker"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.errors, text=True, start_new_session=True,
+            [sys.executable, "-m", "tests.gpu.soak.worker"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,
         )
         threading.Thread(target=_read, args=(self.process.stdout, self.lines), daemon=True).start()
         found = self._await("stage", STARTING)

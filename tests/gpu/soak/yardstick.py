@@ -108,9 +108,7 @@ def whole_head(program: Program, given: Inputs, batches: list[int], kv_head: int
     return {n: torch.stack([one[n] for one in found]) for n in found[0]} | {f"d{n}": x for n, x in totals.items()}
 
 
-def _leaves(
-    given: Inputs, b: int, kv_heads: slice, rows: Tensor, keys: slice, group: int, double: bool
-) -> Named:
+def _leaves(given: Inputs, b: int, kv_heads: slice, rows: Tensor, keys: slice, group: int, double: bool) -> Named:
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
     found = {"q": given.q[b, rows, heads], "k": given.k[b, keys, kv_heads], "v": given.v[b, keys, kv_heads]}
     found = {n: x.transpose(0, 1).contiguous() for n, x in found.items()}

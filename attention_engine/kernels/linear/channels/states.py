@@ -42,9 +42,7 @@ def states(
     left_source, right_source = (Source(n, problem, program) for n in names)
     dim, dim_v = min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
     parts = width_tiles(problem, tile)
-    parameters = sizes.declare(
-        linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial)
-    )
+    parameters = sizes.declare(linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial))
 
     def weigh(left: RawTile, weighed: WeighedTile, sums: Any) -> None:
         """Each token's share of the state, as decay leaves it."""
