@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Kernel:
     """One kernel: traced when first needed, then compiled (or made ready for the interpreter) when first called.
 
-    builder: its module and function in kernels/, "forward.forward", "linear.states.states"; given: the function's
-    arguments, which with the target are all that the kernel is made of, and so its key on disk.
+    builder: its module and function in kernels/, "straight.forward.forward", "linear.token.states.states"; given: the
+    function's arguments, which with the target are all that the kernel is made of, and so its key on disk.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Launched:
         """The kernel of a launch; launches of equal builders and arguments share one."""
         key = launch.builder, launch.given
         if key not in self._made:
-            configs = pass_configs(self.problem, by_hand=launch.builder.endswith("_hopper"))
+            configs = pass_configs(self.problem, by_hand=launch.builder.startswith("hopper."))
             configs |= dict.fromkeys(launch.rules, True)
             given = (self.problem, *launch.given)
             self._made[key] = Kernel(launch.builder, given, self.target, self.problem, configs)

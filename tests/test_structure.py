@@ -42,6 +42,8 @@ BELOW_IN_CODEGEN: dict[str, set[str]] = {
     "tiles": set(), "simulator": {"tiles"}, "interpreter": {"tiles", "simulator"},
     "patches": set(), "compile": {"patches"}, "cache": {"compile"}, "__init__": set(),
 }  # fmt: skip
+# The folders of kernels/: each knows what lies in kernels/ itself, and no other. Keys of kernels on disk rely on it.
+KERNEL_FOLDERS = {"straight", "hopper", "linear"}
 TORCH_PARTS = {"reference", "codegen", "tuner", "runtime", "integrations", "cli"}  # and inside functions of arch
 TILELANG_PARTS = {"kernels", "codegen"}
 
@@ -96,6 +98,16 @@ def test_imports_go_one_way_in_codegen(path):
             assert words[2] in BELOW_IN_CODEGEN[part] | {part}, f"{name_of(path)}:{line}: {part} imports {name}"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=name_of)
+def test_folders_of_kernels_know_shared_parts_alone(path):
+    folder, *_ = path.relative_to(PACKAGE / "kernels").parts
+    assert folder in KERNEL_FOLDERS or path.parent == PACKAGE / "kernels"
+    for name, line, _ in imports(path):
+        words = name.split(".")
+        if words[:2] == ["attention_engine", "kernels"]:
+            assert words[2] not in KERNEL_FOLDERS - {folder}, f"{name_of(path)}:{line}: {folder} imports {name}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_torch_and_tilelang_are_imported_where_they_belong(path):
     part = part_of(path)
@@ -125,7 +137,7 @@ def test_a_module_opens_with_a_sentence(path):
 def test_files_and_functions_are_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= LONGEST_FILE, f"{name_of(path)} has {len(text.splitlines())} lines"
-    is_kernel = path.is_relative_to(PACKAGE) and part_of(path) == "kernels" and "_hopper" not in path.name
+    is_kernel = path.is_relative_to(PACKAGE / "kernels") and not path.is_relative_to(PACKAGE / "kernels" / "hopper")
     longest = LONGEST_KERNEL if is_kernel else LONGEST_FUNCTION
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -65,10 +65,10 @@ def spell(value: object) -> str:
 
 
 @functools.cache
-def sources_digest(package: str = "") -> str:
-    """A digest of the files that make the kernels of a package in kernels/: another text, other kernels.
+def sources_digest(folder: str = "") -> str:
+    """A digest of the files that make the kernels of a folder in kernels/: another text, other kernels.
 
-    Kernels outside a package don't depend on those in one.
+    A folder's kernels depend on what lies in kernels/ itself, and on no other folder (tests/test_structure.py).
     """
     root = Path(__file__).parent.parent
     digest = hashlib.blake2b(digest_size=10)
@@ -76,8 +76,8 @@ def sources_digest(package: str = "") -> str:
         path = root / maker
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             inside = file.relative_to(root)
-            folder, *rest = inside.parts
-            if folder != "kernels" or len(rest) == 1 or rest[0] == package:
+            top, *rest = inside.parts
+            if top != "kernels" or len(rest) == 1 or rest[0] == folder:
                 digest.update(inside.as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
@@ -92,7 +92,7 @@ def tilelang_version() -> str:
 class KernelKey:
     """What a kernel is made of: its builder with all that it is given, the target, and the versions of the makers."""
 
-    builder: str  # "forward.forward": module and function in kernels/
+    builder: str  # "straight.forward.forward": module and function in kernels/
     given: tuple[object, ...]
     arch: Arch
     pass_configs: tuple[tuple[str, Any], ...]

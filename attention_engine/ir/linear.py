@@ -152,7 +152,8 @@ class LinearTiles:
 
 @dataclass(frozen=True)
 class Role:
-    """A result of chunks, as in kernels/linear/roles.py; own: the tensor whose gradient it is (None: the output)."""
+    """A result of chunks, as in kernels/linear/token/roles.py; own: the tensor whose gradient it is (None: the
+    output)."""
 
     name: str
     rows: str

@@ -60,7 +60,7 @@ class Tile:
 
     shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers,
     so that warps can share rows where a tile has fewer rows than the warps of a block need.
-    specialised: a kernel of its own, in which one more group of warps copies (kernels/*_hopper.py), where there is one.
+    specialised: a kernel of its own, in which one more group of warps copies (kernels/hopper/), where there is one.
     skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
     persistent: of that kernel forward and over keys, the form in which as many blocks as the GPU runs at once walk over
     all work.

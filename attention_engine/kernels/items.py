@@ -171,7 +171,8 @@ class KeyBlocks:
     @property
     def behind(self) -> Any:
         """How far behind theirs the unit is whose dQ a whole unit's blocks store, where they are persistent
-        (finished_units.py): as far as the one that they prepare is ahead, when no block of it is under way."""
+        (hopper/keys/finished_units.py): as far as the one that they prepare is ahead, when no block of it is under
+        way."""
         return self.ahead
 
     @property

@@ -124,12 +124,12 @@ def preprocess(
     """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace, [counters,
     [pairs_of_a_unit], units_ahead]]) -> delta and what follows it.
 
-    finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros.
-    tile: the tile of the backward kernel whose workspace this one zeroes; None if there is none. A specialised kernel,
-    whose blocks start as KeyBlocks says (longest_first), needs counters, and zeroes for its first units alone.
-    delta_given: delta, fp32 (batch, heads, queries), is an argument in the place of o and do. first_only: this kernel
-    makes the row of delta for the first units alone, and the main kernel makes the others' (spare_warps.py); delta
-    itself is wanted nowhere.
+    finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros. tile: the
+    tile of the backward kernel whose workspace this one zeroes; None if there is none. A specialised kernel, whose
+    blocks start as KeyBlocks says (longest_first), needs counters, and zeroes for its first units alone. delta_given:
+    delta, fp32 (batch, heads, queries), is an argument in the place of o and do. first_only: this kernel makes the row
+    of delta for the first units alone, and the main kernel makes the others' (hopper/keys/spare_warps.py); delta itself
+    is wanted nowhere.
     """
     sizes = Sizes(problem)
     given = "given" if delta_given else ""

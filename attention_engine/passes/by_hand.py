@@ -1,4 +1,4 @@
-"""Which maths the kernels placed by hand for Hopper (kernels/*_hopper.py) can run; asked before anything is traced."""
+"""Which maths the kernels placed by hand for Hopper (kernels/hopper/) can run; asked before anything is traced."""
 
 from __future__ import annotations
 

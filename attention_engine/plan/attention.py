@@ -207,10 +207,10 @@ class AttentionPlan:
         arguments = buffers.forward(self.problem, schedule, tile, lists)
         writes = frozenset(["o", *(f"row_{name}" for name, _ in schedule.rows)])
         if not by_hand:
-            return Launch("forward", "forward.forward", (schedule, tile), arguments, writes, self._one_role)
+            return Launch("forward", "straight.forward.forward", (schedule, tile), arguments, writes, self._one_role)
         places = (places_of(self.target),) if tile.persistent else ()
         rules = (UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else []))
-        return Launch("forward", "forward_hopper.forward_hopper", (schedule, tile, *places), arguments, writes, rules)
+        return Launch("forward", "hopper.forward.forward_hopper", (schedule, tile, *places), arguments, writes, rules)
 
     def extremes(self, over_keys: bool) -> Launch:
         """Rows of extremes for the kernel over keys, or for those over queries and pairs."""
@@ -220,7 +220,7 @@ class AttentionPlan:
         names = [name for extreme in self._backward.extremes for name in extreme.names]
         given = (self._schedule, self._backward, tile, over_keys)
         writes = frozenset(f"saved_{name}" for name in names)
-        return Launch(name, "backward_extremes.backward_extremes", given, arguments, writes, self._exact)
+        return Launch(name, "straight.extremes.backward_extremes", given, arguments, writes, self._exact)
 
     def _tile_of_extremes(self, over_keys: bool) -> Tile:
         """Their tile: that of the products which meet them."""
@@ -251,7 +251,7 @@ class AttentionPlan:
         )
         given = (self._schedule, self._backward, sums, tile, self.row_pad, False)
         writes = frozenset([EXACT_DELTA])
-        return Launch("exact_delta", "backward_queries.backward_queries", given, arguments, writes)
+        return Launch("exact_delta", "straight.queries.backward_queries", given, arguments, writes)
 
     @cached_property
     def over_keys(self) -> Launch:
@@ -266,10 +266,10 @@ class AttentionPlan:
         made = {"dk", "dv", "workspace", "counters", *(["dq"] if self.stores_dq else []), *sums}
         writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
         if not by_hand:
-            return Launch("backward", "backward.backward", given, arguments, writes, self._exact)
+            return Launch("backward", "straight.backward.backward", given, arguments, writes, self._exact)
         places = (places_of(self.target),) if self.stores_dq else ()
         rules = (UNIFORM_GROUPS, HELD_THREADS)
-        return Launch("backward", "backward_hopper.backward_hopper", (*given, *places), arguments, writes, rules)
+        return Launch("backward", "hopper.backward.backward_hopper", (*given, *places), arguments, writes, rules)
 
     @cached_property
     def queries(self) -> Launch:
@@ -281,7 +281,7 @@ class AttentionPlan:
         given = (self._schedule, self._backward, sums, tile, self.row_pad)
         writes = frozenset(["dq", *(f"sum{n}" for n in range(len(sums)))])
         rules = (*self._exact, *self._one_role)
-        return Launch("queries", "backward_queries.backward_queries", given, arguments, writes, rules)
+        return Launch("queries", "straight.queries.backward_queries", given, arguments, writes, rules)
 
     @cached_property
     def postprocess(self) -> Launch:
@@ -296,4 +296,4 @@ class AttentionPlan:
         arguments = buffers.pairs(self.problem, self._backward, read, self.row_pad, dtype)
         given = (self._schedule, self._backward, read, expr, self.tiles.pairs, self.row_pad, dtype)
         name, writes = f"pairs of {read}", frozenset(["d_pairs"])
-        return Launch(name, "backward_pairs.backward_pairs", given, arguments, writes, self._exact)
+        return Launch(name, "straight.pairs.backward_pairs", given, arguments, writes, self._exact)

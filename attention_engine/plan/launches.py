@@ -12,10 +12,10 @@ from attention_engine.plan.buffers import Arguments, Buffer
 class Launch:
     """One kernel with its arguments.
 
-    name: what users call it. builder, given: the function in kernels/ that makes it, "forward.forward", and that
-    function's arguments after the problem. rules: what TileLang is told, and what is done to the text that it prints.
-    writes: the places that it fills or adds to. lasting: it reads no tensor, so that a later call of the same lengths
-    and heads may use what it wrote.
+    name: what users call it. builder, given: the function in kernels/ that makes it, "straight.forward.forward", and
+    that function's arguments after the problem. rules: what TileLang is told, and what is done to the text that it
+    prints. writes: the places that it fills or adds to. lasting: it reads no tensor, so that a later call of the same
+    lengths and heads may use what it wrote.
     """
 
     name: str

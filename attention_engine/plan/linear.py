@@ -138,7 +138,7 @@ class LinearPlan:
     def sum_decays(self, chunk: int) -> Launch:
         """Decays summed within chunks."""
         name = f"sums of {chunk}"
-        return self.launch(name, "decays.sum_decays", [chunk], buffers.sum_decays(self.problem, chunk), [name])
+        return self.launch(name, "token.decays.sum_decays", [chunk], buffers.sum_decays(self.problem, chunk), [name])
 
     def walk(self, role: str, starts: bool, ends: bool, reads: tuple[Expr, ...] = ()) -> Launch:
         """The output with the last state, or the gradient of q, k or v, in one walk."""
@@ -146,7 +146,7 @@ class LinearPlan:
         arguments = buffers.walk(self.problem, self.program, role, tile, starts, ends, len(reads))
         made = [buffers.place_of(ROLES[role]), "last", "d_initial", *(f"{role} read_{n}" for n in range(len(reads)))]
         name = "forward walk" if role == "output" else f"backward walk {role}"
-        return self.launch(name, "walk.walk", [role, tile, starts, ends, reads], arguments, made, tile)
+        return self.launch(name, "token.walk.walk", [role, tile, starts, ends, reads], arguments, made, tile)
 
     def step(self, starts: bool) -> Launch:
         """One token."""
@@ -162,7 +162,7 @@ class LinearPlan:
         given = [tile, reverse, starts, overlaps, initial]
         return self.launch(name, self._states_builder, given, arguments, made, tile)
 
-    _states_builder = "states.states"
+    _states_builder = "token.states.states"
 
     def _rows(self, role: str, decay_rows: bool, reads: tuple[Expr, ...]) -> list[Step]:
         """The rows of a role, and the sum of their parts where there are several."""
@@ -179,7 +179,7 @@ class LinearPlan:
         place = buffers.place_of(ROLES[role])
         made = [place, f"parts of {place}", f"{role} of_state", f"{role} of_pairs"]
         made += [f"{role} read_{n}" for n in range(len(reads))]
-        return self.launch(name, "chunk.chunk_rows", [role, tile, decay_rows, reads], arguments, made, tile)
+        return self.launch(name, "token.chunk.chunk_rows", [role, tile, decay_rows, reads], arguments, made, tile)
 
     def decay_gradients(self, reads: tuple[Expr, ...]) -> Launch:
         """The gradient of decay."""
@@ -187,11 +187,12 @@ class LinearPlan:
         chunk, tiles = self.tiles.states.chunk, (dq, dk, state_tiles(self.problem, self.tiles.states))
         arguments = buffers.decay_gradients(self.problem, chunk, tiles, len(reads))
         made = ["d_decay", *(f"decay read_{n}" for n in range(len(reads)))]
-        return self.launch("decay gradients", "decays.decay_gradients", [chunk, tiles, reads], arguments, made)
+        return self.launch("decay gradients", "token.decays.decay_gradients", [chunk, tiles, reads], arguments, made)
 
 
 def walk_shared_bytes(program: LinearProgram, problem: LinearProblem, role: str, tile: LinearTile) -> int:
-    """What a walk (kernels/linear/walk.py) takes of shared memory: rows and columns whole, and M, for a tile's columns.
+    """What a walk (kernels/linear/token/walk.py) takes of shared memory: rows and columns whole, and M, for a tile's
+    columns.
 
     A tensor whose mod is more than a factor stands there twice, as it came and as products read it; fp32 operands have
     a high and a low part.

@@ -177,7 +177,7 @@ def _tiles(kernel: KernelName, problem: Problem, arch: Arch) -> Iterator[Tile]:
 
 
 def _placed_by_hand(kernel: KernelName, default: Tile) -> Iterator[Tile]:
-    """Tiles of the kernels in kernels/*_hopper.py: 64 queries for each warpgroup forward; backward 64
+    """Tiles of the kernels in kernels/hopper/: 64 queries for each warpgroup forward; backward 64
     keys for each, or for all."""
     match kernel:
         case "forward":

@@ -14,7 +14,7 @@ from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX
 
 H100 = arch.H100()
 GIVEN = (Problem(2, 2, 64, 64, "float16"), (PRODUCT * 0.125, Q_IDX + KV_IDX), Tile(64, 64, 128, 2), -float("inf"))
-KEY = KernelKey("forward.forward", GIVEN, H100, (("fast", True),))
+KEY = KernelKey("straight.forward.forward", GIVEN, H100, (("fast", True),))
 
 
 class Compiler:

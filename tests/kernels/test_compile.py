@@ -305,6 +305,6 @@ def test_tiles_that_come_by_registers_are_loaded_and_stored_by_the_same_threads(
         metas, CustomIO({"lengths": ("batch",)}), scale(0.1), padding(), OnlineSoftmax(), device=arch.H100()
     )
     forward = engine._kernels("cuda").forward
-    assert forward.builder == "forward.forward"
+    assert forward.builder == "straight.forward.forward"
     cuda = codegen_compile.lower_kernel(forward.prim_func, arch.H100(), pass_configs=forward.configs).cuda
     assert "wgmma" in cuda and "_producer_ws" not in cuda

@@ -7,7 +7,8 @@ import torch
 
 from attention_engine import LinearAttentionEngine, meta_tensor
 from attention_engine.ir.linear import DECAY_LIMIT
-from attention_engine.kernels.linear.decays import LOG2_E, unit_of
+from attention_engine.kernels.linear.common import LOG2_E
+from attention_engine.kernels.linear.token.decays import unit_of
 from tests import plain_linear
 
 LENGTH, HEADS, DIM = 130, 2, 16

@@ -9,7 +9,7 @@ from attention_engine import AttentionEngine, CustomIO, document_ids
 from attention_engine.arch import H100
 from attention_engine.codegen.simulator.roles import Turns
 from attention_engine.ir.problem import Problem
-from attention_engine.kernels import spare_warps
+from attention_engine.kernels.hopper.keys import spare_warps
 from attention_engine.library import OnlineSoftmax, document, scale
 from attention_engine.passes.by_hand import backward_persists
 from attention_engine.plan import attention as attention_plan

@@ -13,8 +13,8 @@ from tvm.tirx.stmt_functor import ir_transform
 from attention_engine import AttentionEngine, CustomIO, document_ids
 from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.errors import HazardInKernel
+from attention_engine.kernels.hopper.keys.spare_warps import walk_share
 from attention_engine.kernels.items import HeadTile
-from attention_engine.kernels.spare_warps import walk_share
 from attention_engine.kernels.warps import WARP
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, scale
 from attention_engine.plan import attention as attention_plan

@@ -161,8 +161,8 @@ def test_gradients_by_walks_and_by_chunks_agree(name):
         made = launcher.backward(*given, frozenset(case.axes))
         (kernels,) = launcher._kernels.values()
         builders = {builder for builder, _ in kernels._made}
-        assert builders >= ({"linear.walk.walk"} if plan == "walk" else {"linear.chunk.chunk_rows"})
-        assert ("linear.chunk.chunk_rows" in builders) is (plan == "chunks")
+        assert builders >= ({"linear.token.walk.walk"} if plan == "walk" else {"linear.token.chunk.chunk_rows"})
+        assert ("linear.token.chunk.chunk_rows" in builders) is (plan == "chunks")
         found.append({"q": made.q, "k": made.k, "v": made.v, "initial": made.initial, **made.custom})
     launcher.tiles = None
     launcher._kernels.clear()

@@ -158,7 +158,7 @@ def test_a_thousand_calls_of_any_size_compile_each_kernel_once_and_tune_nothing(
         o = made(*leaves)
         if o.requires_grad:
             torch.autograd.grad(o, leaves, torch.empty_like(o))
-    per_kernel = {"forward.forward", "rows.preprocess", "backward.backward", "rows.postprocess"}
+    per_kernel = {"straight.forward.forward", "rows.preprocess", "straight.backward.backward", "rows.postprocess"}
     kernels = launch_of(*made._keys.values())._kernels.values()
     used = {(k.builder, str(k.given)) for made in kernels for k in made._made.values()}
     assert set(compiled) == per_kernel and asked == []

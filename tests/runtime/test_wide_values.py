@@ -63,4 +63,4 @@ def test_retnets_heads_have_kernels():
                                 device=arch.H100())  # fmt: skip
     kernels = attention._all_kernels(arch.H100())
     assert {kernel.problem.dim_v for kernel in kernels.values()} == {256}
-    assert all(kernel.builder.endswith("_hopper") for kernel in (kernels["forward"], kernels["backward"]))
+    assert all(kernel.builder.startswith("hopper.") for kernel in (kernels["forward"], kernels["backward"]))

@@ -48,6 +48,7 @@ def reduce_sum(source: Any, target: Any, dim: int) -> None:
     T.reduce_sum(source, target, dim=dim)
 
 
+LOG2_E = 1.4426950408889634
 SM_REGISTERS = 65536
 COPYING = 128  # threads that TileLang adds where warps of their own copy; they keep 24 registers each
 

@@ -15,8 +15,7 @@ from attention_engine.kernels.linear.channels.common import (
     spaced_rows,
     sums_window,
 )
-from attention_engine.kernels.linear.common import Block, LinearSizes
-from attention_engine.kernels.linear.decays import LOG2_E
+from attention_engine.kernels.linear.common import LOG2_E, Block, LinearSizes
 from attention_engine.plan import linear_buffers
 
 

@@ -10,11 +10,10 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import DECAY_LIMIT, LinearProblem, LinearProgram
 from attention_engine.kernels.common import FLOAT, build, over_pairs, store
-from attention_engine.kernels.linear.common import Block, LinearSizes
+from attention_engine.kernels.linear.common import LOG2_E, Block, LinearSizes
 from attention_engine.passes.mods import differentiate_mod
 from attention_engine.plan import linear_buffers
 
-LOG2_E = 1.4426950408889634
 CHUNKS = 8  # that a block takes: one alone is over before the next block has started
 
 

@@ -1,4 +1,4 @@
-"""The forward pass: a block holds a tile of queries and walks over the tiles of keys that its mask leaves."""
+"""A forward schedule on the tiles of a kernel: products become scores and weights, and row states move on."""
 
 from __future__ import annotations
 
@@ -10,47 +10,30 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, Op, const, make, topological
-from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Tile
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
 from attention_engine.kernels.common import (
     FLOAT,
     LANES,
-    Accumulator,
     Corners,
-    Operand,
     Place,
     Sizes,
-    accumulate,
     add_columns,
     assign,
-    block_values,
-    build,
     fill,
     lie_alike,
-    load,
-    loop,
-    multiply,
-    named,
     over_pairs,
     over_rows,
     parts_of_indices,
-    reader,
     store,
-    where_partial,
-    window,
 )
 from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.inside import where_inside
 from attention_engine.kernels.splice import both, hold_value
-from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import KeyWalk, either
-from attention_engine.kernels.unseen import SeenTile
+from attention_engine.kernels.staged import StagedReads
 from attention_engine.passes.row_terms import KV_FIRST, terms_beside_product
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
-from attention_engine.passes.tile_plan import plan_tiles
-from attention_engine.plan import attention_buffers
 
 REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
 
@@ -86,70 +69,6 @@ def of_pairs(schedule: ForwardSchedule) -> list[Expr]:
             case RowStep():
                 pass
     return found
-
-
-def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
-    """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
-    sizes = Sizes(problem)
-    plan = plan_tiles(schedule.mask)
-    parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile))
-    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    seen = key_condition(schedule.mask)
-
-    @T.macro
-    def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (
-            block,
-            head,
-            batch,
-        ):
-            q = Operand("q", problem, (tile.q, dim))
-            k = Operand("k", problem, (tile.kv, dim))
-            v = Operand("v", problem, (tile.kv, dim_v))
-            values = SeenTile(seen, v, problem, tile.stages)
-            weights = Operand("weights", problem, (tile.q, tile.kv), fragment=True)
-            scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
-            other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
-            sums = Accumulator("output", problem, (tile.q, dim_v))
-            output = sums.sum
-            rows = {v: named(v.name, T.alloc_fragment([tile.q], FLOAT)) for v in row_variables(schedule)}
-            written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
-            q0 = block * tile.q
-            kv_head = head // problem.group
-            read = reader(buffers, sizes.inside(problem, batch, head))
-            place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
-            staged = StagedReads(of_pairs(schedule), problem, tile)
-            maths = TileMaths(schedule, tile, place, rows, {}, scores, other, q0, sizes, staged)
-            load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
-            T.fill(output, 0)
-            maths.start()
-            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
-            for step in loop(walk.count, tile.stages):
-                visit = walk.at(step)
-                kv0 = visit.start
-                values.ask(buffers["v"], batch, kv_head, kv0)
-                load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
-                T.clear(scores)
-                multiply(q, k, scores, transpose_B=True)
-                if len(staged.tiles) > 0:
-                    copy_staged(staged, buffers, batch, head, q0, kv0)
-                maths.score(kv0)
-                if schedule.fill is not None:
-                    partial = either(visit.is_partial(kv0), kv0 + tile.kv > sizes.kv)
-                    where_partial(partial, bind(maths.mask, kv0))
-                maths.weigh(kv0)
-                load(weights, scores)
-                if schedule.rescale is not None:
-                    multiply_rows(output, rows[schedule.rescale], tile, dim_v)
-                values.take(buffers["v"], batch, kv_head, kv0, place)
-                accumulate(weights, v, sums)
-            maths.finish(output, dim_v)
-            T.copy(output, window(buffers["o"], batch, head, q0, tile.q, dim_v))
-            for name, expr in schedule.rows:
-                maths.write_row(written, expr)
-                T.copy(written, buffers[f"row_{name}"][batch, head, q0 : q0 + tile.q])
-
-    return build("forward", parameters, body)
 
 
 def sums_in_parts(schedule: ForwardSchedule, tile: Tile) -> dict[Expr, Any]:

@@ -1,13 +1,13 @@
 """The backward pass over keys on Hopper: one warp copies ahead, two warpgroups compute, products run while they do.
 
-The algorithm and the arguments of backward.py, by hand: a block keeps its keys and values, and a producer warp streams
-queries, gradients of the output and rows through two stages of shared memory, with barriers in both directions.
+The algorithm and the arguments of straight/backward.py, by hand: a block keeps its keys and values, and a producer warp
+streams queries, gradients of the output and rows through two stages of shared memory, with barriers in both directions.
 Products are issued without waiting, so that the exponentials of a step run while the tensor cores make its gradient of
-the weights, and dQ is added to the workspace while they make dK.
-Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), its section on the backward pass.
+the weights, and dQ is added to the workspace while they make dK. Order of a step: FlashAttention-3 (Shah et al., 2024,
+arXiv 2407.08608), its section on the backward pass.
 
 Tile(persistent=True), at head dims 128: as many blocks as the GPU runs at once walk over blocks of keys
-(key_items.py), which hides their starts and ends. It is for few steps, each of which has slightly more to work out.
+(keys/items.py), which hides their starts and ends. It is for few steps, each of which has slightly more to work out.
 
 Three forms, by the registers that dK and dV take of a thread (passes/by_hand.py):
 - each warpgroup has 64 keys, whose weights and gradients stay in registers as operands of dV and dK;
@@ -25,16 +25,16 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward
-from attention_engine.kernels.backward import NOTHING
 from attention_engine.kernels.common import Buffers, Sizes, build
+from attention_engine.kernels.hopper.keys.copies import copy_item, copy_items, prepare_items
+from attention_engine.kernels.hopper.keys.form import KeyForm
+from attention_engine.kernels.hopper.keys.items import NO_MORE, NUMBERS, KeyItem, KeyNote, handed_walk
+from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.spare_warps import SpareWork, prepare_together, start_spare, tell_when_added
+from attention_engine.kernels.hopper.keys.steps import compute_item, store
+from attention_engine.kernels.hopper.notes import note_in, values_of
 from attention_engine.kernels.items import KeyBlocks, Round, Shares
-from attention_engine.kernels.key_copies import copy_item, copy_items, prepare_items
-from attention_engine.kernels.key_form import KeyForm
-from attention_engine.kernels.key_items import NO_MORE, NUMBERS, KeyItem, KeyNote, handed_walk
-from attention_engine.kernels.key_memory import KeyMemory
-from attention_engine.kernels.key_steps import compute_item, store
-from attention_engine.kernels.notes import note_in, values_of
-from attention_engine.kernels.spare_warps import SpareWork, prepare_together, start_spare, tell_when_added
+from attention_engine.kernels.pair_maths import NOTHING
 from attention_engine.kernels.splice import take_for_granted
 from attention_engine.kernels.warps import GROUP, WARP
 from attention_engine.passes.by_hand import backward_fits, backward_persists, starts_longest_first
@@ -48,8 +48,8 @@ def backward_hopper(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING, at_once: int = 0,
 ) -> Any:  # fmt: skip
-    """The PrimFunc of backward.py, with dk, dv, [pairs_of_a_unit], [units_ahead, [units_given, o], [dq]], [workspace,
-    counters], sums too.
+    """The PrimFunc of straight/backward.py, with dk, dv, [pairs_of_a_unit], [units_ahead, [units_given, o], [dq]],
+    [workspace, counters], sums too.
 
     at_once: how many persistent blocks run at once, which store dQ but for the last units; 0 for a grid.
     """

@@ -14,7 +14,6 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward, row_variable
-from attention_engine.kernels.backward import PairMaths, keeps_products, of_pairs
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -32,6 +31,7 @@ from attention_engine.kernels.common import (
     where_partial,
     window,
 )
+from attention_engine.kernels.pair_maths import PairMaths, keeps_products, of_pairs
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, either
 from attention_engine.kernels.unseen import SeenTile

@@ -13,7 +13,6 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward
-from attention_engine.kernels.backward import PairMaths
 from attention_engine.kernels.common import (
     FLOAT,
     Operand,
@@ -27,7 +26,8 @@ from attention_engine.kernels.common import (
     reader,
     window,
 )
-from attention_engine.kernels.forward import REDUCE
+from attention_engine.kernels.pair_maths import PairMaths
+from attention_engine.kernels.tile_maths import REDUCE
 from attention_engine.kernels.tiles import KeyWalk
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles

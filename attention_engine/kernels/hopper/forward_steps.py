@@ -1,6 +1,6 @@
 """What the computing warpgroups of a Hopper forward block do: an item from its first scores to its output.
 
-Order of a step (forward_hopper.py says why): the scores of this step and the output of the step before are issued
+Order of a step (forward.py says why): the scores of this step and the output of the step before are issued
 together; the weights of this step are made of the scores while the tensor cores make the output.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.kernels.barriers import Ring, finish_before, give_back
 from attention_engine.kernels.common import FLOAT, Buffers, named, where_partial
-from attention_engine.kernels.forward import TileMaths, needs_another, rescale, row_variables, sums_in_parts
-from attention_engine.kernels.forward_form import BlockValues, ForwardForm
+from attention_engine.kernels.hopper.barriers import Ring, finish_before, give_back
+from attention_engine.kernels.hopper.forward_form import BlockValues, ForwardForm
+from attention_engine.kernels.hopper.query_tiles import QueryTiles
 from attention_engine.kernels.items import Item
-from attention_engine.kernels.query_tiles import QueryTiles
+from attention_engine.kernels.tile_maths import TileMaths, needs_another, rescale, row_variables, sums_in_parts
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.unseen import clear_step
 from attention_engine.kernels.warps import ROWS_WHOLE, WARP

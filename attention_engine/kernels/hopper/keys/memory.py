@@ -7,13 +7,13 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.kernels.barriers import Ring
 from attention_engine.kernels.common import FLOAT, named
 from attention_engine.kernels.diagonals import SkewedSums
-from attention_engine.kernels.key_form import KeyForm
-from attention_engine.kernels.key_items import NOTES, Notes
-from attention_engine.kernels.pair_operands import PairOperands, operands_of
-from attention_engine.kernels.spare_warps import SpareMemory
+from attention_engine.kernels.hopper.barriers import Ring
+from attention_engine.kernels.hopper.keys.form import KeyForm
+from attention_engine.kernels.hopper.keys.items import NOTES, Notes
+from attention_engine.kernels.hopper.keys.pair_operands import PairOperands, operands_of
+from attention_engine.kernels.hopper.keys.spare_warps import SpareMemory
 from attention_engine.kernels.warps import TMA_FLOATS, WARP
 
 

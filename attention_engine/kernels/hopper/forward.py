@@ -1,9 +1,9 @@
 """The forward pass on Hopper: one warp copies ahead, two or three warpgroups compute, products run while they do.
 
-The algorithm and the arguments of forward.py, by hand: a block keeps its queries, and a producer warp streams keys and
-values through stages of shared memory, with barriers in both directions. Each warpgroup has 64 queries. The scores of
-a step are made together with the output of the step before, so that its row values and exponentials run while the
-tensor cores do both. Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), algorithm 2.
+The algorithm and the arguments of straight/forward.py, by hand: a block keeps its queries, and a producer warp streams
+keys and values through stages of shared memory, with barriers in both directions. Each warpgroup has 64 queries. The
+scores of a step are made together with the output of the step before, so that its row values and exponentials run while
+the tensor cores do both. Order of a step: FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), algorithm 2.
 
 Two groups that start together stay together, and then each unit idles while both wait for another; so they are parted.
 Where products bound a step, groups issue them in turns. Two wait for the output of the step before when they have their
@@ -30,12 +30,12 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Buffers, Sizes, build
-from attention_engine.kernels.forward_copies import copy_items, copy_keys, hand_out_items
-from attention_engine.kernels.forward_form import ForwardForm
-from attention_engine.kernels.forward_steps import ForwardMemory, compute_item, start_scores
+from attention_engine.kernels.hopper.forward_copies import copy_items, copy_keys, hand_out_items
+from attention_engine.kernels.hopper.forward_form import ForwardForm
+from attention_engine.kernels.hopper.forward_steps import ForwardMemory, compute_item, start_scores
+from attention_engine.kernels.hopper.notes import note_in, size_of, values_of
+from attention_engine.kernels.hopper.query_tiles import NO_MORE, QueryNote
 from attention_engine.kernels.items import Item, Round, at_least_one
-from attention_engine.kernels.notes import note_in, size_of, values_of
-from attention_engine.kernels.query_tiles import NO_MORE, QueryNote
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import GROUP, WARP, registers
 from attention_engine.passes.by_hand import forward_fits
@@ -45,7 +45,7 @@ from attention_engine.plan import attention_buffers
 
 
 def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: int = 1) -> Any:
-    """The PrimFunc of forward.py: (q, k, v, custom..., [tile_lists], o, rows...).
+    """The PrimFunc of straight/forward.py: (q, k, v, custom..., [tile_lists], o, rows...).
 
     at_once: how many blocks the GPU runs at once, of a persistent form.
     """

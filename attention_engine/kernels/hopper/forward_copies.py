@@ -11,13 +11,13 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.kernels.barriers import Ring
 from attention_engine.kernels.common import Buffers, window
-from attention_engine.kernels.forward_form import ForwardForm
-from attention_engine.kernels.forward_steps import ForwardMemory
+from attention_engine.kernels.hopper.barriers import Ring
+from attention_engine.kernels.hopper.forward_form import ForwardForm
+from attention_engine.kernels.hopper.forward_steps import ForwardMemory
+from attention_engine.kernels.hopper.notes import note_in, size_of, values_of
+from attention_engine.kernels.hopper.query_tiles import NO_ITEM, NO_MORE, QueryNote
 from attention_engine.kernels.items import Deal, Item, Round, at_least_one
-from attention_engine.kernels.notes import note_in, size_of, values_of
-from attention_engine.kernels.query_tiles import NO_ITEM, NO_MORE, QueryNote
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
 

@@ -10,9 +10,9 @@ from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.ir.program import Backward, row_variable
-from attention_engine.kernels.backward import factor_of
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
+from attention_engine.kernels.pair_maths import factor_of
 from attention_engine.kernels.rows import transposes_dq
 from attention_engine.kernels.tiles import HandedQueries, QueryWalk
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers

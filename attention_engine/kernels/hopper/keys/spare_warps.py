@@ -6,15 +6,15 @@ the GPU starts together) do both for the unit that is `units_ahead` of theirs. T
 rows.preprocess does it for those.
 
 A block waits for what blocks before it prepare, as their first act. A GPU starts blocks in order, and persistent blocks
-take their items in order (key_items.py). So the blocks that are waited for run or are over.
+take their items in order (keys/items.py). So the blocks that are waited for run or are over.
 
 A spare warp has 24 registers. An address of 64 bits takes two of them, which ptxas would take from the products'
 registers, and then products wait for each other (C7512). So rows of o and dO come to shared memory, and zeroes leave
 from there, by copies of the TMA unit: one thread works out such a copy's address. What a warp knows of its share stands
 in shared memory too.
 
-Persistent blocks also store dQ of units that are done (finished_units.py). The blocks of a grid do not: there, most of
-the kernel that stores dQ is hidden already where blocks end, and the last blocks would end later.
+Persistent blocks also store dQ of units that are done (keys/finished_units.py). The blocks of a grid do not: there,
+most of the kernel that stores dQ is hidden already where blocks end, and the last blocks would end later.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tilelang.layout import Layout
 from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.program import DELTA
 from attention_engine.kernels.common import FLOAT, Buffers, Place, named, reader, window
+from attention_engine.kernels.hopper.keys.form import KeyForm
+from attention_engine.kernels.hopper.notes import note_in, number_of, size_of
 from attention_engine.kernels.items import HeadTile, KeyBlocks, Shares
-from attention_engine.kernels.key_form import KeyForm
-from attention_engine.kernels.notes import note_in, number_of, size_of
 from attention_engine.kernels.rows import FINISHED, PREPARED, counter, take_sums_for_granted
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.warps import SPARE, SPARE_START, WARP

@@ -37,7 +37,7 @@ from attention_engine.kernels.linear.common import (
     load_state,
     share_sm,
 )
-from attention_engine.kernels.linear.roles import RoleKernel, Rows
+from attention_engine.kernels.linear.token.roles import RoleKernel, Rows
 from attention_engine.plan import linear_buffers
 
 

@@ -13,7 +13,6 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, Tile, padded
 from attention_engine.ir.program import Backward, row_variable
-from attention_engine.kernels.backward import PairMaths, keeps_products
 from attention_engine.kernels.common import (
     FLOAT,
     Operand,
@@ -28,6 +27,7 @@ from attention_engine.kernels.common import (
     reader,
     window,
 )
+from attention_engine.kernels.pair_maths import PairMaths, keeps_products
 from attention_engine.kernels.tiles import kv_range
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, Tile, padded
-from attention_engine.kernels.barriers import arrive, arrive_when_read, give_back, wait
 from attention_engine.kernels.common import named, window
+from attention_engine.kernels.hopper.barriers import arrive, arrive_when_read, give_back, wait
+from attention_engine.kernels.hopper.methods import macro_method
+from attention_engine.kernels.hopper.notes import size_of
 from attention_engine.kernels.items import Item, Round
-from attention_engine.kernels.methods import macro_method
-from attention_engine.kernels.notes import size_of
 from attention_engine.kernels.warps import GROUP, LEAVE, SWIZZLED, WARP, keeps_queries_ahead, output_fits
 
 ALL = slice(None)

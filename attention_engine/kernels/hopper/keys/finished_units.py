@@ -1,8 +1,8 @@
 """dQ of units that are done leaves beside the items of a persistent block of the backward pass over keys.
 
 A kernel after it would find all SMs taken until the last items end. So a block's spare warps convert the sums of a unit
-that is some behind its own, each block a share of it, as they prepare one that is ahead (spare_warps.py); the kernel
-after it (rows.postprocess) does the last ones.
+that is some behind its own, each block a share of it, as they prepare one that is ahead (keys/spare_warps.py); the
+kernel after it (rows.postprocess) does the last ones.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.kernels.common import FLOAT, Buffers, window
-from attention_engine.kernels.notes import note_in
+from attention_engine.kernels.hopper.keys.spare_warps import SpareWork, Target, see_memory, wait_for_rows, walk_share
+from attention_engine.kernels.hopper.notes import note_in
 from attention_engine.kernels.rows import bring_to_rows, take_sums_for_granted, wait_until_finished
-from attention_engine.kernels.spare_warps import SpareWork, Target, see_memory, wait_for_rows, walk_share
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import SPARE, WARP
 

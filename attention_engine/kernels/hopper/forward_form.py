@@ -12,12 +12,12 @@ from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, Tile
 from attention_engine.kernels.common import Buffers, Place, Sizes, block_values, reader
-from attention_engine.kernels.forward import of_pairs
+from attention_engine.kernels.hopper.turns import Turns
 from attention_engine.kernels.items import Item, Items
 from attention_engine.kernels.splice import take_for_granted
 from attention_engine.kernels.staged import StagedReads
+from attention_engine.kernels.tile_maths import of_pairs
 from attention_engine.kernels.tiles import HandedList, KeyWalk
-from attention_engine.kernels.turns import Turns
 from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead
 from attention_engine.passes.by_hand import products_take_turns
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product

@@ -1,6 +1,6 @@
 """What the computing warpgroups of a Hopper backward block over keys do: the steps of an item, and how dK and dV leave.
 
-Order of a step (backward_hopper.py says why): products q . k; gradients of weights, on their way while the weights are
+Order of a step (hopper/backward.py says why): products q . k; gradients of weights, on their way while the weights are
 made; gradients of products; then dV, dQ and dK are issued together, and dQ is added to its sums while dK is made.
 """
 
@@ -14,15 +14,15 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.program import row_variable
-from attention_engine.kernels.backward import PairMaths, factor_of
-from attention_engine.kernels.barriers import arrive_when_read
 from attention_engine.kernels.common import Buffers, Corners, Place, Stage, block_values, reader, window
 from attention_engine.kernels.diagonals import add_held, finish_sums, hold, start_sums, sum_diagonals
-from attention_engine.kernels.key_form import KeyForm
-from attention_engine.kernels.key_items import NOTES, KeyItem, leave_by_groups
-from attention_engine.kernels.key_memory import KeyMemory
+from attention_engine.kernels.hopper.barriers import arrive_when_read
+from attention_engine.kernels.hopper.keys.form import KeyForm
+from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
+from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.pair_operands import Step
 from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
-from attention_engine.kernels.pair_operands import Step
+from attention_engine.kernels.pair_maths import PairMaths, factor_of
 from attention_engine.kernels.rows import take_sums_for_granted, workspace_offset
 from attention_engine.kernels.splice import hold_value
 from attention_engine.kernels.tiles import QueryWalk

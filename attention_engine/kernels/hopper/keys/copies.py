@@ -1,7 +1,7 @@
 """What the copying group of a backward block over keys on Hopper does: it brings what the others compute with.
 
 A block of a grid has one item (KeyItem) and brings its keys and values first. A persistent one has many, told of by
-notes (key_items.py): the next item's first queries come while the present one is under way, and its keys and values as
+notes (keys/items.py): the next item's first queries come while the present one is under way, and its keys and values as
 soon as the present ones' gradients have left by their tiles.
 """
 
@@ -12,21 +12,21 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.kernels.barriers import Ring
 from attention_engine.kernels.common import Buffers, window
-from attention_engine.kernels.finished_units import store_together
-from attention_engine.kernels.items import Round, Shares, stage_of
-from attention_engine.kernels.key_form import KeyForm
-from attention_engine.kernels.key_items import ASKED_AHEAD, NO_MORE, NOTES, NOTING, KeyItem, deal
-from attention_engine.kernels.key_memory import KeyMemory
-from attention_engine.kernels.rows import dealt
-from attention_engine.kernels.spare_warps import (
+from attention_engine.kernels.hopper.barriers import Ring
+from attention_engine.kernels.hopper.keys.finished_units import store_together
+from attention_engine.kernels.hopper.keys.form import KeyForm
+from attention_engine.kernels.hopper.keys.items import ASKED_AHEAD, NO_MORE, NOTES, NOTING, KeyItem, deal
+from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.spare_warps import (
     SpareWork,
     prepare_together,
     see_unit,
     tell_when_added,
     wait_for_unit,
 )
+from attention_engine.kernels.items import Round, Shares, stage_of
+from attention_engine.kernels.rows import dealt
 from attention_engine.kernels.tiles import HandedQueries, QueryWalk, Visit
 from attention_engine.kernels.warps import WARP
 

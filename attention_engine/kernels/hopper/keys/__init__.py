@@ -1,0 +1,1 @@
+"""What the Hopper kernel over keys is made of."""

@@ -1,0 +1,1 @@
+"""Linear attention whose decay is one number for each token and head."""
