@@ -1,4 +1,4 @@
-"""A small flash attention in TileLang: lengths known at run time, causal extent, two stages; and a smaller kernel."""
+"""A small flash attention in TileLang: lengths known at run time, causal extent, two stages; and smaller kernels."""
 
 import tilelang.language as T
 
@@ -91,5 +91,35 @@ def largest_scores(rows: int = 128, keys: int = 64, dim: int = 64):
                 T.gemm(q, k, scores, transpose_B=True, policy=full_rows, clear_accum=True)
                 T.reduce_max(scores, largest, dim=1, clear=False)
             T.copy(largest, Largest)
+
+    return main
+
+
+def weighted_sums(rows: int = 64, keys: int = 64, dim: int = 64):
+    """Q @ (w * K)^T summed over steps: threads read each step's weights w, which are copied like its keys."""
+    length, full_rows = T.dynamic("length"), T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((rows, dim), "float16"),
+        K: T.Tensor((length, dim), "float16"),
+        W: T.Tensor((length,), "float32"),
+        Sums: T.Tensor((rows, keys), "float32"),
+    ):
+        with T.Kernel(1, threads=128):
+            q = T.alloc_shared([rows, dim], "float16")
+            k = T.alloc_shared([keys, dim], "float16")
+            weights = T.alloc_shared([keys], "float32")
+            scores = T.alloc_fragment([rows, keys], "float32")
+            sums = T.alloc_fragment([rows, keys], "float32")
+            T.copy(Q, q)
+            T.fill(sums, 0)
+            for step in T.Pipelined(T.ceildiv(length, keys), num_stages=2):
+                T.copy(K[step * keys : (step + 1) * keys, :], k)
+                T.copy(W[step * keys : (step + 1) * keys], weights)
+                T.gemm(q, k, scores, transpose_B=True, policy=full_rows, clear_accum=True)
+                for i, j in T.Parallel(rows, keys):
+                    sums[i, j] += scores[i, j] * weights[j]
+            T.copy(sums, Sums)
 
     return main

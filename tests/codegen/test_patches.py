@@ -23,7 +23,7 @@ from tilelang.language.eager import builder, utils  # noqa: E402
 from attention_engine import arch  # noqa: E402
 from attention_engine.codegen import patches  # noqa: E402
 from attention_engine.codegen.compile import lower_kernel  # noqa: E402
-from attention_engine.codegen.patches import PATCHES, patched, printed, proofs  # noqa: E402
+from attention_engine.codegen.patches import PATCHES, ended_reads, patched, printed, proofs  # noqa: E402
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from tests.codegen import flash  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
@@ -213,14 +213,14 @@ def test_many_threads_enter_and_leave():
 def test_every_change_of_ours_names_its_proof_here():
     folder = Path(patches.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "scope"}
-    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs"}
-    found = {patch.proof for patch in PATCHES} | {proofs.PROOF}
+    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs", "ended_reads"}
+    found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
 
 
 def test_every_change_of_ours_was_looked_at_in_this_version_of_tilelang():
     installed = importlib.metadata.version("tilelang")
-    assert {patch.version for patch in PATCHES} | {proofs.VERSION} == {installed}
+    assert {patch.version for patch in PATCHES} | {proofs.VERSION, ended_reads.VERSION} == {installed}
 
 
 def test_tilelang_cannot_print_waits_of_unknown_counts():
@@ -267,6 +267,28 @@ def test_tilelang_reports_what_it_compiles(monkeypatch):
         assert not tilelang.env.is_print_on_compilation_enabled()
         monkeypatch.setenv("ATTENTION_ENGINE_VERBOSE", "1")
         assert tilelang.env.is_print_on_compilation_enabled()
+
+
+def tiles_given_back_unfenced(text):
+    """Tiles that the TMA unit fills and that threads touch with no fence before they next arrive at a barrier."""
+    filled = set(re.findall(r"tma_load\(.*?\*\)(\w+)\)\[", text))
+    found, touched = [], set()
+    for line in text.splitlines():
+        if "fence_proxy_async" in line:
+            touched = set()
+        elif re.search(r"\.arrive\(\)", line):
+            found += sorted(touched)
+            touched = set()
+        elif "tma_load" not in line and "descriptor" not in line:
+            touched |= filled & set(re.findall(r"\*\)(\w+)\)", line))
+    return found
+
+
+def test_tilelang_gives_tiles_back_before_reads_have_ended():
+    """The weights of a step; keys are read by products alone, which end before."""
+    kernel = flash.weighted_sums()
+    assert tiles_given_back_unfenced(by_tilelang(kernel, "sm_90a")) == ["weights"]
+    assert tiles_given_back_unfenced(lower_kernel(kernel, arch.H100()).cuda) == []
 
 
 @pytest.mark.slow

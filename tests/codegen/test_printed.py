@@ -2,6 +2,7 @@
 
 from attention_engine.arch import H100
 from attention_engine.codegen.compile import lower_kernel
+from attention_engine.codegen.patches.ended_reads import with_ended_reads
 from attention_engine.codegen.patches.printed import (
     in_chains,
     with_held_barriers,
@@ -107,6 +108,29 @@ def test_the_threads_that_compute_hold_their_barriers():
     assert found.startswith(head + declared + copying + alloc + "    const auto held = [](uint64_t* barriers) {\n")
     assert found.endswith("    };\n" + held + "".join(body))
     assert with_held_barriers(head + declared + "}\n") == head + declared + "}\n"
+
+
+READS = """\
+      tl::tma_load(k_desc, mbarrier[0], (&(((half_t*)k_tile)[0])), 0, 0);
+      tl::tma_load((&(((float*)weights)[0])), (&(w[0])), mbarrier[1], 256);
+      tl::initialize_wgmma_descriptor<1, 1, 64>(desc_b, (&(((half_t*)k_tile)[0])));
+      mbarrier[2].arrive();
+      sums[0] = sums[0] * ((float*)weights)[thread] * ((float*)other)[thread];
+      mbarrier[3].arrive();
+      mbarrier[4].arrive();
+      k_empty[0].arrive();
+"""
+
+
+def test_a_thread_fences_what_it_read_of_a_copied_tile_before_it_gives_it_back():
+    """At barriers of TileLang's; at ours, whose place a kernel chose, it says itself what it needs."""
+    arrival = "      mbarrier[3].arrive();\n"
+    fenced = READS.replace(arrival, f"      tl::fence_proxy_async();\n{arrival}")
+    assert with_ended_reads(READS) == fenced
+    assert with_ended_reads(fenced) == fenced
+    read = "      sums[0] = sums[0] * ((float*)weights)[thread] * ((float*)other)[thread];\n"
+    assert with_ended_reads(READS.replace(read, "")) == READS.replace(read, "")
+    assert with_ended_reads(READS.replace("weights)[0]", "weights_of(0)")).count("fence_proxy_async") == 3
 
 
 def test_kernels_are_printed_so():

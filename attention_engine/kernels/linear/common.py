@@ -237,8 +237,8 @@ class SourceTile:
 class HeldTile:
     """A chunk's tile of a source in registers, as it came: for what only meets results of the same layout, once.
 
-    In shared memory, warps that copy would write the next chunk's tile there, told to by a barrier that threads reach
-    with their reads of this one issued, not ended: in machine code it waits for none of them.
+    In shared memory, warps that copy would write the next chunk's tile there, and its reads, which meet in banks, would
+    have to end before that (codegen/patches/ended_reads.py).
     """
 
     def __init__(self, source: Source, chunk: int, columns: int) -> None:
