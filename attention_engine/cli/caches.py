@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from attention_engine import folders
-from attention_engine.ir.problem import TILE_FORMS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +42,8 @@ def describe(record: Mapping[str, Any]) -> str:
     words += [f"heads {problem['heads']}/{problem['kv_heads']}", f"dims {problem['dim']}/{problem['dim_v']}"]
     if tile:
         words.append("tile {}x{}, {} threads, {} stages".format(*tile.groups()))
-        words += [form for form in TILE_FORMS if f"{form}=True" in given]
+        form = re.search(r"form=(\w+)\(([^()]*)\)", given)
+        words += [form[1], *re.findall(r"(\w+)=True", form[2])] if form else []
     return " ".join([*words, f"TileLang {record['tilelang']}"])
 
 

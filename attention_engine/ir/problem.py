@@ -1,12 +1,10 @@
-"""What a kernel is compiled for: sizes that are fixed at compile time, and the tile it works in."""
+"""What a kernel is compiled for: sizes that are fixed at compile time."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 STAGED_UNIT = 8  # what divides the strides of staged custom inputs, which are of 16 bits
-ROW_PAD = 128  # the backward pass pads its rows to a multiple of it, which blocks of rows divide
 
 
 def padded(dim: int) -> int:
@@ -49,45 +47,3 @@ class Problem:
     def splits(self) -> bool:
         """Is each fp32 product made of three tf32 ones?"""
         return self.dtype == "float32" and not self.tf32
-
-
-TILE_FORMS = ("persistent", "queries_ahead", "lazy_rescale", "skewed_sums")  # of Tile, for kernels placed by hand
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel cuts its work: queries and keys of a tile, threads of a block, stages of the copy pipeline (0: no).
-
-    shared_weights: the backward pass over keys hands weights to its products through shared memory, not in registers,
-    so that warps can share rows where a tile has fewer rows than the warps of a block need.
-    specialised: a kernel of its own, in which one more group of warps copies (kernels/hopper/), where there is one.
-    skewed_sums: such a kernel over keys sums diagonals of its tiles by walks over a copy (kernels/diagonals.py).
-    persistent: of that kernel forward and over keys, the form in which as many blocks as the GPU runs at once walk over
-    all work.
-    queries_ahead: of the persistent form, the one in which a block's next queries come while it works on the present
-    ones, where shared memory has room; it costs each step a little, so it is for few steps.
-    lazy_rescale: of that kernel forward, the form in which a warp rescales the output only where one of its rows has a
-    factor that is not 1, as after a new maximum.
-    """
-
-    q: int
-    kv: int
-    threads: int
-    stages: int
-    shared_weights: bool = False
-    specialised: bool = False
-    skewed_sums: bool = False
-    persistent: bool = False
-    lazy_rescale: bool = False
-    queries_ahead: bool = False
-
-    @property
-    def row_pad(self) -> int:
-        """What the backward pass pads its rows to a multiple of, so that no block of rows ends outside."""
-        assert self.q <= ROW_PAD, "a tile may begin at any piece, and then ends within ROW_PAD of the last query"
-        return math.lcm(ROW_PAD, self.q)
-
-
-def padded_rows(queries: int, row_pad: int) -> int:
-    """The length of the backward pass's own rows, past which no tile and no block of rows ends."""
-    return -(-(queries + ROW_PAD) // row_pad) * row_pad

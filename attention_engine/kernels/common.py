@@ -14,12 +14,13 @@ from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Op, Type, topological
 from attention_engine.ir.linear import LinearProblem
-from attention_engine.ir.problem import ROW_PAD, Problem
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 from attention_engine.passes.row_terms import KV_PLACE
 from attention_engine.passes.strength import PARTS
 from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Number, Size
+from attention_engine.plan.forms import ROW_PAD
 
 FLOAT = "float32"
 LANES = 8  # columns of a tile of pairs that the threads of a row share among them, two each

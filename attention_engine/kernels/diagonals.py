@@ -10,12 +10,12 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Tile
 from attention_engine.kernels.common import FLOAT, LANES, Place, Sizes, add_columns, named
 from attention_engine.kernels.ends import Corners, past_end
 from attention_engine.kernels.warps import COMPUTE
 from attention_engine.passes.ends import find_ends
 from attention_engine.passes.read_places import CustomSums
+from attention_engine.plan.forms import Tile
 
 PITCH = 8  # numbers of 16 bits between the rows of a held tile: eight rows of eight then lie in different banks
 
@@ -56,7 +56,7 @@ def add_to_diagonal(summed: CustomSums, target: Any, place: Place, strip: Any, a
 
 
 class SkewedSums:
-    """The same sums at a quarter of the instructions, in kernels whose copying warp is apart (`Tile.skewed_sums`).
+    """The same sums at a quarter of the instructions, in kernels for Hopper (`HopperKeys.skewed_sums`).
 
     The tile is held in shared memory, in the dtype of q. A thread walks down part of the rows, a column further in
     each, and back to the first column once: so all threads walk as far, each over two diagonals. The parts of a

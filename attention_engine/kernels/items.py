@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.common import Sizes
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
-from attention_engine.passes.by_hand import L2_BYTES
 from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import L2_BYTES
 
 NO_HEAD = 1 << 30
 

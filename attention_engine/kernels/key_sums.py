@@ -7,8 +7,9 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Axis, Expr
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import FLOAT, Place
+from attention_engine.plan.forms import Tile
 
 
 def heads_of_sum(read: Expr, problem: Problem) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, VarKind, topological
-from attention_engine.ir.problem import ROW_PAD, Problem, Tile, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import DELTA, Backward, final_variable
 from attention_engine.kernels.common import (
     FLOAT,
@@ -25,8 +25,9 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.warps import SPARE
-from attention_engine.passes.by_hand import rows_of_delta
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.forms import ROW_PAD, Tile
+from attention_engine.plan.hopper import rows_of_delta
 
 ENTRIES = 4096  # of the output that a block multiplies with its gradient: many blocks at once keep memory busy
 VECTOR = 4  # sums that a thread writes or reads at once
@@ -71,7 +72,7 @@ def bring_to_rows(
 
 def transposes_dq(tile: Tile, dim: int) -> bool:
     """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, 80 queries don't fit."""
-    return tile.specialised and dim % 128 == 0
+    return tile.hopper and dim % 128 == 0
 
 
 def workspace_offset(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> Any:
@@ -125,7 +126,7 @@ def preprocess(
     [pairs_of_a_unit], units_ahead]]) -> delta and what follows it.
 
     finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros. tile: the
-    tile of the backward kernel whose workspace this one zeroes; None if there is none. A specialised kernel, whose
+    tile of the backward kernel whose workspace this one zeroes; None if there is none. A kernel for Hopper, whose
     blocks start as KeyBlocks says (longest_first), needs counters, and zeroes for its first units alone. delta_given:
     delta, fp32 (batch, heads, queries), is an argument in the place of o and do. first_only: this kernel makes the row
     of delta for the first units alone, and the main kernel makes the others' (hopper/keys/spare_warps.py); delta itself
@@ -155,7 +156,7 @@ def preprocess(
     def body(buffers: Any) -> None:
         count = padded_length(sizes.q, pad) // length
         with T.Kernel(count, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
-            if tile is not None and tile.specialised:
+            if tile is not None and tile.hopper:
                 T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
             delta = T.alloc_fragment([length], FLOAT)
             row0 = block * length
@@ -178,10 +179,10 @@ def preprocess(
             if tile is not None:
                 size = length * padded(problem.dim)
                 take_sums_for_granted(buffers, row, block * size, size)
-                if not tile.specialised or pair < blocks.pairs_before:
+                if not tile.hopper or pair < blocks.pairs_before:
                     for x in T.Parallel(length * padded(problem.dim)):
                         buffers["workspace"][row, block * (length * padded(problem.dim)) + x] = 0.0
-                if tile.specialised and row < blocks.pairs and block == 0:
+                if tile.hopper and row < blocks.pairs and block == 0:
                     _, pairs = blocks.pairs_of(row)
                     buffers["counters"][1 + row, PREPARED] = -len(SPARE) * blocks.of_a_unit
                     buffers["counters"][1 + row, FINISHED] = -pairs * blocks.blocks
@@ -221,7 +222,7 @@ def postprocess(
     problem: Problem, tile: Tile, scale: float, vectors: bool, longest_first: bool = False, threads: int = 256
 ) -> Any:
     """The PrimFunc: (dq, workspace, [counters, [pairs_of_a_unit], [units_ahead]]): dQ = scale * the sums, in the
-    tensors' dtype and layout. After a specialised kernel over keys, whose blocks start as KeyBlocks says
+    tensors' dtype and layout. After a kernel over keys for Hopper, whose blocks start as KeyBlocks says
     (longest_first), a block waits for the unit that adds to its sums alone: the first heads' dQ leaves while the last
     heads' blocks end, where they leave room. Persistent ones leave none, and only the last units' dQ to this kernel.
     """
@@ -232,7 +233,7 @@ def postprocess(
 
     @T.macro
     def store_tile(buffers: Any, block: Any, head: Any, batch: Any, last: Any) -> None:
-        if tile.specialised:
+        if tile.hopper:
             unit = T.truncdiv(batch * problem.kv_heads + head // problem.group, blocks.together)
             if T.get_thread_binding() == 0:
                 wait_until_finished(buffers, unit)
@@ -244,7 +245,7 @@ def postprocess(
         T.copy(buffers["workspace"][row, first : first + tile.q * dim], sums)
         bring_to_rows(sums, 0, gradient, problem, tile, scale, vectors)
         T.copy(gradient, window(buffers["dq"], batch, head, block * tile.q, tile.q, dim))
-        if tile.specialised:  # noqa: SIM102 - Python's condition, then the kernel's
+        if tile.hopper:  # noqa: SIM102 - Python's condition, then the kernel's
             if last:
                 T.pdl_sync()  # whoever waits for this kernel waits for the one before too
 

@@ -8,10 +8,11 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from attention_engine.ir.expr import Expr, Op, topological
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.kernels.common import FLOAT, Buffers, named
 from attention_engine.passes.read_places import ReadPlace, place_of_read
+from attention_engine.plan.forms import Tile
 
 
 class StagedReads:

@@ -15,7 +15,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Axis, Expr
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
 from attention_engine.kernels.mask_ranges import MaskRanges, cut, held_as, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
@@ -24,6 +24,7 @@ from attention_engine.kernels.warps import WARP
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan import attention_buffers
 from attention_engine.plan.attention_buffers import LISTS
+from attention_engine.plan.forms import Tile
 
 PIECES = 512  # that are bounded at once, one a thread
 READERS = 4  # threads that read a piece's entries among them, so that a warp reads whole sectors

@@ -10,7 +10,6 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, Op, const, make, topological
-from attention_engine.ir.problem import Tile
 from attention_engine.ir.program import KV_IDX, OUTPUT, PRODUCT, Q_IDX
 from attention_engine.kernels.common import (
     FLOAT,
@@ -34,6 +33,7 @@ from attention_engine.kernels.staged import StagedReads
 from attention_engine.passes.row_terms import KV_FIRST, terms_beside_product
 from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
+from attention_engine.plan.forms import Tile
 
 REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
 

@@ -20,11 +20,12 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.passes.analyse_mask import MaskPlan
 from attention_engine.passes.tile_plan import TilePlan
 from attention_engine.plan.attention_buffers import LISTS
+from attention_engine.plan.forms import Tile
 
 EMPTY = 1  # a tile from 0 on, of which some pair is masked
 MOST_IN_32_BITS = 2**31

@@ -6,7 +6,9 @@ from functools import cached_property
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.arch import H100
+from attention_engine.ir.problem import Problem, padded
+from attention_engine.plan.forms import Tile
 
 WARP, GROUP = 32, 128  # threads
 SPARE = tuple(range(1, GROUP // WARP))  # the copying group's warps that copy nothing
@@ -17,8 +19,8 @@ TMA_FLOATS = 32  # 128 bytes: what TMA copies to begins at a multiple of them
 LEAVE = 5  # the first of those on which each group meets before its rows leave
 SPARE_START = 8  # on which the spare warps meet before their first work
 ROWS_WHOLE, COLUMNS_SHARED = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol  # by groups: 64 rows each, or columns
-REGISTERS_PER_SM = 65536
-SHARED_BYTES = 232448 - 1024  # for a block's tiles; the rest is for barriers
+REGISTERS_PER_SM = H100().registers_per_sm
+SHARED_BYTES = H100().shared_memory_per_block - 1024  # for a block's tiles; the rest is for barriers
 
 
 def registers(threads: int, copying: int = 24) -> tuple[int, int]:

@@ -9,17 +9,9 @@ from functools import cached_property
 from attention_engine.arch import Arch
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import WEIGHT, WEIGHT_GRADIENT, Backward
 from attention_engine.ir.verify import checked
-from attention_engine.passes.by_hand import (
-    ALL_UNITS,
-    makes_delta,
-    pairs_issue_much,
-    pairs_of_a_unit,
-    starts_longest_first,
-    units_ahead,
-)
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
@@ -30,6 +22,15 @@ from attention_engine.passes.verify_schedule import verify_row_sums
 from attention_engine.plan import attention_buffers as buffers
 from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
 from attention_engine.plan.buffers import buffers_of
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import (
+    ALL_UNITS,
+    makes_delta,
+    pairs_issue_much,
+    pairs_of_a_unit,
+    starts_longest_first,
+    units_ahead,
+)
 from attention_engine.plan.launches import Launch, Step, Trim
 from attention_engine.plan.rules import (
     DISABLE_WARP_SPECIALIZATION,
@@ -156,8 +157,8 @@ class AttentionPlan:
     @cached_property
     def makes_delta(self) -> bool:
         """Do blocks over keys make delta, where no gradient arrives at returned rows, but for the first units'?"""
-        by_hand = self.tiles.backward.specialised and not self.over_queries
-        return by_hand and makes_delta(self.problem, self._backward, self._schedule, self.custom_sums)
+        hopper = self.tiles.backward.hopper and not self.over_queries
+        return hopper and makes_delta(self.problem, self._backward, self._schedule, self.custom_sums)
 
     @cached_property
     def stores_dq(self) -> bool:
@@ -202,15 +203,14 @@ class AttentionPlan:
     def forward(self) -> Launch:
         """q, k, v -> o and rows."""
         tile, dtype, lists = self.tiles.forward, self.problem.dtype, "tile map of forward"
-        by_hand = tile.specialised
-        schedule = self.maths.forward_parted_of(dtype) if by_hand else self.maths.forward_of(dtype)
+        schedule = self.maths.forward_parted_of(dtype) if tile.hopper else self.maths.forward_of(dtype)
         arguments = buffers.forward(self.problem, schedule, tile, lists)
         writes = frozenset(["o", *(f"row_{name}" for name, _ in schedule.rows)])
-        if not by_hand:
+        if not tile.hopper:
             return Launch("forward", "straight.forward.forward", (schedule, tile), arguments, writes, self._one_role)
         places = (places_of(self.target),) if tile.persistent else ()
         rules = (UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else []))
-        return Launch("forward", "hopper.forward.forward_hopper", (schedule, tile, *places), arguments, writes, rules)
+        return Launch("forward", "hopper.forward.forward", (schedule, tile, *places), arguments, writes, rules)
 
     def extremes(self, over_keys: bool) -> Launch:
         """Rows of extremes for the kernel over keys, or for those over queries and pairs."""
@@ -256,7 +256,7 @@ class AttentionPlan:
     @cached_property
     def over_keys(self) -> Launch:
         """dK, dV, and the sums of dQ (or not, where `queries` makes dQ)."""
-        tile, with_dq, by_hand = self.tiles.backward, not self.over_queries, self.tiles.backward.specialised
+        tile, with_dq = self.tiles.backward, not self.over_queries
         arguments = buffers.over_keys(
             self.problem, self._schedule, self._backward, tile, with_dq, self.custom_sums, self.stores_dq,
             "tile map of backward",
@@ -265,11 +265,11 @@ class AttentionPlan:
         sums = (b.place for b in buffers.custom_sums(self.problem, tile, self.custom_sums))
         made = {"dk", "dv", "workspace", "counters", *(["dq"] if self.stores_dq else []), *sums}
         writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
-        if not by_hand:
+        if not tile.hopper:
             return Launch("backward", "straight.backward.backward", given, arguments, writes, self._exact)
         places = (places_of(self.target),) if self.stores_dq else ()
         rules = (UNIFORM_GROUPS, HELD_THREADS)
-        return Launch("backward", "hopper.backward.backward_hopper", (*given, *places), arguments, writes, rules)
+        return Launch("backward", "hopper.backward.backward", (*given, *places), arguments, writes, rules)
 
     @cached_property
     def queries(self) -> Launch:

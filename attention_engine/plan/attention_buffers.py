@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from attention_engine.ir.expr import Axis, Expr, const
-from attention_engine.ir.problem import ROW_PAD, STAGED_UNIT, Problem, Tile, padded
+from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
 from attention_engine.ir.program import Backward
-from attention_engine.passes.by_hand import makes_delta, starts_longest_first
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
@@ -28,6 +27,8 @@ from attention_engine.plan.buffers import (
     length,
     own_length,
 )
+from attention_engine.plan.forms import ROW_PAD, Tile
+from attention_engine.plan.hopper import makes_delta, starts_longest_first
 
 LISTS = "tile_lists"
 TOGETHER, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "units_ahead", "units_given"
@@ -168,7 +169,7 @@ def preprocess(
     found += [row(name, problem, pad) for name, _ in backward.rows]
     if tile is not None:
         found.append(workspace(problem, tile.row_pad))
-        if tile.specialised:
+        if tile.hopper:
             found += [counters(problem), *([Number(TOGETHER)] if longest_first else []), Number(AHEAD)]
     return tuple(found)
 
@@ -198,14 +199,14 @@ def over_keys(
     found += [output_gradient(problem), *(row(name, problem, tile.row_pad) for name, _ in rows.rows)]
     found += [tensor("dk", KEYS, problem.kv_heads, problem.dim, problem)]
     found += [tensor("dv", KEYS, problem.kv_heads, problem.dim_v, problem)]
-    if tile.specialised:
+    if tile.hopper:
         found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
         found += [Number(AHEAD)] if with_dq else []
         if with_dq and makes_delta(problem, rows, schedule, summed):
             found += [Number(MADE_BEFORE), output(problem, Role.GIVEN)]
         found += [dq(problem)] if persistent else []
     if with_dq:
-        found += [workspace(problem, tile.row_pad), *([counters(problem)] if tile.specialised else [])]
+        found += [workspace(problem, tile.row_pad), *([counters(problem)] if tile.hopper else [])]
     return (*found, *custom_sums(problem, tile, summed))
 
 
@@ -239,7 +240,7 @@ def pairs(problem: Problem, rows: Backward, read: Expr, pad: int, dtype: str) ->
 def postprocess(problem: Problem, tile: Tile, longest_first: bool) -> Arguments:
     """Of the kernel that makes dQ of its sums."""
     found: list[Argument] = [dq(problem), workspace(problem, tile.row_pad)]
-    if tile.specialised:
+    if tile.hopper:
         found += [counters(problem), *([Number(TOGETHER)] if longest_first else [])]
     found += [Number(AHEAD)] if tile.persistent else []
     return tuple(found)

@@ -8,12 +8,12 @@ from typing import Any
 
 from attention_engine.errors import BackwardNotDerived
 from attention_engine.ir.linear import LinearTile
-from attention_engine.ir.problem import TILE_FORMS, Tile
+from attention_engine.plan.forms import KernelName, Tile, words
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Asked, Tuning, look_up
 from attention_engine.tuner.defaults import default_tiles, where_from
 from attention_engine.tuner.linear import default_linear_tiles
-from attention_engine.tuner.problems import KernelName, gpu_name
+from attention_engine.tuner.problems import gpu_name
 from attention_engine.tuner.store import Entry, name_of
 
 
@@ -41,7 +41,7 @@ def _of_kernels(asked: Asked, tuning: Tuning, *, forward: bool, backward: bool) 
     names += asked.kernels(True, tiles) if backward else []
     lines = []
     for name in names:
-        default = f"the default ({where_from(name, asked.problem, asked.target)})"
+        default = f"the default ({where_from(name, asked.problem, asked.maths, asked.target, asked.hints)})"
         lines += _of_kernel(asked, tuning, name, tiles, known.get(name), default)
     return lines
 
@@ -71,9 +71,8 @@ def spell(tile: Tile | LinearTile) -> str:
     """A tile in words."""
     if isinstance(tile, LinearTile):
         return f"chunks of {tile.chunk}, {tile.inner} x {tile.outer}, {tile.threads} threads, {tile.stages} stages"
-    shared = ", weights through shared memory" if tile.shared_weights else ""
-    forms = "".join(f", {name.replace('_', ' ')}" for name in TILE_FORMS if getattr(tile, name))
-    return f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages{shared}{forms}"
+    head = f"{tile.q} queries x {tile.kv} keys, {tile.threads} threads, {tile.stages} stages"
+    return ", ".join([head, *words(tile.form)])
 
 
 def _others(asked: Any, tuning: Tuning, name: Any, tiles: Any) -> list[str]:

@@ -28,6 +28,7 @@ from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.plan.attention import Tiles
+from attention_engine.plan.choice import hints_matter
 from attention_engine.plan.targets import Target
 from attention_engine.runtime import op, parts, transforms  # noqa: F401 - registers what transforms need
 from attention_engine.runtime.captured import (
@@ -63,7 +64,6 @@ from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 from attention_engine.runtime.watching import unwatched, watched
-from attention_engine.tuner.defaults import hints_matter
 
 MOST_SEEN = 4096
 OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again")

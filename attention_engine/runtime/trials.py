@@ -17,15 +17,15 @@ from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, Kernels
 from attention_engine.errors import AttentionEngineError
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import analyse
 from attention_engine.plan.attention import Tiles
+from attention_engine.plan.forms import KernelName, Tile
 from attention_engine.plan.targets import Target
 from attention_engine.reference.dense import attend, attend_backward
 from attention_engine.runtime.launch import Launcher
 from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
-from attention_engine.tuner.problems import KernelName
 from attention_engine.tuner.search import Outcome, Trial
 from attention_engine.tuner.space import AnyTile, as_arch, judge
 from attention_engine.tuner.worker import RemoteError, Worker, WorkerDied, WorkerTimeout, call_all, worker_count

@@ -18,16 +18,17 @@ from attention_engine.compiler import Kernels
 from attention_engine.errors import NotWhileCapturing
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.maths import Maths
 from attention_engine.plan.attention import Tiles
+from attention_engine.plan.forms import KernelName, Tile
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
 from attention_engine.tuner.cost import Work, cycles
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.entries import Entry, name_of
-from attention_engine.tuner.problems import KernelName, mask_class, problem_key
+from attention_engine.tuner.problems import mask_class, problem_key
 from attention_engine.tuner.search import Budget, Result, search
 from attention_engine.tuner.space import Space, as_arch, refusal, space
 from attention_engine.tuner.store import TuneFile, now

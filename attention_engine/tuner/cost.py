@@ -19,9 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention_engine.arch import Arch
-from attention_engine.ir.problem import Problem, Tile
-from attention_engine.tuner.problems import KernelName
-from attention_engine.tuner.space import OTHER_REGISTERS, demand
+from attention_engine.ir.problem import Problem
+from attention_engine.plan.demand import demand
+from attention_engine.plan.forms import KernelName, Tile
+from attention_engine.tuner.space import OTHER_REGISTERS
 
 CLOCK = 1.7e9  # cycles a second
 PEAK_TFLOPS = 100.0  # of a GPU whose peak nobody has looked up: it cancels in the order

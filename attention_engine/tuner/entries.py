@@ -15,7 +15,7 @@ from typing import Any
 
 from attention_engine.errors import TuneFileUnreadable
 from attention_engine.ir.linear import LinearTile
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import Form, HopperForward, HopperKeys, Straight, Tile
 
 SCHEMA = 1
 Key = Mapping[str, Any]
@@ -54,7 +54,7 @@ class Entry:
 
     def as_json(self) -> dict[str, Any]:
         """The entry as the file holds it."""
-        tile = dataclasses.asdict(self.tile)
+        tile = dataclasses.asdict(self.tile) if isinstance(self.tile, LinearTile) else _flat(self.tile)
         return {"key": dict(self.key), "tile": tile, "time_us": self.time_us, "tried": self.tried, "when": self.when}
 
 
@@ -116,8 +116,7 @@ def _entry(held: object) -> Entry:
         raise _Wrong(f"its key is {key!r}, not an object")
     if not isinstance(when, str):
         raise _Wrong(f"its when is {when!r}, not a text")
-    linear = str(key.get("kernel", "")).startswith("linear ")
-    tile = _tile(held["tile"], linear)
+    tile = _tile(held["tile"], str(key.get("kernel", "")))
     if isinstance(tile, LinearTile) and key.get("chunk", tile.chunk) != tile.chunk:
         raise _Wrong(f"its tile has chunks of {tile.chunk}, and its key says {key['chunk']!r}")
     return Entry(key, tile, _time(held["time_us"]), _number("tried", held["tried"], (0, 1 << 53, 1)), when)
@@ -141,22 +140,50 @@ def _number(name: str, held: object, allowed: tuple[int, int, int]) -> int:
     return held
 
 
-def _tile(held: object, linear: bool) -> AnyTile:
+def _tile(held: object, kernel: str) -> AnyTile:
     """A tile of the kind that has these fields."""
     if not isinstance(held, dict):
         raise _Wrong(f"its tile is {held!r}, not an object")
-    kind: type[AnyTile] = LinearTile if linear or "chunk" in held else Tile
-    known = {field.name: field for field in dataclasses.fields(kind)}
+    linear = kernel.startswith("linear ") or "chunk" in held
+    numbers = NUMBERS[LinearTile if linear else Tile]
+    fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(LinearTile)} if linear else FLAT
     for name in held:
-        if name not in known:
+        if name not in fields:
             raise _Wrong(f'its tile has a "{name}", which tiles of this version have not')
-    for name, field in known.items():
-        if name not in held and field.default is dataclasses.MISSING:
+    for name, required in fields.items():
+        if name not in held and required:
             raise _Wrong(f'its tile has no "{name}"')
-    numbers = NUMBERS[kind]
     for name, value in held.items():
         if name in numbers:
             _number(f"tile's {name}", value, numbers[name])
         elif not isinstance(value, bool):
             raise _Wrong(f"its tile's {name} is {value!r}. It must be true or false")
-    return kind(**held)
+    if linear:
+        return LinearTile(**held)
+    return Tile(held["q"], held["kv"], held["threads"], held["stages"], _form(held, kernel))
+
+
+# A tile of attention in a file, by name: must it be there? A form is the flags that are true.
+FLAGS = ("shared_weights", "specialised", "skewed_sums", "persistent", "lazy_rescale", "queries_ahead")
+FLAT = dict.fromkeys(NUMBERS[Tile], True) | dict.fromkeys(FLAGS, False)
+
+
+def _flat(tile: Tile) -> dict[str, int | bool]:
+    """A tile of attention as a file holds it."""
+    numbers: dict[str, int | bool] = {name: getattr(tile, name) for name in NUMBERS[Tile]}
+    flags = {field.name for field in dataclasses.fields(tile.form) if getattr(tile.form, field.name)}
+    return numbers | {name: name in flags or (name == "specialised" and tile.hopper) for name in FLAGS}
+
+
+def _form(held: Mapping[str, bool], kernel: str) -> Form:
+    """The form that a file's flags say; "specialised" are those for Hopper."""
+    kind: type[Form] = Straight
+    if held.get("specialised"):
+        kind = HopperForward if kernel == "forward" else HopperKeys
+    flags = {name for name in FLAGS if held.get(name)} - {"specialised"}
+    if odd := sorted(flags - {field.name for field in dataclasses.fields(kind)}):
+        raise _Wrong(f"its tile's {odd[0]} is true, and no {kernel or 'such'} kernel of its form has that")
+    try:
+        return kind(**dict.fromkeys(flags, True))
+    except ValueError as error:
+        raise _Wrong(f"its tile is none: {error}") from None

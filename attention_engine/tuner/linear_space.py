@@ -26,10 +26,11 @@ from attention_engine.ir.linear import (
     tile_of_state,
 )
 from attention_engine.ir.problem import padded
+from attention_engine.plan.demand import Demand
 from attention_engine.plan.targets import Target, as_arch
 from attention_engine.tuner.cost import CLOCK, PEAK_TFLOPS
 from attention_engine.tuner.problems import bucket, common_key
-from attention_engine.tuner.space import OTHER_REGISTERS, Demand, Space
+from attention_engine.tuner.space import OTHER_REGISTERS, Space
 
 STEP_CYCLES = 1500  # barriers, latencies and the arithmetic of rows of a step, which nothing hides in one block
 L2_BYTES = 40  # a cycle and SM

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Any
 
 from attention_engine.arch import Arch
 from attention_engine.codegen.cache import tilelang_version
 from attention_engine.ir.problem import Problem
 from attention_engine.passes.analyse_mask import MaskPlan, analyse_mask
 from attention_engine.passes.maths import Maths
+from attention_engine.plan.forms import KernelName
 from attention_engine.plan.targets import Target
-
-KernelName = Literal["forward", "backward", "queries"]  # the fields of Tiles
-KERNEL_NAMES: tuple[KernelName, ...] = ("forward", "backward", "queries")
 
 
 def bucket(length: int) -> int:

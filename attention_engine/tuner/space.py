@@ -9,18 +9,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 from attention_engine.arch import Arch
 from attention_engine.codegen.compile import Resources
-from attention_engine.ir.problem import ROW_PAD, TILE_FORMS, Problem, Tile, padded
-from attention_engine.passes.by_hand import backward_persists, pairs_in_turn
+from attention_engine.ir.problem import Problem, padded
+from attention_engine.plan.demand import demand
+from attention_engine.plan.forms import ROW_PAD, HopperForward, HopperKeys, KernelName, Straight, Tile
+from attention_engine.plan.hopper import backward_persists
 from attention_engine.plan.targets import Target, as_arch
 from attention_engine.tuner.entries import AnyTile
-from attention_engine.tuner.problems import KernelName
 
 ROWS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
-# Persistent, lazily rescaling, queries ahead: forms of the kernel placed by hand.
-FORWARD_FORMS = (*itertools.product((False, True), (False, True), (False,)), (True, False, True))
+FORWARD_FORMS = (
+    *(HopperForward(persistent, False, lazy) for persistent, lazy in itertools.product((False, True), repeat=2)),
+    HopperForward(persistent=True, queries_ahead=True),
+)
 MOVING = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # the tile that a block walks over
 THREADS = (32, 64, 128, 256, 384)
 STAGES = (1, 2, 3)
@@ -40,37 +44,6 @@ class Space:
     rejected: tuple[tuple[AnyTile, str], ...]
 
 
-@dataclass(frozen=True)
-class Demand:
-    """What a tile takes at least: bytes of shared memory a block, fp32 accumulator registers a thread."""
-
-    shared_bytes: int
-    registers: int
-
-
-def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
-    """The least that a tile takes; the compiler adds to it."""
-    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    size = {"float32": 4}.get(problem.dtype, 2) * (2 if problem.splits else 1)
-    held = 1 if problem.dtype == "float32" else 2  # weights in registers beside the scores, two a register
-    pairs, stages = tile.q * tile.kv, max(tile.stages, 1)
-    match kernel:
-        case "forward":
-            shared = (tile.q * dim + stages * tile.kv * (dim + dim_v)) * size
-            sums = tile.q * dim_v + pairs + (pairs // held if held > 1 else 0)
-        case "backward":
-            in_turn = tile.specialised and pairs_in_turn(problem, tile)
-            in_memory = (tile.specialised and tile.shared_weights) or in_turn
-            handed = 4 if in_memory else 1  # tiles of pairs: weights and gradients of two steps, or gradients
-            shared = (tile.kv * (dim + dim_v) + stages * tile.q * (dim + dim_v) + handed * pairs) * size
-            shared += pairs * size if tile.skewed_sums else 0
-            sums = tile.kv * (dim + dim_v) + (3 * pairs // 2 if in_turn else 2 * pairs)  # one of two packed, in turn
-        case "queries":
-            shared = (tile.q * (dim + dim_v) + stages * tile.kv * (dim + dim_v)) * size
-            sums = tile.q * dim + 2 * pairs
-    return Demand(shared, sums // tile.threads)
-
-
 def register_limit(arch: Arch, tile: Tile) -> int:
     """Registers a thread may have; where copies have threads of their own (TMA), those keep 24 each."""
     copying = 128 if arch.has_wgmma and tile.stages else 0
@@ -85,7 +58,7 @@ def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile)
         return reason
     limit = register_limit(arch, tile)
     needed = demand(kernel, problem, tile).registers
-    registers = needed + (OTHER_BY_HAND[kernel] if tile.specialised else OTHER_REGISTERS)
+    registers = needed + (OTHER_BY_HAND[kernel] if tile.hopper else OTHER_REGISTERS)
     if registers > limit:
         return f"needs some {registers} registers a thread, and there are {limit}"
     return None
@@ -93,10 +66,9 @@ def reason_against(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile)
 
 def refusal(kernel: KernelName, problem: Problem, target: Target, default: Tile, tile: Tile) -> str | None:
     """Why a problem's kernel can't run with a tile that someone wrote down; None: it can, if slowly."""
-    by_hand = tile.specialised or any(getattr(tile, form) for form in TILE_FORMS)
     if tile == default:
         return None
-    if by_hand and not (default.specialised and tile in _placed_by_hand(kernel, default)):
+    if tile.hopper and not (default.hopper and tile in _placed_by_hand(default)):
         return "no kernel placed by hand has this form for this problem"
     if tile.shared_weights and (kernel != "backward" or problem.dtype == "float32"):
         return "only a 16-bit backward pass over keys hands weights on through shared memory"
@@ -127,9 +99,9 @@ def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) 
         return "wgmma wants whole warpgroups of 128 threads"
     if tile.queries_ahead and problem.dim != problem.dim_v:
         return "an output that leaves by a tile of queries is as wide as they are"
-    if tile.specialised and kernel == "backward" and (reason := _reason_by_hand(problem, tile)) is not None:
+    if isinstance(tile.form, HopperKeys) and (reason := _reason_by_hand(problem, tile)) is not None:
         return reason
-    if wgmma and kernel == "backward" and not tile.specialised:
+    if wgmma and kernel == "backward" and not tile.hopper:
         for side, length in (("queries", tile.q), ("keys", tile.kv if tile.shared_weights else 64)):
             if length > 64 and length % 64:
                 return f"{length} {side} don't cut into the 64 rows that a warpgroup takes of a product"
@@ -156,8 +128,7 @@ def space(kernel: KernelName, problem: Problem, target: Target, default: Tile) -
     """The tiles to try, the default first whatever it is."""
     arch = as_arch(target)
     kept, rejected = [default], []
-    by_hand = _placed_by_hand(kernel, default) if default.specialised else ()  # it is, where there is such a kernel
-    for tile in (*by_hand, *_tiles(kernel, problem, arch)):
+    for tile in (*_placed_by_hand(default), *_tiles(kernel, problem, arch)):
         if tile == default:
             continue
         reason = reason_against(kernel, problem, arch, tile)
@@ -173,29 +144,24 @@ def _tiles(kernel: KernelName, problem: Problem, arch: Arch) -> Iterator[Tile]:
     handing = (False, True) if kernel == "backward" and problem.dtype != "float32" else (False,)
     for rows, moving, threads, count, shared in itertools.product(ROWS, MOVING, THREADS, stages, handing):
         q, kv = (moving, rows) if kernel == "backward" else (rows, moving)
-        yield Tile(q, kv, threads, count, shared)
+        yield Tile(q, kv, threads, count, Straight(shared))
 
 
-def _placed_by_hand(kernel: KernelName, default: Tile) -> Iterator[Tile]:
-    """Tiles of the kernels in kernels/hopper/: 64 queries for each warpgroup forward; backward 64
-    keys for each, or for all."""
-    match kernel:
-        case "forward":
-            for groups, kv, forms in itertools.product((2, 3), MOVING, FORWARD_FORMS):
-                persistent, lazy, ahead = forms
-                yield Tile(
-                    64 * groups, kv, 128 * groups, 2, specialised=True, persistent=persistent, lazy_rescale=lazy,
-                    queries_ahead=ahead,
-                )  # fmt: skip
-        case "backward":
-            skewed = (False, True) if default.skewed_sums else (False,)  # it is, where diagonals are summed
-            walking = (False, True) if default.persistent else (False,)  # it is, with lists of tiles
-            for q, shared, skew, walks in itertools.product(MOVING, (False, True), skewed, walking):
-                yield Tile(
-                    q, 64 if shared else 128, 256, 2, shared, specialised=True, skewed_sums=skew, persistent=walks
-                )  # fmt: skip
-        case "queries":
+def _placed_by_hand(default: Tile) -> Iterator[Tile]:
+    """Tiles of the kernels in kernels/hopper/, where the default is one of those: forward 64 queries a warpgroup,
+    backward 64 keys for each or for all."""
+    match default.form:
+        case Straight():
             return
+        case HopperForward():
+            for groups, kv, form in itertools.product((2, 3), MOVING, FORWARD_FORMS):
+                yield Tile(64 * groups, kv, 128 * groups, 2, form)
+        case HopperKeys(persistent=persists, skewed_sums=skews):  # with lists of tiles; where diagonals are summed
+            skewed, walking = ((False, True) if has else (False,) for has in (skews, persists))
+            for q, shared, skew, walks in itertools.product(MOVING, (False, True), skewed, walking):
+                yield Tile(q, 64 if shared else 128, 256, 2, HopperKeys(shared, walks, skew))
+        case _:
+            assert_never(default.form)
 
 
 def judge(resources: Resources, arch: Arch) -> str | None:

@@ -14,7 +14,7 @@ from recorded import Event, Recorded, attend
 from replay import Act, Replay, replay
 from svg import FAINT, INK, PALE, Box, Line, Picture, Shape, Text, flatten
 
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import HopperForward, HopperKeys, Tile
 
 ROW, TOP, LEFT, GAP = 14, 70, 8, 6
 Words = Callable[[Act], tuple[str, str]]  # what a box says of an act, and its kind
@@ -22,8 +22,8 @@ COLORS = {"wait": PALE, "copy": "#bbdefb", "product": "#ffe0b2", "maths": "#c8e6
 OF_GROUPS = {"group 1": "#ffcc80", "group 2": "#fff3e0"}
 FULL, FILLING = "#90caf9", "#e3f2fd"
 BARRIER = "#b71c1c"
-FORWARD = Tile(128, 128, 256, 2, specialised=True)
-BACKWARD = Tile(64, 128, 256, 2, specialised=True)
+FORWARD = Tile(128, 128, 256, 2, HopperForward())
+BACKWARD = Tile(64, 128, 256, 2, HopperKeys())
 SYMBOLS = {
     ("q", "k"): "S", ("weights", "v"): "O", ("k", "q"): "S", ("v", "do"): "dP",
     ("weights_in", "do"): "dV", ("k", "gradients_out"): "dQ", ("gradients_in", "q"): "dK",
@@ -288,7 +288,7 @@ def forward_block() -> Picture:
         Column("tensor cores", ("tensor", "cores"), 74),
         *(Column(f"group {n}", ("warpgroup", f"{n}"), 128) for n in (1, 2)),
     ]
-    return draw(made, columns, forward_words, "A block of forward_hopper: 128 queries, three tiles of 128 keys")
+    return draw(made, columns, forward_words, "Forward for Hopper, a block: 128 queries, three tiles of 128 keys")
 
 
 def backward_block() -> Picture:
@@ -300,4 +300,4 @@ def backward_block() -> Picture:
         Column("tensor cores", ("tensor", "cores"), 66),
         *(Column(f"group {n}", ("warpgroup", f"{n}"), 128) for n in (1, 2)),
     ]  # fmt: skip
-    return draw(made, columns, backward_words, "A block of backward_hopper: 128 keys, three tiles of 64 queries")
+    return draw(made, columns, backward_words, "Backward for Hopper, a block: 128 keys, three tiles of 64 queries")

@@ -18,10 +18,10 @@ from attention_engine.codegen.interpreter.statements import _StatementCompiler
 from attention_engine.codegen.simulator import ops
 from attention_engine.codegen.tiles.buffers import ROLE
 from attention_engine.frontend.tracing import trace
-from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, scale
 from attention_engine.passes.maths import analyse
 from attention_engine.plan.attention import Tiles
+from attention_engine.plan.forms import Tile
 from attention_engine.runtime.launch import Launcher
 
 GROUP = 128  # threads of a warpgroup

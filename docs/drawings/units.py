@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 from blocks import BACKWARD, FORWARD
 from recorded import Event, attend
 from svg import FAINT, INK, PALE, Box, Line, Picture, Shape, Text, flatten
 
-from attention_engine.ir.problem import padded_rows
+from attention_engine.plan.forms import padded_rows
 
 HEADS, QUERIES, KEYS, DIM = 8, 128, 256, 128
 BEFORE, AFTER = "preprocess", "postprocess"
@@ -25,7 +24,7 @@ COLORS = {"prepared": "#fff59d", "computed": "#ffcc80", "stored": "#a5d6a7"}
 @functools.cache
 def events() -> list[Event]:
     """A backward pass by persistent blocks."""
-    return attend(FORWARD, replace(BACKWARD, persistent=True), QUERIES, KEYS, HEADS).backward
+    return attend(FORWARD, BACKWARD.in_form(persistent=True), QUERIES, KEYS, HEADS).backward
 
 
 def found(recorded: list[Event]) -> Iterator[tuple[str, int, str]]:

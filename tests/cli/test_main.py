@@ -14,7 +14,7 @@ from attention_engine.cli import doctor
 from attention_engine.cli.doctor import Finding
 from attention_engine.cli.main import main
 from attention_engine.codegen import cache
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import Tile
 from attention_engine.tuner.store import Entry, TuneFile
 from tests.codegen.text_compiler import KEY, Compiler
 

@@ -22,9 +22,9 @@ from attention_engine.codegen.compile import CompiledKernel, LoweredKernel, Reso
 from attention_engine.compiler import Kernel
 from attention_engine.errors import CustomInputMissing
 from attention_engine.ir.expr import Type
-from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, alibi, causal, dilated, document, scale
 from attention_engine.passes.maths import analyse
+from attention_engine.plan.forms import Tile
 from attention_engine.runtime.launch import Launcher
 from tests.codegen.text_compiler import H100, KEY, Compiler
 from tests.test_structure import imports
@@ -105,8 +105,7 @@ def test_a_key_is_the_same_in_another_process():
 
 def test_what_has_no_spelling_stands_in_no_key():
     assert spell((1, "a", None, Tile(1, 2, 3, 4))) == (
-        "(1, 'a', None, Tile(q=1, kv=2, threads=3, stages=4, shared_weights=False, specialised=False, "
-        "skewed_sums=False, persistent=False, lazy_rescale=False, queries_ahead=False))"
+        "(1, 'a', None, Tile(q=1, kv=2, threads=3, stages=4, form=Straight(shared_weights=False)))"
     )
     with pytest.raises(TypeError, match="a kernel's key cannot hold <object"):
         spell(object())

@@ -9,8 +9,9 @@ from attention_engine import arch
 from attention_engine.codegen import cache
 from attention_engine.codegen.cache import KernelKey
 from attention_engine.codegen.compile import CompiledKernel, LoweredKernel
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX
+from attention_engine.plan.forms import Tile
 
 H100 = arch.H100()
 GIVEN = (Problem(2, 2, 64, 64, "float16"), (PRODUCT * 0.125, Q_IDX + KV_IDX), Tile(64, 64, 128, 2), -float("inf"))

@@ -5,7 +5,7 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine.library import OnlineSoftmax, causal
-from tests.kernels.test_hopper_interpret import by_hand, kernels, ran  # noqa: F401 - a fixture
+from tests.kernels.test_hopper_interpret import forward_tile, kernels, key_tile, ran  # noqa: F401 - a fixture
 from tests.runtime.test_absent_pairs import NEVER, gradients, metas, plainly, softmax, tensors
 
 DIM, QUERIES, KEYS = 64, 150, 140
@@ -18,7 +18,7 @@ def padded_score(score, custom, b, h, q_idx, kv_idx):
 @pytest.mark.parametrize("pad", [NEVER, -1e9, torch.finfo(torch.float32).min])
 def test_keys_padded_by_a_number(pad, kernels):  # noqa: F811
     """The first 70 keys: causal rows that see no others are left empty, or the mean of v."""
-    kernels.update(forward=by_hand(192, threads=384), backward=by_hand(64))
+    kernels.update(forward=forward_tile(192, threads=384), backward=key_tile(64))
     q, k, v = tensors(torch.float16, QUERIES, KEYS, DIM)
     with torch.no_grad():
         k[:, :70] = 0  # what torch adds to -1e9 would round away

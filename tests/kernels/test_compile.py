@@ -10,8 +10,8 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.compiler import Kernels
 from attention_engine.frontend.meta import hints_of
-from attention_engine.ir.problem import Tile
 from attention_engine.library import OnlineSoftmax, causal, document, padding, relative_bias, scale
+from attention_engine.plan.forms import HopperKeys, Tile
 
 pytest.importorskip("tilelang")
 from attention_engine.codegen import compile as codegen_compile
@@ -70,7 +70,7 @@ def lower(gpu, kernel, dtype, dim, dim_v=None, forms=None, heads=(4, 2)):
     source = engine._source_kernel(kernel, "cuda")
     if forms is not None:
         made = engine._kernels("cuda")
-        tiles = replace(made.tiles, forward=replace(made.tiles.forward, **forms))
+        tiles = replace(made.tiles, forward=made.tiles.forward.in_form(**forms))
         source = Kernels(made.maths, made.problem, tiles, gpu, False).forward
     return codegen_compile.lower_kernel(source.prim_func, gpu, pass_configs=source.configs)
 
@@ -82,7 +82,7 @@ def lower_sums_of_diagonals(kv_heads):
     engine = AttentionEngine(metas, custom, score, causal, OnlineSoftmax(), device=arch.H100())
     kernels = engine._kernels("cuda")
     maths = kernels.maths.wanting(("table",))
-    tile = Tile(64, 128, 256, 2, specialised=True, skewed_sums=True)
+    tile = Tile(64, 128, 256, 2, HopperKeys(skewed_sums=True))
     tiles = replace(kernels.tiles, backward=tile)
     source = Kernels(maths, kernels.problem, tiles, arch.H100(), deterministic=False).backward
     return codegen_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
@@ -96,7 +96,7 @@ def lower_default_sums_of_diagonals(kv_heads, dtype):
         metas, CustomIO({"table": ("heads", 257)}), score, online_func=OnlineSoftmax(), device=arch.H100()
     )
     kernels = engine._kernels("cuda")
-    assert kernels.tiles.backward == Tile(80, 128, 256, 2, specialised=True, skewed_sums=True)
+    assert kernels.tiles.backward == Tile(80, 128, 256, 2, HopperKeys(skewed_sums=True))
     return codegen_compile.lower_kernel(kernels.backward.prim_func, arch.H100(), pass_configs=kernels.backward.configs)
 
 

@@ -19,14 +19,14 @@ GPU = arch.H100()
 DOCUMENTS = {"documents": ("batch", "seq_len")}
 
 
-def kernels(dim=128, score=None, mask=causal, wanting=(), forward=None, backward=None, **custom):
-    """The kernels of a problem whose tiles have these fields."""
+def kernels(dim=128, score=None, mask=causal, wanting=(), forward=None, backward=None, queries=0, **custom):
+    """The kernels of a problem whose tiles have these forms, and over keys so many queries."""
     metas = [meta_tensor(1, heads, 256, dim, dtype=torch.float16) for heads in (4, 2, 2)]
     engine = AttentionEngine(metas, CustomIO(custom), score or scale(0.1), mask, OnlineSoftmax(), device=GPU)
     made = engine._kernels("cuda")
     tiles = replace(
-        made.tiles, forward=replace(made.tiles.forward, **(forward or {})),
-        backward=replace(made.tiles.backward, **(backward or {})),
+        made.tiles, forward=made.tiles.forward.in_form(**(forward or {})),
+        backward=replace(made.tiles.backward, q=queries or made.tiles.backward.q).in_form(**(backward or {})),
     )  # fmt: skip
     return Kernels(made.maths.wanting(wanting), made.problem, tiles, GPU, deterministic=False)
 
@@ -46,8 +46,8 @@ def test_items_over_keys(golden):
 
 def test_sums_of_diagonals(golden):
     given = {"wanting": ("table",), "table": ("heads", 65)}
-    tile = {"q": 64, "skewed_sums": True}
-    assert text(kernels(score=relative_bias("table", 32, 0.1), backward=tile, **given).backward) == golden
+    made = kernels(score=relative_bias("table", 32, 0.1), queries=64, backward={"skewed_sums": True}, **given)
+    assert text(made.backward) == golden
 
 
 @pytest.mark.parametrize("over_keys", [False, True], ids=["forward", "over keys"])

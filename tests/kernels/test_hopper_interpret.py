@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO
-from attention_engine.ir.problem import Tile
 from attention_engine.library import (
     OnlineSigmoid,
     OnlineSoftmax,
@@ -22,37 +21,42 @@ from attention_engine.library import (
 )
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.plan import attention as attention_plan
+from attention_engine.plan.forms import HopperForward, HopperKeys, Straight, Tile
 from attention_engine.runtime import launch, op
 from tests import plain
 from tests.cases import CASES, Case, Shape, engine_for, errors
 
 
-def by_hand(queries, keys=128, threads=256):
-    return Tile(queries, keys, threads, 2, specialised=True)
+def forward_tile(queries, keys=128, threads=256, **form):
+    return Tile(queries, keys, threads, 2, HopperForward(**form))
 
 
-SHARED_KEYS = Tile(64, 64, 256, 2, shared_weights=True, specialised=True)
+def key_tile(queries, **form):
+    return Tile(queries, 128, 256, 2, HopperKeys(**form))
+
+
+SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))
 
 
 def skew(tile):
-    return replace(tile, skewed_sums=True)
+    return tile.in_form(skewed_sums=True)
 
 
 # Head dims, the tile of the forward kernel (None: the twin runs), queries of a tile over keys.
 KERNELS = {
-    "forward-64": ((64, 64), by_hand(192, threads=384), None),
-    "forward-128": ((128, 128), by_hand(128), None),
-    "forward-192-128": ((192, 128), by_hand(128), None),
-    "forward-128-256": ((128, 256), by_hand(128, 96), None),
-    "backward-64-light": ((64, 64), None, by_hand(128)),
-    "backward-64-heavy": ((64, 64), None, by_hand(64)),
-    "backward-128-light": ((128, 128), None, by_hand(80)),
-    "backward-128-heavy": ((128, 128), None, by_hand(64)),
-    "backward-128-64": ((128, 64), None, by_hand(80)),
-    "backward-64-128": ((64, 128), None, by_hand(64)),
-    "backward-192-128-light": ((192, 128), None, by_hand(64)),
+    "forward-64": ((64, 64), forward_tile(192, threads=384), None),
+    "forward-128": ((128, 128), forward_tile(128), None),
+    "forward-192-128": ((192, 128), forward_tile(128), None),
+    "forward-128-256": ((128, 256), forward_tile(128, 96), None),
+    "backward-64-light": ((64, 64), None, key_tile(128)),
+    "backward-64-heavy": ((64, 64), None, key_tile(64)),
+    "backward-128-light": ((128, 128), None, key_tile(80)),
+    "backward-128-heavy": ((128, 128), None, key_tile(64)),
+    "backward-128-64": ((128, 64), None, key_tile(80)),
+    "backward-64-128": ((64, 128), None, key_tile(64)),
+    "backward-192-128-light": ((192, 128), None, key_tile(64)),
     "backward-192-128-heavy": ((192, 128), None, SHARED_KEYS),
-    "backward-128-256-light": ((128, 256), None, by_hand(32)),
+    "backward-128-256-light": ((128, 256), None, key_tile(32)),
     "backward-128-256-heavy": ((128, 256), None, SHARED_KEYS),
     "backward-256": ((256, 256), None, SHARED_KEYS),
 }
@@ -114,7 +118,7 @@ def test_twins_agree_to_a_rounding(kernels):
     inputs = shape.tensors(torch.float16, "cpu", 0)
     leaves = [inputs[n].requires_grad_() for n in "qkv"]
     found = []
-    for tiles in ({}, {"forward": by_hand(128), "backward": by_hand(80)}):
+    for tiles in ({}, {"forward": forward_tile(128), "backward": key_tile(80)}):
         kernels.clear()
         kernels.update(tiles)
         op.ATTENTIONS.clear()
@@ -134,7 +138,7 @@ def by_head(b, h, q_idx, kv_idx):
     ("mask", "lengths"), [(sliding_window(70, 5), (300, 290)), (by_head, (200, 131)), (by_head, (1, 1))]
 )
 def test_masks_by_bounds_and_by_lists(mask, lengths, kernels):
-    kernels.update(forward=by_hand(128), backward=by_hand(80))
+    kernels.update(forward=forward_tile(128), backward=key_tile(80))
     shape = Shape(1, *lengths, 2, 1, 128, 128)
     engine = AttentionEngine(
         shape.meta(torch.float16), None, scale(0.1), mask, OnlineSoftmax(), backend="interpret"
@@ -157,14 +161,14 @@ def test_masks_by_bounds_and_by_lists(mask, lengths, kernels):
 
 # Head dims and tiles: with an output tile of its own, through the queries' tile or one of two, and from registers.
 PERSISTENT = {
-    "64": ((64, 64), by_hand(192, threads=384)),
-    "128": ((128, 128), by_hand(128)),
-    "128-through-queries": ((128, 128), by_hand(128, 176)),
-    "128-ahead": ((128, 128), replace(by_hand(128), queries_ahead=True)),
-    "192-128": ((192, 128), by_hand(128)),
-    "192-128-narrow": ((192, 128), by_hand(128, 96)),
-    "128-256": ((128, 256), by_hand(128, 112)),
-    "256": ((256, 256), by_hand(128, 80)),
+    "64": ((64, 64), forward_tile(192, threads=384)),
+    "128": ((128, 128), forward_tile(128)),
+    "128-through-queries": ((128, 128), forward_tile(128, 176)),
+    "128-ahead": ((128, 128), forward_tile(128, persistent=True, queries_ahead=True)),
+    "192-128": ((192, 128), forward_tile(128)),
+    "192-128-narrow": ((192, 128), forward_tile(128, 96)),
+    "128-256": ((128, 256), forward_tile(128, 112)),
+    "256": ((256, 256), forward_tile(128, 80)),
 }
 MANY = (((400, 131), (3, 3), 1), ((77, 260), (4, 2), 2))  # lengths, heads, batch: more items than the three blocks
 
@@ -172,7 +176,7 @@ MANY = (((400, 131), (3, 3), 1), ((77, 260), (4, 2), 2))  # lengths, heads, batc
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_persistent_forms_keep_the_rule(name, kernels):
     dims, tile = PERSISTENT[name]
-    kernels.update(forward=replace(tile, persistent=True))
+    kernels.update(forward=tile.in_form(persistent=True))
     for turn, (lengths, heads, batch) in enumerate(MANY):
         case = CASES[PROGRAMS[(list(PERSISTENT).index(name) + turn) % len(PROGRAMS)]]
         dtype = (torch.float16, torch.bfloat16)[turn]
@@ -183,7 +187,7 @@ def test_persistent_forms_keep_the_rule(name, kernels):
 
 def test_lazy_rescaling_keeps_the_rule(kernels):
     for name, lengths in (("softmax", (150, 600)), ("retention", (130, 300))):
-        kernels.update(forward=replace(by_hand(128), lazy_rescale=True))
+        kernels.update(forward=forward_tile(128, lazy_rescale=True))
         shape = Shape(1, *lengths, 2, 1, 128, 128)
         assert errors(CASES[name], shape, torch.float16, causal=False, backend="interpret", floor=2e-3)
     assert ran("forward")
@@ -210,8 +214,8 @@ def test_persistent_and_lazy_forms_are_the_others_bit_for_bit(mask, dim, kernels
     found = []
     for forms in ({}, {"persistent": True, "lazy_rescale": True}, {"persistent": True, "queries_ahead": True}):
         op.ATTENTIONS.clear()
-        tile = by_hand(192, threads=384) if dim == 64 else by_hand(128)
-        kernels.update(forward=replace(tile, **forms))
+        tile = forward_tile(192, threads=384) if dim == 64 else forward_tile(128)
+        kernels.update(forward=tile.in_form(**forms))
         engine = AttentionEngine(
             shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret"
         )
@@ -245,7 +249,7 @@ SLOPED = {  # scores that are linear in the indices, a slope a head: their terms
 def test_tiles_that_start_with_what_places_add_keep_the_rule(name, dims, forms, kernels):
     """Those of every item, and of lengths that end within a tile."""
     for turn, (lengths, heads, batch) in enumerate(MANY):
-        kernels.update(forward=replace(by_hand(128, 96 if dims[1] == 256 else 128), **forms))
+        kernels.update(forward=forward_tile(128, 96 if dims[1] == 256 else 128, **forms))
         shape, dtype = Shape(batch, *lengths, *heads, *dims), (torch.float16, torch.bfloat16)[turn]
         assert errors(SLOPED[name], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
     assert ran("forward")
@@ -288,7 +292,7 @@ def seeded():
 def test_tiles_that_start_with_all_that_is_added_keep_the_rule(name, forms, kernels):
     """And those of scores that may be far from 0, which start with nothing."""
     for turn, (lengths, heads, batch) in enumerate(MANY):
-        kernels.update(forward=replace(by_hand(128), **forms))
+        kernels.update(forward=forward_tile(128, **forms))
         shape, dtype = Shape(batch, *lengths, *heads, 128, 128), (torch.float16, torch.bfloat16)[turn]
         assert errors(ADDED[name], shape, dtype, causal=turn == 0, backend="interpret", floor=2e-3)
     assert ran("forward")
@@ -302,7 +306,7 @@ def test_documents_in_a_persistent_form(kernels):
     found = []
     for forms in ({}, {"persistent": True}, {"persistent": True, "queries_ahead": True}):
         op.ATTENTIONS.clear()
-        kernels.update(forward=replace(by_hand(128), **forms))
+        kernels.update(forward=forward_tile(128, **forms))
         mask = and_masks(causal, document("ids"))
         engine = AttentionEngine(
             shape.meta(torch.float16),
@@ -325,7 +329,7 @@ def test_documents_in_a_persistent_form(kernels):
 @pytest.mark.parametrize("mask", ["bounds", "list"])
 def test_values_of_nan_dont_reach_queries_that_keep_no_key(kernels, mask, forms):
     shape = Shape(2, 300, 200, 1, 1, 128, 128)
-    kernels.update(forward=replace(by_hand(128), **forms))
+    kernels.update(forward=forward_tile(128, **forms))
     axes, mask_mod, custom, empty = {
         "bounds": ({}, causal_from(-140), [], (slice(None), slice(128))),
         "list": ({"keys": ("batch",)}, padding("keys"), [torch.tensor([0, 200])], 0),
@@ -339,7 +343,7 @@ def test_values_of_nan_dont_reach_queries_that_keep_no_key(kernels, mask, forms)
 
 
 def test_a_key_and_a_query_alone(kernels):
-    kernels.update(forward=by_hand(192, threads=384), backward=by_hand(128))
+    kernels.update(forward=forward_tile(192, threads=384), backward=key_tile(128))
     for lengths in ((1, 129), (130, 1)):
         shape = Shape(2, *lengths, 1, 1, 64, 64)
         assert errors(CASES["softmax"], shape, torch.float16, causal=True, backend="interpret", floor=2e-3)
@@ -347,7 +351,7 @@ def test_a_key_and_a_query_alone(kernels):
 
 
 def test_custom_inputs_with_and_without_gradients(kernels):
-    kernels.update(forward=by_hand(128), backward=by_hand(80))
+    kernels.update(forward=forward_tile(128), backward=key_tile(80))
     case, shape = CASES["alibi"], Shape(1, 150, 140, 2, 2, 128, 128)
     engine = engine_for(case, shape, torch.float16, True, backend="interpret")
     tensors = shape.tensors(torch.float16, "cpu", 0)
@@ -367,10 +371,10 @@ SUMMED = {
 
 
 SKEWED = {
-    "of keys": [((64, 64), by_hand(64))],
+    "of keys": [((64, 64), key_tile(64))],
     "of diagonals": [
-        ((64, 64), by_hand(64)), ((64, 64), skew(by_hand(64))), ((128, 128), skew(by_hand(80))),
-        ((128, 128), skew(by_hand(128))), ((192, 128), skew(SHARED_KEYS)),
+        ((64, 64), key_tile(64)), ((64, 64), skew(key_tile(64))), ((128, 128), skew(key_tile(80))),
+        ((128, 128), skew(key_tile(128))), ((192, 128), skew(SHARED_KEYS)),
     ],
 }  # fmt: skip
 
@@ -387,7 +391,7 @@ def test_sums_for_custom_inputs_agree_with_the_twin(name, dims, tile, determinis
     leaves = [*(tensors[n].requires_grad_() for n in "qkv"), torch.randn([sizes[a] for a in axes["bias"]])]
     leaves[3].requires_grad_()
     found = []
-    for tiles in ({"backward": Tile(64, 64, 256, 2, True)}, {"backward": tile}):
+    for tiles in ({"backward": Tile(64, 64, 256, 2, Straight(shared_weights=True))}, {"backward": tile}):
         op.ATTENTIONS.clear()
         kernels.update(tiles)
         engine = AttentionEngine(
@@ -396,16 +400,16 @@ def test_sums_for_custom_inputs_agree_with_the_twin(name, dims, tile, determinis
             online_func=OnlineSoftmax(), backend="interpret", deterministic=deterministic,
         )  # fmt: skip
         found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"]))
-        assert ran("backward") is tiles["backward"].specialised
+        assert ran("backward") is tiles["backward"].hopper
     for mine, twin in zip(*found):
         torch.testing.assert_close(mine, twin, rtol=4e-3, atol=4e-3)
 
 
 UNITS = {  # of blocks over keys: head dim, tile, batch, heads and key heads, causal, pairs of a unit by the launch
-    "a head each": (64, by_hand(128), 1, (3, 3), False, None),
-    "a key head each": (128, by_hand(80), 2, (2, 1), False, None),
-    "two heads and one": (64, by_hand(128), 1, (3, 3), True, 2),
-    "two key heads": (128, by_hand(80), 2, (4, 2), True, 2),
+    "a head each": (64, key_tile(128), 1, (3, 3), False, None),
+    "a key head each": (128, key_tile(80), 2, (2, 1), False, None),
+    "two heads and one": (64, key_tile(128), 1, (3, 3), True, 2),
+    "two key heads": (128, key_tile(80), 2, (4, 2), True, 2),
 }
 
 
@@ -448,7 +452,7 @@ def test_delta_of_units_ahead_knows_of_gradients_of_returned_rows(name, kernels,
 
 
 def test_deterministic_engines_use_it_for_keys_alone(kernels):
-    kernels.update(backward=by_hand(80))
+    kernels.update(backward=key_tile(80))
     shape = Shape(1, 130, 140, 2, 2, 128, 128)
     assert errors(CASES["softmax"], shape, torch.float16, True, backend="interpret", deterministic=True)
     (made,) = [k for a in op.ATTENTIONS.values() for k in a.launcher._kernels.values()]
@@ -457,9 +461,9 @@ def test_deterministic_engines_use_it_for_keys_alone(kernels):
 
 ENDS = {
     "twins": {},
-    "by hand": {"forward": by_hand(128), "backward": by_hand(64)},
-    "skewed": {"forward": by_hand(128), "backward": skew(by_hand(64))},
-    "skewed, larger": {"forward": by_hand(128), "backward": skew(by_hand(80))},
+    "by hand": {"forward": forward_tile(128), "backward": key_tile(64)},
+    "skewed": {"forward": forward_tile(128), "backward": skew(key_tile(64))},
+    "skewed, larger": {"forward": forward_tile(128), "backward": skew(key_tile(80))},
 }
 
 

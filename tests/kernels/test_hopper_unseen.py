@@ -1,7 +1,5 @@
 """The hand-placed kernels for Hopper clear keys and values that nobody sees, in the warp simulator."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from attention_engine import AttentionEngine, CustomIO
 from attention_engine.library import OnlineSigmoid, OnlineSoftmax, and_masks, causal_from, padding, scale
 from tests import plain
 from tests.cases import Shape
-from tests.kernels.test_hopper_interpret import KERNELS, PERSISTENT, by_hand, kernels, ran  # noqa: F401
+from tests.kernels.test_hopper_interpret import KERNELS, PERSISTENT, kernels, key_tile, ran  # noqa: F401
 
 LENGTHS = torch.tensor([150, 90], dtype=torch.int32)  # one ends inside its second tile, one inside its first
 
@@ -78,13 +76,13 @@ def test_of_a_grid(name, mask, kernels):  # noqa: F811
 @pytest.mark.parametrize("name", ["64", "128", "128-ahead", "192-128"])
 def test_of_persistent_blocks(name, mask, kernels):  # noqa: F811
     dims, tile = PERSISTENT[name]
-    kernels.update(forward=replace(tile, persistent=True))
+    kernels.update(forward=tile.in_form(persistent=True))
     assert agree(Shape(2, 290, 203, 2, 1, *dims), mask, OnlineSoftmax(), "softmax")
     assert ran("forward")
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_of_persistent_blocks_over_keys(mask, kernels):  # noqa: F811
-    kernels.update(backward=replace(by_hand(64), persistent=True))
+    kernels.update(backward=key_tile(64, persistent=True))
     assert agree(Shape(2, 140, 203, 4, 2, 128, 128), mask, OnlineSoftmax(), "softmax")
     assert ran("backward")

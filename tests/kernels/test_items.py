@@ -7,10 +7,11 @@ pytest.importorskip("tilelang")
 import tilelang.language as T
 
 from attention_engine.codegen.interpreter import Interpreter
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.items import Deal, Items, KeyBlocks
-from attention_engine.passes.by_hand import pairs_of_a_unit
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import pairs_of_a_unit
 
 TILE = Tile(128, 128, 256, 2)
 

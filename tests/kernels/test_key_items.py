@@ -11,12 +11,12 @@ from attention_engine.codegen.simulator.roles import Turns
 from attention_engine.ir.problem import Problem
 from attention_engine.kernels.hopper.keys import spare_warps
 from attention_engine.library import OnlineSoftmax, document, scale
-from attention_engine.passes.by_hand import backward_persists
 from attention_engine.plan import attention as attention_plan
+from attention_engine.plan.hopper import backward_persists
 from attention_engine.runtime import op, run
 from attention_engine.tuner.defaults import default_tiles
 from tests.cases import CASES, Shape, errors
-from tests.kernels.test_hopper_interpret import MANY, PROGRAMS, SHARED_KEYS, WALKS, by_hand, by_head, kernels, ran
+from tests.kernels.test_hopper_interpret import MANY, PROGRAMS, SHARED_KEYS, WALKS, by_head, kernels, key_tile, ran
 
 __all__ = ["kernels"]  # a fixture
 
@@ -40,7 +40,7 @@ SEEN = {
 def attend(mask, kernels, queries, persistent):
     """The output under a mask that kernels of this form make, what it was made of, and the gradient that arrives."""
     op.ATTENTIONS.clear()
-    kernels.update(backward=replace(by_hand(queries), persistent=persistent))
+    kernels.update(backward=key_tile(queries, persistent=persistent))
     keep, lengths = SEEN[mask]
     shape = Shape(2, *lengths, 4, 2, 128, 128)
     engine = AttentionEngine(shape.meta(torch.float16), None, scale(0.1), keep, OnlineSoftmax(), backend="interpret")
@@ -65,7 +65,7 @@ def test_persistent_blocks_give_what_a_grid_gives_bit_for_bit(mask, queries, ker
 
 def test_a_block_waits_for_what_another_prepares_and_for_room_for_its_keys(kernels):
     """Which the simulator can't show missing: its one block has prepared all, and copies when its others wait."""
-    kernels.update(backward=replace(by_hand(64), persistent=True))
+    kernels.update(backward=key_tile(64, persistent=True))
     shape = Shape(1, 100, 100, 1, 1, 128, 128)
     assert errors(CASES["softmax"], shape, torch.float16, causal=False, backend="interpret", floor=2e-3)
     lines = [line.strip() for line in script_over_keys().splitlines()]
@@ -149,7 +149,7 @@ def walks():
 
 def test_persistent_blocks_keep_the_rule(kernels):
     """Of programs with rows, products that are kept, no rows and gradients of indices; groups of heads, two batches."""
-    kernels.update(backward=replace(by_hand(64), persistent=True))
+    kernels.update(backward=key_tile(64, persistent=True))
     for number, name in enumerate(PROGRAMS):
         lengths, heads, batch = MANY[number % 2]
         shape, dtype = Shape(batch, *lengths, *heads, 128, 128), (torch.float16, torch.bfloat16)[number % 2]
@@ -163,7 +163,7 @@ def test_deterministic_gradients_have_a_grid(kernels):
     ids = document_ids([1, 129, 70, 100], 300).expand(2, -1).contiguous()
     for deterministic in (False, True):
         op.ATTENTIONS.clear()
-        kernels.update(backward=replace(by_hand(64), persistent=True))
+        kernels.update(backward=key_tile(64, persistent=True))
         engine = AttentionEngine(
             shape.meta(torch.float16), CustomIO({"documents": ("batch", "seq_len")}), scale(0.1), document(),
             OnlineSoftmax(), backend="interpret", deterministic=deterministic,
@@ -189,6 +189,6 @@ def test_only_lists_of_tiles_ask_for_persistent_blocks():
 
 def test_persistent_blocks_want_keys_of_their_own_and_head_dims_128():
     problem = Problem(2, 1, 128, 128, "float16")
-    assert backward_persists(problem, by_hand(64)) and backward_persists(problem, by_hand(80))
+    assert backward_persists(problem, key_tile(64)) and backward_persists(problem, key_tile(80))
     assert not backward_persists(problem, SHARED_KEYS)
-    assert not backward_persists(replace(problem, dim_v=64), by_hand(64))
+    assert not backward_persists(replace(problem, dim_v=64), key_tile(64))

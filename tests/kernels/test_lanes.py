@@ -21,7 +21,7 @@ from attention_engine.plan import attention as attention_plan
 from attention_engine.runtime import launch, op
 from tests import plain
 from tests.cases import Shape
-from tests.kernels.test_hopper_interpret import by_hand, kernels
+from tests.kernels.test_hopper_interpret import kernels, key_tile
 from tests.kernels.test_key_items import walks
 
 __all__ = ["kernels"]  # a fixture
@@ -61,7 +61,7 @@ def starts_with(pattern):
 
 def documents(kernels, shape, lengths, persistent=True):
     """The output of packed causal documents, what it is made of, the gradient that arrives, and their ids."""
-    kernels.update(backward=replace(by_hand(64), persistent=persistent))
+    kernels.update(backward=key_tile(64, persistent=persistent))
     mask, tokens = and_masks(causal, document("ids")), shape.q_len
     engine = AttentionEngine(
         shape.meta(torch.float16), CustomIO({"ids": ("batch", "seq_len")}), scale(0.1), mask, OnlineSoftmax(),

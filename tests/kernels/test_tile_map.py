@@ -9,10 +9,11 @@ from attention_engine import library as lib
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan.forms import Tile
 from attention_engine.reference.evaluate import Evaluator
 
 pytest.importorskip("tilelang")

@@ -7,7 +7,7 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, arch, meta_tensor
 from attention_engine.compiler import Kernels
-from attention_engine.ir.problem import Problem, padded, padded_rows
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.verify import InvalidIR
 from attention_engine.library import OnlineRelu, OnlineSoftmax, causal, scale
 from attention_engine.plan.attention_buffers import custom_inputs
@@ -22,6 +22,7 @@ from attention_engine.plan.buffers import (
     own_length,
     value_of,
 )
+from attention_engine.plan.forms import padded_rows
 from attention_engine.plan.launches import Launch, Trim, launches
 from attention_engine.plan.verify import verify_steps
 from attention_engine.runtime.run import Kept, Ready

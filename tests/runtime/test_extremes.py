@@ -223,7 +223,7 @@ def test_the_kernel_of_extremes_lowers_for_gpus_with_and_without_wgmma():
     for arch in (H100(), A100()):
         engine = AttentionEngine(metas, None, None, MASKS["causal"], Over("absmax"), device=arch)
         kernels = engine._kernels("cuda")
-        assert not kernels.tiles.backward.specialised and kernels.backward.configs[NO_CONTRACTION]
+        assert not kernels.tiles.backward.hopper and kernels.backward.configs[NO_CONTRACTION]
         for over_keys in (True, False):
             kernel = kernels.extremes(over_keys)
             assert "--fmad=false" in lower_kernel(kernel.prim_func, arch, pass_configs=kernel.configs).flags

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_engine import AttentionEngine, CustomIO, document_ids, meta_tensor
-from attention_engine.ir.problem import padded_rows
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, prefix_lm, scale
+from attention_engine.plan.forms import padded_rows
 from attention_engine.runtime import op
 from tests.cases import Shape
 from tests.mask_cases import PAIRS, errors

@@ -7,7 +7,7 @@ import torch
 
 from attention_engine import arch
 from attention_engine.codegen.compile import Resources
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import Tile
 from attention_engine.runtime import trials
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, compiled, judged

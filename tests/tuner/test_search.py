@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from attention_engine.errors import NothingRan
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import Tile
 from attention_engine.tuner.search import Budget, Outcome, Trial, search
 
 DEFAULT, FAST, SLOW, *OTHERS = (Tile(q, 64, 128, 2) for q in range(64, 64 * 20, 64))

@@ -5,11 +5,13 @@ import pytest
 from attention_engine import arch
 from attention_engine.codegen.compile import Resources
 from attention_engine.errors import TileDoesNotFit
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
+from attention_engine.plan.demand import demand
+from attention_engine.plan.forms import KERNEL_NAMES, HopperForward, HopperKeys, Straight, Tile
 from attention_engine.tuner import defaults
 from attention_engine.tuner.cost import Work, blocks_per_sm, cycles
-from attention_engine.tuner.problems import KERNEL_NAMES, bucket
-from attention_engine.tuner.space import MOST_SPILLED, demand, judge, reason_against, register_limit, space
+from attention_engine.tuner.problems import bucket
+from attention_engine.tuner.space import MOST_SPILLED, judge, reason_against, register_limit, space
 
 H100, A100, RTX4090 = arch.H100(), arch.A100(), arch.RTX4090()
 PROBLEM = Problem(16, 16, 128, 128, "float16")
@@ -30,25 +32,25 @@ DEEP = Problem(16, 16, 192, 128, "float16")
     ("backward", PROBLEM, H100, Tile(64, 128, 256, 2), None),
     ("backward", PROBLEM, H100, Tile(80, 128, 256, 2),
      "80 queries don't cut into the 64 rows that a warpgroup takes of a product"),
-    ("backward", PROBLEM, H100, Tile(80, 128, 256, 2, specialised=True), None),
-    ("backward", PROBLEM, H100, Tile(256, 128, 256, 2, specialised=True),
+    ("backward", PROBLEM, H100, Tile(80, 128, 256, 2, HopperKeys()), None),
+    ("backward", PROBLEM, H100, Tile(256, 128, 256, 2, HopperKeys()),
      "needs at least 393216 bytes of shared memory, and there are 232448"),
-    ("forward", PROBLEM, H100, Tile(192, 80, 384, 2, specialised=True), None),
-    ("forward", PROBLEM, H100, Tile(192, 96, 384, 2, specialised=True),
+    ("forward", PROBLEM, H100, Tile(192, 80, 384, 2, HopperForward()), None),
+    ("forward", PROBLEM, H100, Tile(192, 96, 384, 2, HopperForward()),
      "needs some 161 registers a thread, and there are 160"),
-    ("backward", PROBLEM, H100, Tile(112, 128, 256, 2, specialised=True),
+    ("backward", PROBLEM, H100, Tile(112, 128, 256, 2, HopperKeys()),
      "needs some 264 registers a thread, and there are 240"),
-    ("backward", DEEP, H100, Tile(64, 128, 256, 2, specialised=True), None),
-    ("backward", DEEP, H100, Tile(80, 128, 256, 2, specialised=True),
+    ("backward", DEEP, H100, Tile(64, 128, 256, 2, HopperKeys()), None),
+    ("backward", DEEP, H100, Tile(80, 128, 256, 2, HopperKeys()),
      "80 rows of dQ don't cut into 64, and dQ transposed wants head dims in units of 128"),
-    ("backward", DEEP, H100, Tile(128, 128, 256, 2, specialised=True),
+    ("backward", DEEP, H100, Tile(128, 128, 256, 2, HopperKeys()),
      "needs at least 376832 bytes of shared memory, and there are 232448"),
-    ("backward", WIDE, H100, Tile(64, 64, 256, 2, True, specialised=True), None),
-    ("backward", WIDE, H100, Tile(80, 64, 256, 2, True, specialised=True),
+    ("backward", WIDE, H100, Tile(64, 64, 256, 2, HopperKeys(shared_weights=True)), None),
+    ("backward", WIDE, H100, Tile(80, 64, 256, 2, HopperKeys(shared_weights=True)),
      "warpgroups share 64 keys, and queries in units of 16 each"),
     ("backward", PROBLEM, H100, Tile(64, 64, 256, 2), "64 rows don't cut into 128, what 256 threads take at a time"),
-    ("backward", PROBLEM, H100, Tile(64, 64, 256, 2, True), None),
-    ("backward", PROBLEM, H100, Tile(16, 16, 256, 2, True), "8 warps can't share so few pairs"),
+    ("backward", PROBLEM, H100, Tile(64, 64, 256, 2, Straight(True)), None),
+    ("backward", PROBLEM, H100, Tile(16, 16, 256, 2, Straight(True)), "8 warps can't share so few pairs"),
     ("queries", WIDE, H100, Tile(128, 128, 256, 2),
      "needs at least 393216 bytes of shared memory, and there are 232448"),
 ])  # fmt: skip
@@ -76,25 +78,25 @@ def test_a_space_holds_the_default_first_and_nothing_that_cannot_run(kernel, gpu
 
 
 @pytest.mark.parametrize(("kernel", "default"), [
-    ("forward", Tile(128, 128, 256, 2, specialised=True)), ("backward", Tile(80, 128, 256, 2, specialised=True)),
+    ("forward", Tile(128, 128, 256, 2, HopperForward())), ("backward", Tile(80, 128, 256, 2, HopperKeys())),
 ])  # fmt: skip
 def test_kernels_placed_by_hand_are_tried_where_the_default_is_one(kernel, default):
-    by_hand = [tile for tile in space(kernel, PROBLEM, H100, default).tiles if tile.specialised]
+    by_hand = [tile for tile in space(kernel, PROBLEM, H100, default).tiles if tile.hopper]
     assert by_hand[0] == default and len(by_hand) > 5
     straight = Tile(64, 128, 256, 2)
-    assert not any(tile.specialised for tile in space(kernel, PROBLEM, H100, straight).tiles)
+    assert not any(tile.hopper for tile in space(kernel, PROBLEM, H100, straight).tiles)
 
 
 def test_backward_tiles_that_no_warpgroup_can_cut_fall_before_compiling():
-    fallen = dict(space("backward", PROBLEM, H100, Tile(80, 128, 256, 2, specialised=True)).rejected)
-    straight, shared = Tile(96, 64, 128, 2), Tile(64, 96, 256, 1, shared_weights=True)
+    fallen = dict(space("backward", PROBLEM, H100, Tile(80, 128, 256, 2, HopperKeys())).rejected)
+    straight, shared = Tile(96, 64, 128, 2), Tile(64, 96, 256, 1, Straight(shared_weights=True))
     assert "96 queries don't cut into the 64 rows" in fallen[straight] and "96 keys" in fallen[shared]
-    assert "registers" in fallen[Tile(96, 128, 256, 2, specialised=True)]
+    assert "registers" in fallen[Tile(96, 128, 256, 2, HopperKeys())]
 
 
 def test_walks_down_diagonals_are_tried_where_the_default_has_them():
     table = Problem(16, 16, 128, 128, "float16", custom=(("table", "float32", (257,)),))
-    defaults_of_both = [Tile(64, 128, 256, 2, specialised=True, skewed_sums=skews) for skews in (False, True)]
+    defaults_of_both = [Tile(64, 128, 256, 2, HopperKeys(skewed_sums=skews)) for skews in (False, True)]
     skewed = [[t for t in space("backward", table, H100, d).tiles if t.skewed_sums] for d in defaults_of_both]
     assert not skewed[0] and len(skewed[1]) > 1
     assert defaults_of_both[0] in space("backward", table, H100, defaults_of_both[1]).tiles

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from attention_engine.errors import TuneFileUnreadable, TuneFileUnwritable
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import Tile
 from attention_engine.tuner.store import Entry, TuneFile, join, merge
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -111,7 +111,7 @@ def test_merging_keeps_the_later_of_each_key(tmp_path):
 
 WRITER = """
 import random, sys, time
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import Tile
 from attention_engine.tuner.store import Entry, TuneFile
 path, name = sys.argv[1:]
 file = TuneFile(path)
@@ -294,7 +294,7 @@ def test_a_full_disk_leaves_the_old_file_whole_and_says_so(tmp_path, monkeypatch
 AS_NOBODY = """
 import os, sys
 from attention_engine.errors import TuneFileUnwritable
-from attention_engine.ir.problem import Tile
+from attention_engine.plan.forms import Tile
 from attention_engine.tuner.store import Entry, TuneFile
 entry = Entry({"program": "theirs"}, Tile(64, 64, 128, 2), 1.0, 1, "2026-01-01T00:00:00Z")
 TuneFile("warm up").find({})

@@ -6,10 +6,10 @@ Products are issued without waiting, so that the exponentials of a step run whil
 the weights, and dQ is added to the workspace while they make dK. Order of a step: FlashAttention-3 (Shah et al., 2024,
 arXiv 2407.08608), its section on the backward pass.
 
-Tile(persistent=True), at head dims 128: as many blocks as the GPU runs at once walk over blocks of keys
+HopperKeys(persistent=True), at head dims 128: as many blocks as the GPU runs at once walk over blocks of keys
 (keys/items.py), which hides their starts and ends. It is for few steps, each of which has slightly more to work out.
 
-Three forms, by the registers that dK and dV take of a thread (passes/by_hand.py):
+Three forms, by the registers that dK and dV take of a thread (plan/hopper.py):
 - each warpgroup has 64 keys, whose weights and gradients stay in registers as operands of dV and dK;
 - the same where dK and dV leave room for one tile of pairs (head dims 192 and 128, or 128 and 256): weights are packed
   to 16 bits before their gradients are made, and both are handed to dV and dK through shared memory;
@@ -23,7 +23,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward
 from attention_engine.kernels.common import Buffers, Sizes, build
 from attention_engine.kernels.hopper.keys.copies import copy_item, copy_items, prepare_items
@@ -37,14 +37,15 @@ from attention_engine.kernels.items import KeyBlocks, Round, Shares
 from attention_engine.kernels.pair_maths import NOTHING
 from attention_engine.kernels.splice import take_for_granted
 from attention_engine.kernels.warps import GROUP, WARP
-from attention_engine.passes.by_hand import backward_fits, backward_persists, starts_longest_first
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import backward_persists, starts_longest_first, why_not_over_keys
 
 
-def backward_hopper(
+def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
     summed: CustomSums = NOTHING, at_once: int = 0,
 ) -> Any:  # fmt: skip
@@ -53,7 +54,7 @@ def backward_hopper(
 
     at_once: how many persistent blocks run at once, which store dQ but for the last units; 0 for a grid.
     """
-    assert backward_fits(problem, schedule, summed), "default tiles ask first"
+    assert why_not_over_keys(problem, schedule, summed) is None, "plan/choice.py asks first"
     assert not at_once or (with_dq and backward_persists(problem, tile)), "default tiles ask first"
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)

@@ -12,8 +12,8 @@ factors are made of weights, when they have those. Elsewhere the second of two s
 of weights stay in parts, one for each thread of a row: joined at each step, they keep ptxas from setting
 multiplications between exponentials.
 
-Tile(persistent=True): as many blocks as the GPU runs at once, each of which walks over work items (items.py). The
-copying warp goes on to the next item's tiles while the others end the present one, and tells them by shared memory
+HopperForward(persistent=True): as many blocks as the GPU runs at once, each of which walks over work items (items.py).
+The copying warp goes on to the next item's tiles while the others end the present one, and tells them by shared memory
 which item is next. The next item's first scores are made behind the last output, which leaves a warpgroup at a time
 (query_tiles.py). Where queries come ahead, a warp of its own works out which item is next and brings its queries.
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Buffers, Sizes, build
 from attention_engine.kernels.hopper.forward_copies import copy_items, copy_keys, hand_out_items
 from attention_engine.kernels.hopper.forward_form import ForwardForm
@@ -38,18 +38,19 @@ from attention_engine.kernels.hopper.query_tiles import NO_MORE, QueryNote
 from attention_engine.kernels.items import Item, Round, at_least_one
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import GROUP, WARP, registers
-from attention_engine.passes.by_hand import forward_fits
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import why_not_forward
 
 
-def forward_hopper(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: int = 1) -> Any:
+def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: int = 1) -> Any:
     """The PrimFunc of straight/forward.py: (q, k, v, custom..., [tile_lists], o, rows...).
 
     at_once: how many blocks the GPU runs at once, of a persistent form.
     """
-    assert forward_fits(problem, schedule), "default tiles ask first"
+    assert why_not_forward(problem, schedule) is None, "plan/choice.py asks first"
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
     parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile))

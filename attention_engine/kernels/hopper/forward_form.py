@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Buffers, Place, Sizes, block_values, reader
 from attention_engine.kernels.hopper.turns import Turns
 from attention_engine.kernels.items import Item, Items
@@ -19,10 +19,11 @@ from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tile_maths import of_pairs
 from attention_engine.kernels.tiles import HandedList, KeyWalk
 from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead
-from attention_engine.passes.by_hand import products_take_turns
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import products_take_turns
 
 BlockValues = tuple[tuple[Expr, Expr], ...]  # variables, and what a block computes of them once
 

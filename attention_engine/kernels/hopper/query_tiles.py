@@ -1,10 +1,10 @@
 """The tiles of queries of a Hopper forward block: how they come, and how the output leaves by them.
 
 A block that walks over items has room for a tile of the output beside, as a rule. Or that is a second tile of queries
-(Tile.queries_ahead): the next item's queries come while the present ones are used. An item's output then leaves by the
-tile of its queries, which nobody reads after its last scores; its copy out has read the tile by the time that the next
-item has its first weights, and then the tile is handed back. Which of two tiles products read is worked out between
-them in each step, so that long items lose what short ones win.
+(HopperForward.queries_ahead): the next item's queries come while the present ones are used. An item's output then
+leaves by the tile of its queries, which nobody reads after its last scores. Its copy out has read the tile by the time
+that the next item has its first weights, and then the tile is handed back. Which of two tiles products read is worked
+out between them in each step, so that long items lose what short ones win.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.common import named, window
 from attention_engine.kernels.hopper.barriers import arrive, arrive_when_read, give_back, wait
 from attention_engine.kernels.hopper.methods import macro_method
 from attention_engine.kernels.hopper.notes import size_of
 from attention_engine.kernels.items import Item, Round
 from attention_engine.kernels.warps import GROUP, LEAVE, SWIZZLED, WARP, keeps_queries_ahead, output_fits
+from attention_engine.plan.forms import Tile
 
 ALL = slice(None)
 NO_MORE = -1  # steps, in the note after the last item's

@@ -13,6 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.arch import H100
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, LinearTile, X
 from attention_engine.ir.program import Q_IDX, B, H
@@ -49,7 +50,6 @@ def reduce_sum(source: Any, target: Any, dim: int) -> None:
 
 
 LOG2_E = 1.4426950408889634
-SM_REGISTERS = 65536
 COPYING = 128  # threads that TileLang adds where warps of their own copy; they keep 24 registers each
 
 
@@ -69,7 +69,7 @@ def share_sm(tile: LinearTile) -> None:
 def consumer_registers(tile: LinearTile) -> int:
     """What a computing thread may have, in steps of 8, where copying ones keep 24."""
     threads = tile.threads + COPYING
-    at_launch = SM_REGISTERS // (tile.blocks * threads) // 8 * 8
+    at_launch = H100().registers_per_sm // (tile.blocks * threads) // 8 * 8
     return min((at_launch * threads - 24 * COPYING) // tile.threads // 8 * 8, 240)
 
 

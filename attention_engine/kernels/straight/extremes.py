@@ -11,7 +11,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import Backward
 from attention_engine.kernels.common import (
     FLOAT,
@@ -32,6 +32,7 @@ from attention_engine.kernels.tiles import KeyWalk
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.forms import Tile
 
 
 def backward_extremes(problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, over_keys: bool) -> Any:

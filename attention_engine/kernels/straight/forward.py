@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -33,6 +33,7 @@ from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.forms import Tile
 
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:

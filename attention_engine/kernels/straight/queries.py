@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import (
     FLOAT,
@@ -38,6 +38,7 @@ from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.forms import Tile
 
 
 def backward_queries(

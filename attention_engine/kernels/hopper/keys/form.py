@@ -8,7 +8,7 @@ from typing import Any
 
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
-from attention_engine.ir.problem import Problem, Tile
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
@@ -16,10 +16,11 @@ from attention_engine.kernels.pair_maths import factor_of
 from attention_engine.kernels.rows import transposes_dq
 from attention_engine.kernels.tiles import HandedQueries, QueryWalk
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
-from attention_engine.passes.by_hand import makes_delta, rows_of_delta, vanishes_with_weights
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import TilePlan
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import makes_delta, rows_of_delta, vanishes_with_weights
 
 COPYING, COPYING_LISTS = 24, 40  # registers of a copying thread; more where persistent blocks read lists
 

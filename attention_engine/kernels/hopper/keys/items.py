@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from attention_engine.ir.problem import Tile
 from attention_engine.kernels.common import Sizes, named
 from attention_engine.kernels.hopper.barriers import arrive, give_back, wait
 from attention_engine.kernels.hopper.methods import macro_method
@@ -38,6 +37,7 @@ from attention_engine.kernels.hopper.notes import note_in, number_of
 from attention_engine.kernels.items import FIRST_ROUND, HeadTile, KeyBlocks, Round, Shares
 from attention_engine.kernels.tiles import HandedQueries
 from attention_engine.kernels.warps import GROUP, LEAVE, SPARE, SWIZZLED, WARP
+from attention_engine.plan.forms import Tile
 
 NUMBERS = 12  # room for a note, in whole words of 16 bytes
 LENGTHS = 8  # room for lengths, likewise

@@ -22,7 +22,7 @@ from attention_engine.kernels.hopper.methods import macro_method
 from attention_engine.kernels.pair_maths import PairMaths, keeps_products
 from attention_engine.kernels.tiles import Visit, either
 from attention_engine.kernels.warps import COMPUTE
-from attention_engine.passes.by_hand import pairs_in_turn
+from attention_engine.plan.hopper import pairs_in_turn
 
 
 @dataclass(frozen=True)

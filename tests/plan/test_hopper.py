@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
-from attention_engine.ir.problem import Tile
 from attention_engine.ir.program import row_variable
 from attention_engine.library import (
     OnlineRetention,
@@ -19,17 +18,18 @@ from attention_engine.library import (
     sliding_window,
     softcap,
 )
-from attention_engine.passes.by_hand import (
-    backward_fits,
+from attention_engine.passes.maths import analyse
+from attention_engine.passes.read_places import CustomSums
+from attention_engine.passes.simplify import add
+from attention_engine.plan.forms import HopperKeys, Tile
+from attention_engine.plan.hopper import (
     pairs_in_turn,
     products_take_turns,
     rows_read,
     units_ahead,
     vanishes_with_weights,
+    why_not_over_keys,
 )
-from attention_engine.passes.maths import analyse
-from attention_engine.passes.read_places import CustomSums
-from attention_engine.passes.simplify import add
 from attention_engine.plan.rules import ONE_CHAIN
 from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
@@ -44,7 +44,7 @@ def kernels(dims=(128, 128), online=OnlineSoftmax, score=None, mask=causal, dtyp
 
 def tiles(**problem):
     found = kernels(**problem).tiles
-    return [(tile.q, tile.kv) if tile.specialised else None for tile in (found.forward, found.backward)]
+    return [(tile.q, tile.kv) if tile.hopper else None for tile in (found.forward, found.backward)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_which_blocks_make_delta_for_others(problem, made):
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_units_that_start_together_dont_prepare_for_each_other(keys, together):
     blocks, places = together * -(-keys // 128), 132
-    ahead = units_ahead(Tile(80, 128, 256, 2, specialised=True), keys, places, together)
+    ahead = units_ahead(Tile(80, 128, 256, 2, HopperKeys()), keys, places, together)
     assert ahead * blocks >= places  # the first of the unit starts when the first that prepared for it is over
     assert ahead == 1 or (ahead - 2) * blocks < places
 
@@ -198,9 +198,11 @@ def test_what_wide_heads_ask_of_a_backward_pass(online, rows, vanishes):
     kernels = AttentionEngine(metas, None, scale(0.1), causal, online(), device=arch.H100())._kernels("cuda")
     schedule = kernels.maths.backward_schedule
     assert (rows_read(schedule), vanishes_with_weights(schedule)) == (rows, vanishes)
-    assert [pairs_in_turn(kernels.problem, Tile(64, kv, 256, 2, kv == 64)) for kv in (64, 128)] == [False, True]
+    shared, own = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True)), Tile(64, 128, 256, 2, HopperKeys())
+    assert [pairs_in_turn(kernels.problem, tile) for tile in (shared, own)] == [False, True]
     crowded = replace(schedule, weights=add(schedule.weights, *(row_variable(f"row{n}") for n in range(4))))
-    assert [backward_fits(kernels.problem, s, CustomSums()) for s in (schedule, crowded)] == [True, False]
+    reasons = [why_not_over_keys(kernels.problem, s, CustomSums()) for s in (schedule, crowded)]
+    assert reasons == [None, "more than 3 rows of numbers find no room"]
 
 
 @pytest.mark.parametrize(("dims", "walks"), [((64, 64), True), ((128, 256), True), ((256, 256), False)], ids=str)
@@ -209,7 +211,7 @@ def test_diagonals_are_summed_by_walks_where_the_held_tile_fits(dims, walks):
     custom, score = CustomIO({"table": ("heads", 65)}), relative_bias("table", 32, 0.1)
     made = AttentionEngine(metas, custom, score, causal, OnlineSoftmax(), device=arch.H100())._kernels("cuda")
     tile = default_tiles(made.problem, made.maths.wanting(("table",)), arch.H100()).backward
-    assert tile.specialised and tile.skewed_sums is walks
+    assert tile.hopper and tile.skewed_sums is walks
 
 
 @pytest.mark.parametrize(
@@ -241,5 +243,5 @@ def test_atomics_of_a_pair_are_left_to_the_straight_line_kernel():
     kernels = engine._kernels("cuda")
     asked = analyse(kernels.maths.program)
     found = [default_tiles(kernels.problem, maths, arch.H100()) for maths in (asked, asked.wanting(()))]
-    assert [tiles.forward.specialised for tiles in found] == [True, True]
-    assert [tiles.backward.specialised for tiles in found] == [False, True]
+    assert [tiles.forward.hopper for tiles in found] == [True, True]
+    assert [tiles.backward.hopper for tiles in found] == [False, True]

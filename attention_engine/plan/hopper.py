@@ -1,11 +1,11 @@
-"""Which maths the kernels placed by hand for Hopper (kernels/hopper/) can run; asked before anything is traced."""
+"""Which programs the kernels for Hopper (kernels/hopper/) can run, and which suit them; asked before tracing."""
 
 from __future__ import annotations
 
 import itertools
 
 from attention_engine.ir.expr import Axis, Expr, Op, VarKind, const, substitute, topological
-from attention_engine.ir.problem import Problem, Tile, padded
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import (
     DELTA,
     KV_IDX,
@@ -21,6 +21,7 @@ from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
 from attention_engine.passes.simplify import simplify
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.plan.forms import Tile
 
 FORWARD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)})
 BACKWARD_DIMS = frozenset({*itertools.product((64, 128), repeat=2), (192, 128), (128, 256), (256, 256)})
@@ -39,31 +40,47 @@ ALL_UNITS = 1 << 30
 L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
 
-def forward_fits(problem: Problem, schedule: ForwardSchedule) -> bool:
-    """Is there such a forward kernel? Head dims fill tiles; another tile of scores, or of a bias, finds no room."""
-    another = any(isinstance(step, ReduceStep) and step.source is not None for step in schedule.steps)
-    plain = problem.dtype != "float32" and not problem.staged
-    return plain and not another and (problem.dim, problem.dim_v) in FORWARD_DIMS
+def why_not_forward(problem: Problem, schedule: ForwardSchedule) -> str | None:
+    """Why there is no such forward kernel; None: there is one. Head dims fill tiles; another tile of scores, or of a
+    bias, finds no room."""
+    dims = problem.dim, problem.dim_v
+    if problem.dtype == "float32":
+        return "products of fp32"
+    if dims not in FORWARD_DIMS:
+        return f"head dims {dims[0]}/{dims[1]}"
+    if problem.staged:
+        return "a bias of pairs is copied ahead, and finds no room"
+    if any(isinstance(step, ReduceStep) and step.source is not None for step in schedule.steps):
+        return "a row is reduced of another tile than its scores, which finds no room"
+    return None
 
 
-def backward_fits(problem: Problem, schedule: BackwardSchedule, summed: CustomSums) -> bool:
-    """Is there such a kernel over keys?
+def why_not_over_keys(problem: Problem, schedule: BackwardSchedule, summed: CustomSums) -> str | None:
+    """Why there is no such kernel over keys; None: there is one.
 
     Two warpgroups share dQ by its 64 rows, or 64 head dims, each. Sums for custom inputs are made of the gradients of
     products; others would need a tile of their own, and atomics a pair wait for too long. Sums of keys need registers
     that wider heads leave too few of (ptxas C7512). The widest heads leave shared memory for few rows.
     """
     dims = problem.dim, problem.dim_v
-    if problem.dtype == "float32" or problem.staged or dims not in BACKWARD_DIMS or summed.scattered:
-        return False
+    if problem.dtype == "float32":
+        return "products of fp32"
+    if dims not in BACKWARD_DIMS:
+        return f"head dims {dims[0]}/{dims[1]}"
+    if problem.staged:
+        return "a bias of pairs is copied ahead, and finds no room"
+    if summed.scattered:
+        return "gradients of a custom input are added pair by pair"
     if schedule.extremes:  # whose rows another kernel must meet to the last bit
-        return False
+        return "the extreme of a row has a gradient"
     if summed.of_keys and dims not in KEY_SUM_DIMS:
-        return False
+        return f"sums of keys find no registers at head dims {dims[0]}/{dims[1]}"
     if max(dims) > 128 and rows_read(schedule) > MOST_ROWS:
-        return False
+        return f"more than {MOST_ROWS} rows of numbers find no room"
     summed_too = (*summed.of_keys, *summed.diagonals)
-    return all(proportion(expr, schedule.product_gradient) is not None for _, expr in summed_too)
+    if any(proportion(expr, schedule.product_gradient) is None for _, expr in summed_too):
+        return "the gradient of a custom input is no multiple of the products' gradient"
+    return None
 
 
 def rows_read(schedule: BackwardSchedule) -> int:
@@ -82,7 +99,7 @@ def pairs_in_turn(problem: Problem, tile: Tile) -> bool:
 def starts_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """Do blocks of earlier keys start first, as they have more queries? What that works out takes registers, of which
     the form that has pairs in turn has none left."""
-    return tile.specialised and plan.later_is_longer and not pairs_in_turn(problem, tile)
+    return tile.hopper and plan.later_is_longer and not pairs_in_turn(problem, tile)
 
 
 def backward_persists(problem: Problem, tile: Tile) -> bool:

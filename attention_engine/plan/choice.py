@@ -1,0 +1,147 @@
+"""Which form of a kernel a problem gets, with which tile, and why: chosen once, before anything is traced."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from attention_engine.arch import Arch
+from attention_engine.ir.problem import Problem
+from attention_engine.passes.maths import Maths
+from attention_engine.passes.read_places import plan_custom_sums
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
+from attention_engine.passes.tile_plan import TilePlan, plan_tiles
+from attention_engine.plan.attention import Tiles
+from attention_engine.plan.demand import demand
+from attention_engine.plan.forms import HopperForward, HopperKeys, KernelName, Tile
+from attention_engine.plan.hopper import (
+    backward_persists,
+    pairs_are_light,
+    scores_are_light,
+    scores_are_of_places,
+    weights_take_special_functions,
+    why_not_forward,
+    why_not_over_keys,
+)
+from attention_engine.plan.targets import Target
+
+Hints: TypeAlias = tuple[int, int, int]  # batch, queries and keys that calls will likely have
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile for each kernel; why: for kernels that have several forms, why it has this one, in words."""
+
+    tiles: Tiles
+    why: dict[KernelName, str]
+
+
+def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hints: Hints | None = None) -> Choice:
+    """The forms of a problem's kernels. straight: the tiles of those that run everywhere. hints: likely lengths."""
+    if not isinstance(target, Arch) or not target.has_wgmma:
+        return Choice(straight, {})
+    forward, why_forward = _forward(problem, maths.forward_of(problem.dtype), target, straight.forward, hints)
+    why: dict[KernelName, str] = {"forward": why_forward}
+    backward, schedule = straight.backward, maths.backward_schedule
+    if schedule is not None:
+        backward, why["backward"] = _over_keys(problem, schedule, target, backward)
+    return Choice(replace(straight, forward=forward, backward=backward), why)
+
+
+def hints_matter(dim: int, dim_v: int) -> bool:
+    """Do hints change the choice at these head dims?"""
+    return (dim, dim_v) in BRIEF or (dim, dim_v) in AHEAD
+
+
+def _forward(
+    problem: Problem, schedule: ForwardSchedule, target: Arch, straight: Tile, hints: Hints | None
+) -> tuple[Tile, str]:
+    if (reason := why_not_forward(problem, schedule)) is not None:
+        return straight, f"not for Hopper: {reason}"
+    dims, plan, light = (problem.dim, problem.dim_v), plan_tiles(schedule.mask), scores_are_light(schedule)
+    q, kv = FORWARD[dims][0 if light or (scores_are_of_places(schedule) and dims == (64, 64)) else 1]
+    if dims == (128, 128) and schedule.rescale is None and not plan.mapped and not plan.bounds.bounds:
+        q, kv = 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
+    # causal retention: 5 % faster
+    lazy = schedule.rescale is not None and dims == (64, 64) and not weights_take_special_functions(schedule)
+    tile = Tile(q, kv, 2 * q, 2, HopperForward(lazy_rescale=lazy))
+    ahead = dims in AHEAD and (plan.mapped or _steps(kv, plan, hints) <= AHEAD[dims])
+    if plan.mapped:
+        walks = dims in SHARED_OUT
+        return tile.in_form(persistent=walks, queries_ahead=ahead and walks), "lists of tiles differ in length"
+    if plan.later_is_longer and dims in UNEVEN:
+        tile = replace(tile, kv=UNEVEN[dims] or kv).in_form(persistent=True, queries_ahead=ahead)
+        return tile, "later queries see more keys"
+    if light and schedule.rescale is not None and dims in SHARED_OUT:
+        tile = tile.in_form(persistent=True, queries_ahead=ahead)
+        return tile if hints is None else _with_fewer_waves(tile, problem, target, hints), "pairs need few registers"
+    return tile, "a block for each tile of queries: all take as long"
+
+
+def _steps(kv: int, plan: TilePlan, hints: Hints | None) -> float:
+    """How many tiles of keys a block of queries has, by the mask's bounds; infinitely many where nothing hints."""
+    return math.inf if hints is None else hints[2] / kv / (2 if plan.later_is_longer else 1)
+
+
+def _with_fewer_waves(tile: Tile, problem: Problem, target: Arch, hints: Hints) -> Tile:
+    """The tile of BRIEF, if its last wave leaves that much fewer SMs idle than this one's."""
+    brief, cost = BRIEF.get((problem.dim, problem.dim_v), (tile, 1.0))
+    batch, queries, _ = hints
+
+    def time(a: Tile, of_a_row: float) -> float:
+        blocks = batch * problem.heads * -(-queries // a.q)
+        return -(-blocks // target.sm_count) * a.q * of_a_row
+
+    return brief if time(brief, cost) < time(tile, 1.0) else tile
+
+
+def _over_keys(problem: Problem, schedule: BackwardSchedule, target: Arch, straight: Tile) -> tuple[Tile, str]:
+    axes = {name: axes for name, _, axes in problem.custom}
+    summed = plan_custom_sums(schedule.pair_gradients, axes, ordered=False)
+    if (reason := why_not_over_keys(problem, schedule, summed)) is not None:
+        return straight, f"not for Hopper: {reason}"
+    dims = problem.dim, problem.dim_v
+    light = pairs_are_light(schedule, summed, dims)
+    tile, why = BACKWARD[dims][0 if light else 1], f"pairs need {'few' if light else 'many'} registers"
+    if plan_tiles(schedule.mask).mapped and not (summed.of_keys or summed.diagonals):
+        walks = backward_persists(problem, tile)  # documents on an H100: 4 to 5 % faster
+        tile, why = tile.in_form(persistent=walks), f"{why}, and lists of tiles differ in length"
+    skewed = tile.in_form(skewed_sums=bool(summed.diagonals))
+    room = demand("backward", problem, skewed).shared_bytes <= target.shared_memory_per_block
+    return skewed if room else tile, why
+
+
+# By head dims, for maths of pairs that need few registers, and for others: queries and keys of a tile; 64 queries for
+# each warpgroup, of which three have 160 registers a thread, and two 240.
+FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
+           (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
+# By head dims, another tile for full masks and light maths where its fewer waves count for more, and how much longer
+# its rows take. On an H100, 32 heads in all: 15 and 24 % faster at S 512 and 1024, as fast at 2048, 8 % slower at 8192;
+# its queries come ahead: 3 % faster at 2048.
+BRIEF = {(64, 64): (Tile(128, 176, 256, 2, HopperForward(persistent=True, queries_ahead=True)), 1.09)}
+# By head dims, where blocks are persistent because later queries see more keys, and how many keys a tile then has, if
+# others. On an H100, causal at S 2048 and 8192: 3 to 17 % faster; 128/256 and 256/256 at S 4096: 14 and 6 %.
+UNEVEN = {(64, 64): 0, (128, 128): 0, (192, 128): 96, (128, 256): 112, (256, 256): 0}
+# By head dims, where blocks are persistent under full masks and lists of tiles too. On an H100, D 128: full masks at
+# S 1024 and 2048 9 and 3 % faster, at 8192 2 % slower; documents of 1024 at S 8192 7 % and uneven ones 13 % faster.
+SHARED_OUT = ((64, 64), (128, 128))
+# By head dims, up to how many steps of a block of queries, by the metas' lengths, its queries come ahead; with lists of
+# tiles they do. On an H100, full masks: 8 steps 4 % faster, 16 2 %, 64 1 % slower; causal: 4 steps 4 %, 8 1 %, 32 1 %
+# slower; documents of 8 steps 2 %. Head dim 64 in blocks of 192 queries: 1 to 2 % slower.
+AHEAD = {(128, 128): 16}
+
+
+def _own_keys(q: int) -> Tile:
+    """The tile of a kernel over keys whose two warpgroups have 64 keys each."""
+    return Tile(q, 128, 256, 2, HopperKeys())
+
+
+SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
+# By head dims, for light maths of pairs and for others.
+BACKWARD = {
+    (64, 64): (_own_keys(128), _own_keys(64)), (128, 128): (_own_keys(80), _own_keys(64)),
+    (128, 64): (_own_keys(80), _own_keys(64)), (64, 128): (_own_keys(64), _own_keys(64)),
+    (192, 128): (_own_keys(64), SHARED_KEYS), (128, 256): (_own_keys(32), SHARED_KEYS),
+    (256, 256): (SHARED_KEYS, SHARED_KEYS),
+}  # fmt: skip
