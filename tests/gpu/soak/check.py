@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -24,6 +25,7 @@ FACTOR = 1.1  # of eager PyTorch's mean error
 FEW, FACTOR_FEW = 4096, 3.0  # of a few numbers: the mean of their errors is mostly luck
 FLOOR = 0.05  # of a unit in the last place, for results that eager PyTorch has exactly by chance (a row of one key)
 ORDER = 3e-4  # of a sum of 10^7 terms in fp32, which atomics add in any order: a table's entry has as many
+AGAIN, AGAIN_SECONDS = 40, 1.0  # how often passes run again on a GPU at most, and for how long
 ROW_FACTOR = 8.0  # of what a row may be off: no row of the whole may be wrong in a mean that hides it
 
 
@@ -42,7 +44,7 @@ class Outcome:
 
 
 def run(draw: Draw, backend: str = "tilelang", device: str = "cuda", change: Change = None) -> Outcome:
-    """Forward and backward, twice; then the yardstick. change: writes on the results, to see that a fault is found."""
+    """Forward and backward, again and again; then the yardstick. change: writes on results, so that a fault is found."""
     try:
         return (_linear if draw.of.linear else _softmax)(draw, backend, device, change)
     except torch.OutOfMemoryError as error:
@@ -71,8 +73,8 @@ def inputs_of(draw: Draw, device: str) -> Inputs:
     return given
 
 
-def softmax_results(program: Program, given: Inputs, backend: str) -> tuple[Named, Named]:
-    """Outputs and gradients, and what a second run of each pass has."""
+def softmax_results(program: Program, given: Inputs, backend: str) -> tuple[Named, Iterator[Named]]:
+    """Outputs and gradients, and then what each further run of a pass has: the forward pass alone, gradients."""
     with torch.no_grad():
         alone, _ = program.run(backend, given.q, given.k, given.v, given.custom)
     leaves = {"q": given.q, "k": given.k, "v": given.v} | {n: given.custom[n] for n in program.learned}
@@ -82,26 +84,38 @@ def softmax_results(program: Program, given: Inputs, backend: str) -> tuple[Name
     outputs, arriving = [o], [given.d_o]
     if program.rows:
         outputs, arriving = [o, rows["lse"]], [given.d_o, torch.where(rows["lse"].isfinite(), given.d_rows["lse"], 0.0)]
-    first, second = _twice(leaves, outputs, arriving)
-    return {"o": o.detach()} | {n: x.detach() for n, x in rows.items()} | first, {"o": alone} | second
+    passes = _passes(leaves, outputs, arriving)
+    found = {"o": o.detach()} | {n: x.detach() for n, x in rows.items()} | next(passes)
+    return found, itertools.chain([{"o": alone}], passes)
 
 
-def _twice(leaves: Named, outputs: list[Tensor], arriving: list[Tensor]) -> tuple[Named, Named]:
-    wanted = list(leaves.values())
-    passes = (torch.autograd.grad(outputs, wanted, arriving, retain_graph=again) for again in (True, False))
-    first, second = ({f"d{n}": g for n, g in zip(leaves, made, strict=True)} for made in passes)
-    return first, second
+def _passes(leaves: Named, outputs: list[Tensor], arriving: list[Tensor]) -> Iterator[Named]:
+    """The gradients that one backward pass after another has."""
+    while True:
+        made = torch.autograd.grad(outputs, list(leaves.values()), arriving, retain_graph=True)
+        yield {f"d{n}": g for n, g in zip(leaves, made, strict=True)}
+
+
+def _unlike_again(ours: Named, passes: Iterator[Named], exactly: bool, device: str) -> list[str]:
+    """What further runs have otherwise. On a GPU a race may spoil one pass in a hundred, so that there are many."""
+    most, end = (AGAIN, time.monotonic() + AGAIN_SECONDS) if device.startswith("cuda") else (2, math.inf)
+    for number, again in enumerate(itertools.islice(passes, most), 2):
+        if found := _unlike(ours, again, exactly):
+            return [f"in run {number}: {', '.join(found)}"]
+        if number > 3 and time.monotonic() > end:
+            break
+    return []
 
 
 def _softmax(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
     program, given = draw.of, inputs_of(draw, device)
     assert isinstance(program, Program)
     started = time.perf_counter()
-    ours, again = softmax_results(program, given, backend)
+    ours, passes = softmax_results(program, given, backend)
     _wait(device)
     spent = time.perf_counter() - started
-    faults = _odd(ours) + _unlike(ours, again, program.deterministic)
-    del again
+    faults = _odd(ours) + _unlike_again(ours, passes, program.deterministic, device)
+    del passes
     if change:
         change(ours)
     measured = _samples(draw, program, given, ours, device) if not faults else []
@@ -170,13 +184,13 @@ def linear_inputs(draw: Draw, device: str) -> Named:
     return found
 
 
-def linear_results(program: Linear, given: Named, backend: str) -> tuple[Named, Named]:
-    """Outputs and gradients, and what a second backward pass has."""
+def linear_results(program: Linear, given: Named, backend: str) -> tuple[Named, Iterator[Named]]:
+    """Outputs and gradients, and then what each further backward pass has."""
     leaves = {n: x.detach().requires_grad_() for n, x in given.items() if not n.startswith("d_")}
     found = program.engine(backend)(**leaves, output_final_state=program.states)
     outputs = dict(zip(("o", "last"), found)) if program.states else {"o": found}
-    first, second = _twice(leaves, list(outputs.values()), [given[f"d_{n}"] for n in outputs])
-    return {n: x.detach() for n, x in outputs.items()} | first, second
+    passes = _passes(leaves, list(outputs.values()), [given[f"d_{n}"] for n in outputs])
+    return {n: x.detach() for n, x in outputs.items()} | next(passes), passes
 
 
 def _linear(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
@@ -184,10 +198,11 @@ def _linear(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
     assert isinstance(program, Linear)
     given = linear_inputs(draw, device)
     started = time.perf_counter()
-    ours, again = linear_results(program, given, backend)
+    ours, passes = linear_results(program, given, backend)
     _wait(device)
     spent = time.perf_counter() - started
-    faults = _odd(ours) + _unlike(ours, again, exactly=True)
+    faults = _odd(ours) + _unlike_again(ours, passes, True, device)
+    del passes
     if change:
         change(ours)
     measured: list[Measured] = []
@@ -265,7 +280,7 @@ def _unlike(ours: Named, again: Named, exactly: bool) -> list[str]:
         if not same and not exactly and name != "o":
             gap, part = (first.float() - second.float()).abs().mean(), max(0.1 * torch.finfo(first.dtype).eps, ORDER)
             same = bool(gap <= part * first.float().abs().mean() + 1e-6)
-        found += [] if same else [f"{name} is another in a second run"]
+        found += [] if same else [f"{name} is another"]
     return found
 
 
