@@ -44,7 +44,7 @@ class Outcome:
 
 
 def run(draw: Draw, backend: str = "tilelang", device: str = "cuda", change: Change = None) -> Outcome:
-    """Forward and backward, again and again; then the yardstick. change: writes on results, so that a fault is found."""
+    """Forward and backward, many times; then the yardstick. change: writes on results, so that a fault is found."""
     try:
         return (_linear if draw.of.linear else _softmax)(draw, backend, device, change)
     except torch.OutOfMemoryError as error:
