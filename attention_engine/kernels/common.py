@@ -299,10 +299,11 @@ class Operand:
     Source of the split: Ootomo and Yokota, 2022 (arXiv 2203.03341); the product of the two low parts is left out.
     """
 
-    def __init__(self, name: str, problem: Problem, shape: tuple[int, int], fragment: bool = False) -> None:
-        in_registers = (
-            fragment and problem.dtype != "float32"
-        )  # fp32 sums and tf32 operands lie differently in registers
+    def __init__(
+        self, name: str, problem: Problem | LinearProblem, shape: tuple[int, int], fragment: bool = False
+    ) -> None:
+        # fp32 sums and tf32 operands lie differently in registers
+        in_registers = fragment and problem.dtype != "float32"
         self.shape = shape
         allocate = T.alloc_fragment if in_registers else T.alloc_shared
         self.name = name
@@ -310,7 +311,7 @@ class Operand:
         self.low = named(f"{name}_low", T.alloc_shared(shape, problem.dtype)) if problem.splits else None
         self.in_registers = in_registers
 
-    def in_shared_memory(self, problem: Problem) -> Operand:
+    def in_shared_memory(self, problem: Problem | LinearProblem) -> Operand:
         """An operand that may stand on either side of a product, transposed or not: itself, or a new one to fill."""
         return Operand(f"{self.name}_shared", problem, self.shape) if self.in_registers else self
 
@@ -351,7 +352,7 @@ class Accumulator:
     is asked for, each step's product starts from zero and is added in registers.
     """
 
-    def __init__(self, name: str, problem: Problem, shape: tuple[int, int]) -> None:
+    def __init__(self, name: str, problem: Problem | LinearProblem, shape: tuple[int, int]) -> None:
         self.shape = shape
         self.sum = named(f"{name}_sum", T.alloc_fragment(shape, FLOAT))
         self.step = named(f"{name}_step", T.alloc_fragment(shape, FLOAT)) if problem.splits else None

@@ -10,8 +10,8 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.kernels.common import FLOAT, LANES, Place, Sizes, add_columns, named
-from attention_engine.kernels.ends import Corners, past_end
+from attention_engine.kernels.common import FLOAT, LANES, Corners, Place, Sizes, add_columns, named
+from attention_engine.kernels.ends import past_end
 from attention_engine.kernels.warps import COMPUTE
 from attention_engine.passes.ends import find_ends
 from attention_engine.passes.read_places import CustomSums

@@ -106,7 +106,8 @@ def _wrapped(node: Expr, ranges: Sequence[Range]) -> Range:
     known = reduce(T.And, [low == high for low, high in ranges])
     low, high = ends = [wrapping(node.op, *(r[end] for r in ranges)) for end in (0, 1)]
     if node.op is Op.ADD:
-        left = (_overflows(*(r[end] for r in ranges), ends[end]) for end in (0, 1))
+        a, b = ranges
+        left = (_overflows(a[end], b[end], ends[end]) for end in (0, 1))
         known = T.Or(known, T.Not(T.Or(*left)))
     least, most = _anything(node)
     return T.if_then_else(known, low, least), T.if_then_else(known, high, most)

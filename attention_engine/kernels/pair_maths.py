@@ -117,7 +117,9 @@ class PairMaths:
 
     def drop(self, *targets: Any) -> None:
         """Each target = 0 for pairs that the mask drops."""
-        self._clear(lambda *at: self._splice(*at, {})(self.schedule.mask)[0], targets, self.schedule.mask)
+        self._clear(
+            lambda place, i, j: self._splice(place, i, j, {})(self.schedule.mask)[0], targets, self.schedule.mask
+        )
 
     def _clear(
         self, keep: Callable[[Place, Any, Any], Any], targets: tuple[Any, ...], asked: Expr | None = None

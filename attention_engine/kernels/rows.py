@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tilelang.language as T
@@ -23,93 +25,22 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.items import KeyBlocks
-from attention_engine.kernels.splice import name_value, take_for_granted
+from attention_engine.kernels.methods import macro_method
+from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import SPARE
+from attention_engine.kernels.workspace import (
+    FINISHED,
+    PREPARED,
+    bring_to_rows,
+    take_sums_for_granted,
+    wait_until_finished,
+)
 from attention_engine.plan import attention_buffers
 from attention_engine.plan.forms import ROW_PAD, Tile
 from attention_engine.plan.hopper import rows_of_delta
 
 ENTRIES = 4096  # of the output that a block multiplies with its gradient: many blocks at once keep memory busy
-VECTOR = 4  # sums that a thread writes or reads at once
-PREPARED, FINISHED = range(2)  # columns of the counters
-PAUSE = 1000  # ns between looks at a counter
-
-
-def take_sums_for_granted(buffers: Buffers, row: Any, first: Any, size: int) -> None:
-    """Spares the guards of a tile's sums, from `first` on, and says that rows begin at whole vectors."""
-    count, length = buffers["workspace"].shape
-    take_for_granted(T.And(row >= 0, row < count))
-    take_for_granted(T.And(first >= 0, first + size <= length))
-    take_for_granted(length % VECTOR == 0)
-
-
-def counter(buffers: Buffers, unit: Any, which: int) -> Any:
-    """One of a unit's counters."""
-    return buffers["counters"][1 + unit, which]
-
-
-def dealt(buffers: Buffers) -> Any:
-    """The counter of blocks that were begun."""
-    return buffers["counters"][0, 0]
-
-
-@T.macro
-def wait_until_finished(buffers: Buffers, unit: Any) -> None:
-    """Until a unit's blocks have added all to its sums."""
-    while T.atomic_load(counter(buffers, unit, FINISHED), memory_order="acquire") < 0:
-        T.call_extern("void", "__nanosleep", PAUSE)
-
-
-@T.macro
-def bring_to_rows(
-    sums: Any, first: Any, rows: Any, problem: Problem, tile: Tile, scale: float, vectors: bool
-) -> None:  # fmt: skip
-    """Rows of dQ = scale * sums, which stand in a tile from `first` on: those that threads hold."""
-    for x in T.Parallel(int(sums.shape[0])):
-        query, d = workspace_entry(first + x, tile, padded(problem.dim), vectors)
-        rows[query, d] = T.cast(sums[x] * scale, problem.dtype)
-
-
-def transposes_dq(tile: Tile, dim: int) -> bool:
-    """Does the kernel over keys hold dQ as (dim, queries)? Two warpgroups take 64 rows each, 80 queries don't fit."""
-    return tile.hopper and dim % 128 == 0
-
-
-def workspace_offset(i: Any, d: Any, tile: Tile, dim: int, vectors: bool) -> Any:
-    """Where dQ[i, d] of a tile stands, so that the atomics of a warp meet consecutive addresses; those of a piece of
-    queries (tiles.py) stand together, and tiles may begin at any.
-
-    With vectors (sm_90 has 16-byte reductions), the four numbers of a thread stand together; else 32 lanes do.
-    """
-    transposed, height = transposes_dq(tile, dim), _height(vectors)
-    if transposed:
-        i, d = d, i
-        block = d // 8 * (dim // height) + i // height
-    else:
-        block = i // height * (dim // 8) + d // 8
-    if vectors:
-        return block * 128 + (i % 8) * 16 + ((d % 8) // 2) * 4 + ((i % 16) // 8) * 2 + d % 2
-    return block * 64 + (d % 2) * 32 + (i % 8) * 4 + (d % 8) // 2
-
-
-def workspace_entry(x: Any, tile: Tile, dim: int, vectors: bool) -> tuple[Any, Any]:
-    """The query and head dim of a tile that stand at x: the inverse of `workspace_offset`."""
-    transposed, height = transposes_dq(tile, dim), _height(vectors)
-    block, of_block = x // (height * 8), x % (height * 8)
-    across = dim // height if transposed else dim // 8
-    i, d = (block % across, block // across) if transposed else (block // across, block % across)
-    if vectors:
-        lane = of_block // 4
-        i, d = i * 16 + x % 4 // 2 * 8 + lane // 4, d * 8 + lane % 4 * 2 + x % 2
-    else:
-        lane = of_block % 32
-        i, d = i * 8 + lane // 4, d * 8 + lane % 4 * 2 + of_block // 32
-    return (d, i) if transposed else (i, d)
-
-
-def _height(vectors: bool) -> int:
-    """Rows of an accumulator's block of eight columns whose sums stand together."""
-    return 16 if vectors else 8
+THREADS = 128
 
 
 def reads_delta(backward: Backward) -> bool:
@@ -120,7 +51,7 @@ def reads_delta(backward: Backward) -> bool:
 
 def preprocess(
     problem: Problem, backward: Backward, finals: tuple[str, ...], tile: Tile | None, pad: int,
-    longest_first: bool = False, delta_given: bool = False, first_only: bool = False, threads: int = 128,
+    longest_first: bool = False, delta_given: bool = False, first_only: bool = False,
 ) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace, [counters,
     [pairs_of_a_unit], units_ahead]]) -> delta and what follows it.
@@ -135,87 +66,156 @@ def preprocess(
     sizes = Sizes(problem)
     given = "given" if delta_given else ""
     parameters = sizes.declare(attention_buffers.preprocess(problem, backward, finals, tile, pad, longest_first, given))
-    blocks = KeyBlocks.of(problem, tile, sizes, longest_first) if tile is not None else None
-    dim_v = max(1 << (problem.dim_v - 1).bit_length(), 16)  # rows of a power of two share threads evenly
-    length = min(max(ENTRIES // dim_v, 16), ROW_PAD)
-    of_delta = rows_of_delta(backward)
-    without_delta = [named for named in backward.rows if named not in of_delta]
+    sums = _SumsOfDq(tile, KeyBlocks.of(problem, tile, sizes, longest_first)) if tile is not None else None
+    kernel = _Before(problem, backward, finals, sizes, pad, sums, delta_given, first_only)
+    return build("backward_preprocess", parameters, kernel.run)
 
-    @T.macro
-    def multiply(buffers: Any, batch: Any, head: Any, row0: Any, delta: Any) -> None:
+
+@dataclass(frozen=True)
+class _SumsOfDq:
+    """The sums of dQ that are zeroed: of a kernel over keys with this tile, and these blocks."""
+
+    tile: Tile
+    blocks: KeyBlocks
+
+
+@dataclass(frozen=True)
+class _RowsAt:
+    """The rows that a block has: which block of its head's it is, its pair of key head and batch, and its query head
+    among all; their first, and their delta."""
+
+    place: Place
+    block: Any
+    pair: Any
+    row: Any
+    row0: Any
+    delta: Any
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The kernel `preprocess` under construction."""
+
+    problem: Problem
+    backward: Backward
+    finals: tuple[str, ...]
+    sizes: Sizes
+    pad: int
+    sums: _SumsOfDq | None
+    delta_given: bool
+    first_only: bool
+
+    @cached_property
+    def dim_v(self) -> int:
+        """Columns of a row: rows of a power of two share threads evenly."""
+        return max(1 << (self.problem.dim_v - 1).bit_length(), 16)
+
+    @cached_property
+    def length(self) -> int:
+        """Rows of a block."""
+        return min(max(ENTRIES // self.dim_v, 16), ROW_PAD)
+
+    @property
+    def pairs_before(self) -> Any:
+        """How many pairs of key head and batch no block over keys prepares for."""
+        assert self.sums is not None, "who makes the first units' rows zeroes their sums too"
+        return self.sums.blocks.pairs_before
+
+    @macro_method
+    def run(self, buffers: Buffers) -> None:
+        """A block for some rows of a head."""
+        problem, sizes, length = self.problem, self.sizes, self.length
+        count = padded_length(sizes.q, self.pad) // length
+        with T.Kernel(count, problem.heads, sizes.batch, threads=THREADS) as (block, head, batch):
+            if self.sums is not None and self.sums.tile.hopper:
+                T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
+            delta = T.alloc_fragment([length], FLOAT)
+            row0 = block * length
+            pair, row = batch * problem.kv_heads + head // problem.group, batch * problem.heads + head
+            place = Place(batch, head, {}, reader(buffers, sizes.inside(problem, batch, head)))
+            at = _RowsAt(place, block, pair, row, row0, delta)
+            if self.first_only:
+                self.make_first_rows(buffers, at)
+            else:
+                self.make_rows(buffers, at)
+            if self.sums is not None:
+                self.zero_sums(buffers, self.sums, at)
+
+    @macro_method
+    def make_first_rows(self, buffers: Buffers, at: _RowsAt) -> None:
+        """What pairs read of all rows, but what is made of delta for the first units alone."""
+        of_delta = rows_of_delta(self.backward)
+        self.write_rows(buffers, at, [named for named in self.backward.rows if named not in of_delta], None)
+        if at.pair < self.pairs_before:
+            self.multiply(buffers, at.place.batch, at.place.head, at.row0, at.delta)
+            self.write_rows(buffers, at, of_delta, at.delta)
+
+    @macro_method
+    def make_rows(self, buffers: Buffers, at: _RowsAt) -> None:
+        """Delta, and what pairs read of rows."""
+        place = at.place
+        if self.delta_given:
+            T.copy(self.rows_of(buffers, "given", at), at.delta)
+        elif reads_delta(self.backward):
+            self.multiply(buffers, place.batch, place.head, at.row0, at.delta)
+        else:
+            T.fill(at.delta, 0)
+        T.copy(at.delta, self.rows_of(buffers, "delta", at))
+        self.write_rows(buffers, at, self.backward.rows, at.delta)
+
+    def rows_of(self, buffers: Buffers, name: str, at: _RowsAt) -> Any:
+        """A block's rows of a tensor."""
+        return buffers[name][at.place.batch, at.place.head, at.row0 : at.row0 + self.length]
+
+    @macro_method
+    def multiply(self, buffers: Buffers, batch: Any, head: Any, row0: Any, delta: Any) -> None:
+        """delta = the row sums of o * dO."""
+        length, dim_v, dtype = self.length, self.dim_v, self.problem.dtype
         product = T.alloc_fragment([length, dim_v], FLOAT)
-        output = T.alloc_fragment([length, dim_v], problem.dtype)
-        gradient = T.alloc_fragment([length, dim_v], problem.dtype)
+        output = T.alloc_fragment([length, dim_v], dtype)
+        gradient = T.alloc_fragment([length, dim_v], dtype)
         T.copy(window(buffers["o"], batch, head, row0, length, dim_v), output)
         T.copy(window(buffers["do"], batch, head, row0, length, dim_v), gradient)
         for i, d in T.Parallel(length, dim_v):
             product[i, d] = T.cast(output[i, d], FLOAT) * T.cast(gradient[i, d], FLOAT)
         T.reduce_sum(product, delta, dim=1)
 
-    @T.macro
-    def body(buffers: Any) -> None:
-        count = padded_length(sizes.q, pad) // length
-        with T.Kernel(count, problem.heads, sizes.batch, threads=threads) as (block, head, batch):
-            if tile is not None and tile.hopper:
-                T.pdl_trigger()  # the next kernel's blocks come as these go, and wait for all of them
-            delta = T.alloc_fragment([length], FLOAT)
-            row0 = block * length
-            pair, row = batch * problem.kv_heads + head // problem.group, batch * problem.heads + head
-            place = Place(batch, head, {}, reader(buffers, sizes.inside(problem, batch, head)))
-            if first_only:
-                _read_rows(problem, backward, without_delta, finals, place, buffers, None, row0, length, sizes)
-                if pair < blocks.pairs_before:
-                    multiply(buffers, batch, head, row0, delta)
-                    _read_rows(problem, backward, of_delta, finals, place, buffers, delta, row0, length, sizes)
-            elif delta_given:
-                T.copy(buffers["given"][batch, head, row0 : row0 + length], delta)
-            elif reads_delta(backward):
-                multiply(buffers, batch, head, row0, delta)
-            else:
-                T.fill(delta, 0)
-            if not first_only:
-                T.copy(delta, buffers["delta"][batch, head, row0 : row0 + length])
-                _read_rows(problem, backward, backward.rows, finals, place, buffers, delta, row0, length, sizes)
-            if tile is not None:
-                size = length * padded(problem.dim)
-                take_sums_for_granted(buffers, row, block * size, size)
-                if not tile.hopper or pair < blocks.pairs_before:
-                    for x in T.Parallel(length * padded(problem.dim)):
-                        buffers["workspace"][row, block * (length * padded(problem.dim)) + x] = 0.0
-                if tile.hopper and row < blocks.pairs and block == 0:
-                    _, pairs = blocks.pairs_of(row)
-                    buffers["counters"][1 + row, PREPARED] = -len(SPARE) * blocks.of_a_unit
-                    buffers["counters"][1 + row, FINISHED] = -pairs * blocks.blocks
-                    buffers["counters"][0, 0] = 0
+    @macro_method
+    def zero_sums(self, buffers: Buffers, sums: _SumsOfDq, at: _RowsAt) -> None:
+        """The sums of these rows' dQ, which a kernel placed by hand zeroes but for its first units; its counters."""
+        size, row, by_hand, blocks = self.length * padded(self.problem.dim), at.row, sums.tile.hopper, sums.blocks
+        take_sums_for_granted(buffers, row, at.block * size, size)
+        if not by_hand or at.pair < blocks.pairs_before:
+            for x in T.Parallel(size):
+                buffers["workspace"][row, at.block * size + x] = 0.0
+        if by_hand and row < blocks.pairs and at.block == 0:
+            _, pairs = blocks.pairs_of(row)
+            buffers["counters"][1 + row, PREPARED] = -len(SPARE) * blocks.of_a_unit
+            buffers["counters"][1 + row, FINISHED] = -pairs * blocks.blocks
+            buffers["counters"][0, 0] = 0
 
-    return build("backward_preprocess", parameters, body)
+    def write_rows(self, buffers: Buffers, at: _RowsAt, rows: Sequence[tuple[str, Expr]], delta: Any) -> None:
+        """Writes some of the row values that the backward's pairs read; delta: None where they need none."""
+        place, row0, queries = at.place, at.row0, self.sizes.q
 
+        def value(name: str, i: Any) -> Any:
+            inside = row0 + i < queries
+            return T.if_then_else(inside, buffers[name][place.batch, place.head, T.min(row0 + i, queries - 1)], 0.0)
 
-def _read_rows(
-    problem: Problem, backward: Backward, rows: Sequence[tuple[str, Expr]], finals: tuple[str, ...], place: Place,
-    buffers: Any, delta: Any, row0: Any, length: int, sizes: Sizes,
-) -> None:  # fmt: skip
-    """Writes some of the row values that the backward's pairs read; delta: None where they need none."""
+        def entry(i: Any) -> None:
+            values: dict[Expr, Any] = {DELTA: delta[i]} if delta is not None else {}
+            values.update({final_variable(n): value(f"saved_{n}", i) for n in self.backward.given_rows})
+            for node in topological(*(e for _, e in rows)):
+                if node.kind is VarKind.ARRIVING:
+                    final = node.bare_name
+                    values[node] = value(f"d_{final}", i) if final in self.finals else T.float32(0)
+            results = place.splice(row0 + i, None, values)(*(e for _, e in rows))
+            for (name, _), result in zip(rows, results, strict=True):
+                kept = T.if_then_else(row0 + i < queries, result, 0.0)
+                store(buffers[name], kept, place.batch, place.head, row0 + i)
 
-    def value(name: str, i: Any) -> Any:
-        inside = row0 + i < sizes.q
-        return T.if_then_else(inside, buffers[name][place.batch, place.head, T.min(row0 + i, sizes.q - 1)], 0.0)
-
-    def entry(i: Any) -> None:
-        values: dict[Expr, Any] = {DELTA: delta[i]} if delta is not None else {}
-        values.update({final_variable(n): value(f"saved_{n}", i) for n in backward.given_rows})
-        for node in topological(*(e for _, e in rows)):
-            if node.kind is VarKind.ARRIVING:
-                final = node.bare_name
-                values[node] = value(f"d_{final}", i) if final in finals else T.float32(0)
-        splice = place.splice(row0 + i, None, values)
-        results = splice(*(e for _, e in rows))
-        for (name, _), result in zip(rows, results, strict=True):
-            kept = T.if_then_else(row0 + i < sizes.q, result, 0.0)
-            store(buffers[name], kept, place.batch, place.head, row0 + i)
-
-    if rows:
-        over_rows(length, entry)
+        if rows:
+            over_rows(self.length, entry)
 
 
 def postprocess(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import tilelang.language as T
 from tvm import DataType, tirx
@@ -151,7 +151,17 @@ def wrapping(op: Op, *operands: Any) -> Any:
 
 
 WRAPPING = frozenset({Op.ADD, Op.MUL, Op.ABS, Op.SHIFT_LEFT})
-Reader = Callable[[str, list[Any], Type], Any]
+
+
+class Reader(Protocol):
+    """Reads a custom input at indices, as a value of a type.
+
+    inside_too: indices that are known to lie in axes of these lengths, and so need no guard.
+    """
+
+    def __call__(
+        self, name: str, indices: list[Any], dtype: Type, inside_too: Sequence[tuple[Any, Any]] = ()
+    ) -> Any: ...
 
 
 def constant(expr: Expr) -> Any:
@@ -221,7 +231,8 @@ class Splice:
         if node.op is Op.RECIP and self.approximate:
             return T.fast_rcp(operands[0])
         if node.op is Op.POW and self.approximate:
-            return _fast_power(*operands, may_be_negative=not never_negative(node.args[0]))
+            base, exponent = operands
+            return _fast_power(base, exponent, may_be_negative=not never_negative(node.args[0]))
         if node.dtype is Type.LONG and node.op in WRAPPING and self.ranges.wraps(node):
             return wrapping(node.op, *operands)
         return TILELANG[node.op](*operands)

@@ -106,7 +106,8 @@ class QueryWalk:
     def __init__(self, plan: TilePlan, problem: Problem, sizes: Any, tile: Tile, buffers: Any, batch: Any, kv_head: Any,
                  row: Any, handed: HandedQueries | None = None) -> None:  # fmt: skip
         self.plan, self.shape, self.group, self.kv_head, self.handed = plan, tile, problem.group, kv_head, handed
-        self.kv0, self.lists = row * tile.kv, None
+        self.kv0 = row * tile.kv
+        self.lists: _Lists | None = None
         if handed is not None:
             self.first, self.count = handed.first, handed.count
             return
@@ -130,9 +131,10 @@ class QueryWalk:
         if not self.plan.mapped:
             start = self.first * PIECE + step // self.group * self.shape.q
             return Visit(start, self._is_partial, first_head + in_turn)
-        if self.lists is None:
+        if self.handed is not None:
             entry = self.handed.entry(step)
         else:
+            assert self.lists is not None, "who is handed nothing reads the list"
             entry = self.lists.entry(step if self.plan.by_head else step // self.group, first)
         piece, in_group = (entry // 2, in_turn)
         if self.plan.by_head:
@@ -151,12 +153,14 @@ class _Lists:
         self.listed = (batch if plan.by_batch else 0, head if plan.by_head else 0, row)
         for index, length in zip(self.listed, self.buffer.shape, strict=False):
             take_for_granted(T.And(index >= 0, index < length))
-        self.count = _name("count", self.buffer[(*self.listed, 0)])
+        of_count = (*self.listed, 0)
+        self.count = _name("count", self.buffer[of_count])
         take_for_granted(self.count < self.buffer.shape[3])
 
     def entry(self, step: Any, first: Any = None) -> Any:
         """What the list holds for a step; read here, once, unless it is the first step's, which was read."""
-        entry = self.buffer[(*self.listed, step + 1)]
+        of_entry = (*self.listed, step + 1)
+        entry = self.buffer[of_entry]
         return _name("entry", entry) if first is None else name_value(T.if_then_else(step == 0, first, entry))
 
 

@@ -135,7 +135,7 @@ def extremes(
 
 def workspace(problem: Problem, pad: int) -> Buffer:
     """The sums of dQ: (batch * heads, padded queries * padded dim), tile after tile, each in the order of
-    `rows.workspace_offset`. The second length has a name of its own in kernels: that costs no division of 64 bits."""
+    `kernels/workspace.py`. The second length has a name of its own in kernels: that costs no division of 64 bits."""
     sums = length("sums_of_a_head")
     known = padded_length(QUERIES, pad) * padded(problem.dim)
     return Buffer("workspace", (BATCH * problem.heads, sums), known=((sums.name, known),))

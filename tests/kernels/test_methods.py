@@ -10,8 +10,8 @@ import tilelang.language as T
 
 from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.kernels.common import build
-from attention_engine.kernels.hopper.methods import macro_method
 from attention_engine.kernels.hopper.notes import note_in, number_of, size_of, values_of
+from attention_engine.kernels.methods import macro_method
 
 
 class Doubles:

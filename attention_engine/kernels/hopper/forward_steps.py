@@ -84,6 +84,11 @@ class Work:
     steps: Any
     thread: Any
 
+    @property
+    def walk_of_starts(self) -> KeyWalk | None:
+        """The walk, where what a tile starts with depends on the step."""
+        return self.walk if self.form.starts_by_index else None
+
     def stage(self, step: Any) -> tuple[Any, Any]:
         """Where a step's keys and values are, and the parity of their barriers."""
         return self.item.round.stage(step, self.form.tile.stages)
@@ -115,10 +120,10 @@ def weigh(
 def start_tile(form: ForwardForm, maths: TileMaths, walk: KeyWalk | None, step: Any) -> None:
     """Writes what a step's products add to, before its group waits for its turn: the group then issues them at once.
 
-    Past the last step the tile is nobody's. It is then made as the first step's, which is far from the diagonal as a
-    rule and so made soonest.
+    walk: None where the tile starts alike in every step. Past the last step the tile is nobody's. It is then made as
+    the first step's, which is far from the diagonal as a rule and so made soonest.
     """
-    maths.start_scores(walk.at(T.if_then_else(step < walk.count, step, 0)).start if form.starts_by_index else 0)
+    maths.start_scores(0 if walk is None else walk.at(T.if_then_else(step < walk.count, step, 0)).start)
     T.warpgroup_fence_operand(maths.scores, num_regs=form.tile.q * form.tile.kv // form.tile.threads)
 
 
@@ -183,7 +188,7 @@ def make_first_weights(work: Work) -> None:
     weigh(form, work.maths, first_visit)
     T.copy(memory.scores, memory.weights)
     if form.starts_ahead:
-        start_tile(form, work.maths, work.walk, 1)
+        start_tile(form, work.maths, work.walk_of_starts, 1)
     memory.queries.give_back_before(thread, item.round)
     form.turns.let_second_start(thread, item.round.items)
     values = memory.values
@@ -215,7 +220,7 @@ def take_step(work: Work, after: Any) -> None:
         fenced()
     T.copy(memory.scores, memory.weights)
     if form.starts_ahead:
-        start_tile(form, work.maths, work.walk, step + 1)
+        start_tile(form, work.maths, work.walk_of_starts, step + 1)
     clear_step(form.seen, work.maths.place, visit, values.tile, values.full, (stage, turn), form.tile.threads)
 
 

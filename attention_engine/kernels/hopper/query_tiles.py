@@ -16,9 +16,9 @@ import tilelang.language as T
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.common import named, window
 from attention_engine.kernels.hopper.barriers import arrive, arrive_when_read, give_back, wait
-from attention_engine.kernels.hopper.methods import macro_method
 from attention_engine.kernels.hopper.notes import size_of
 from attention_engine.kernels.items import Item, Round
+from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.warps import GROUP, LEAVE, SWIZZLED, WARP, keeps_queries_ahead, output_fits
 from attention_engine.plan.forms import Tile
 
@@ -59,7 +59,7 @@ class QueryTiles:
         hands_back = [self.groups * WARP if self.through else tile.threads // WARP] * self.count
         self.empty = named("q_empty", T.alloc_barrier(arrive_count=hands_back)) if tile.persistent else None
         record = [self.count, size_of(QueryNote)]
-        self.record = named("record", T.alloc_shared(record, "int32")) if tile.persistent else None
+        self.record: Any = named("record", T.alloc_shared(record, "int32")) if tile.persistent else None
         self.noted = named("noted", T.alloc_barrier(arrive_count=[WARP] * self.count)) if self.count == 2 else None
 
     def slot(self, of: Round) -> Any:

@@ -34,10 +34,10 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.diagonals import sum_diagonals
 from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
 from attention_engine.kernels.pair_maths import NOTHING, PairMaths, factor_of, keeps_products, of_pairs
-from attention_engine.kernels.rows import take_sums_for_granted, workspace_offset
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import QueryWalk, either
 from attention_engine.kernels.unseen import clear_operand
+from attention_engine.kernels.workspace import take_sums_for_granted, workspace_offset
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -121,12 +121,14 @@ def backward(
                 where_partial(partial, bind(maths.mask, weights))
                 load(weights_in, weights)
                 accumulate(weights_in, do, dv_sums, whole_rows=not tile.shared_weights)
-                for read, expr in summed.scattered:
-                    maths.scatter(products, weights, gradients, read, expr, buffers[f"d_custom_{read.name}"])
-                for number, (read, expr) in enumerate(summed.of_keys):
+                for scattered, expr in summed.scattered:
+                    maths.scatter(products, weights, gradients, scattered, expr, buffers[f"d_custom_{scattered.name}"])
+                for number, (key_read, expr) in enumerate(summed.of_keys):
                     if factor_of(schedule, expr) is None:
                         maths.contribute(products, weights, gradients, expr, contribution)
-                        sum_keys(read, problem, contribution, key_sums[number], tile, buffers, number, place, kv0, 1.0)
+                        sum_keys(
+                            key_read, problem, contribution, key_sums[number], tile, buffers, number, place, kv0, 1.0
+                        )
                 for number, (_, expr) in enumerate(summed.diagonals):
                     if factor_of(schedule, expr) is None:
                         maths.contribute(products, weights, gradients, expr, contribution)
@@ -134,10 +136,12 @@ def backward(
                         sum_diagonals(summed, shared_tile, tile, buffers, number, place, q0, kv0, sizes, 1.0)
                 maths.differentiate(products, weights, gradients)
                 where_partial(partial, bind(maths.mask, gradients))
-                for number, (read, expr) in enumerate(summed.of_keys):
+                for number, (key_read, expr) in enumerate(summed.of_keys):
                     factor = factor_of(schedule, expr)
                     if factor is not None:
-                        sum_keys(read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor)
+                        sum_keys(
+                            key_read, problem, gradients, key_sums[number], tile, buffers, number, place, kv0, factor
+                        )
                 load(gradients_in, gradients)
                 accumulate(gradients_in, q, dk_sums, whole_rows=not tile.shared_weights)
                 if not in_products:
@@ -165,8 +169,8 @@ def backward(
                             ],
                             dq[i, d],
                         )
-            for number, (read, _) in enumerate(summed.of_keys):
-                if not shared_between_heads(read, problem):
+            for number, (key_read, _) in enumerate(summed.of_keys):
+                if not shared_between_heads(key_read, problem):
                     T.copy(key_sums[number], buffers[f"key_sum{number}"][batch, kv_head, kv0 : kv0 + tile.kv])
             if schedule.scale != 1:
                 for j, d in T.Parallel(tile.kv, dim):

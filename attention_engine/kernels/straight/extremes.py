@@ -58,7 +58,7 @@ def backward_extremes(problem: Problem, schedule: BackwardSchedule, rows: Backwa
             k = Operand("k", problem, (tile.kv, dim))
             products = T.alloc_fragment(shape, FLOAT)
             values = T.alloc_fragment(shape, FLOAT)
-            shared = T.alloc_shared(shape, FLOAT) if over_keys else None
+            shared = T.alloc_shared(shape, FLOAT) if over_keys else values
             rows_of_values = T.alloc_fragment([tile.q, tile.kv], FLOAT) if over_keys else values
             here = T.alloc_fragment([tile.q], FLOAT)
             reaching = T.alloc_fragment([tile.q], FLOAT)

@@ -26,9 +26,9 @@ from attention_engine.kernels.hopper.keys.spare_warps import (
     wait_for_unit,
 )
 from attention_engine.kernels.items import Round, Shares, stage_of
-from attention_engine.kernels.rows import dealt
 from attention_engine.kernels.tiles import HandedQueries, QueryWalk, Visit
 from attention_engine.kernels.warps import WARP
+from attention_engine.kernels.workspace import dealt
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def prepare_items(form: KeyForm, buffers: Buffers, memory: KeyMemory) -> None:
         item = notes.item(Round(items_before))
         if item.steps == NO_MORE:
             T.loop_break()
-        work = SpareWork(form, memory.spare, notes.shares(form.blocks), item.unit, item.share)
+        work = SpareWork(form, memory.spare, notes.shares(form.blocks), item.unit, notes.share(item.round))
         prepare_together(work, buffers)
         store_together(work, buffers)
         tell_when_added(work, buffers, memory.added, *stage_of(items_before, NOTES))

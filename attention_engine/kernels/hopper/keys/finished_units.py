@@ -15,9 +15,9 @@ import tilelang.language as T
 from attention_engine.kernels.common import FLOAT, Buffers, window
 from attention_engine.kernels.hopper.keys.spare_warps import SpareWork, Target, see_memory, wait_for_rows, walk_share
 from attention_engine.kernels.hopper.notes import note_in
-from attention_engine.kernels.rows import bring_to_rows, take_sums_for_granted, wait_until_finished
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.warps import SPARE, WARP
+from attention_engine.kernels.workspace import bring_to_rows, take_sums_for_granted, wait_until_finished
 
 QUERIES = 8  # queries whose sums stand together, in the order of `workspace_offset`
 SUMS = 256  # that a warp holds at once
@@ -51,7 +51,7 @@ def store_tile(
 ) -> None:  # fmt: skip
     """A spare warp's part of a tile's dQ, some queries at a time. Sums come where rows of dO do, and dQ leaves by rows
     of o. The first warp has the smallest part, as it makes most of delta."""
-    form, problem, tile, rows = work.form, work.form.problem, work.form.tile, work.memory.rows
+    form, problem, tile, rows = work.form, work.form.problem, work.form.tile, work.rows
     dim, parts = form.dim, tile.q // QUERIES
     dq, target = rows.o[warp], note_in(Target, rows.target[warp])
     sums = T.view(rows.do[warp], [QUERIES * dim], FLOAT)

@@ -13,9 +13,9 @@ from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.pair_maths import factor_of
-from attention_engine.kernels.rows import transposes_dq
 from attention_engine.kernels.tiles import HandedQueries, QueryWalk
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
+from attention_engine.kernels.workspace import transposes_dq
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import TilePlan

@@ -32,9 +32,9 @@ import tilelang.language as T
 
 from attention_engine.kernels.common import Sizes, named
 from attention_engine.kernels.hopper.barriers import arrive, give_back, wait
-from attention_engine.kernels.hopper.methods import macro_method
 from attention_engine.kernels.hopper.notes import note_in, number_of
 from attention_engine.kernels.items import FIRST_ROUND, HeadTile, KeyBlocks, Round, Shares
+from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.tiles import HandedQueries
 from attention_engine.kernels.warps import GROUP, LEAVE, SPARE, SWIZZLED, WARP
 from attention_engine.plan.forms import Tile
@@ -83,7 +83,7 @@ class Lengths(NamedTuple):
 class KeyItem:
     """A block of keys of one key head and batch, and its steps; the block's round in which it comes.
 
-    unit, share: its unit of blocks, and where what it prepares beside begins. Computing threads do not ask for them.
+    unit: its unit of blocks. Computing threads do not ask for it.
     """
 
     block: Any
@@ -92,7 +92,6 @@ class KeyItem:
     steps: Any
     round: Round = FIRST_ROUND
     unit: Any = None
-    share: HeadTile | None = None
 
 
 def handed_walk(item: KeyItem, first: Any, entries: Any, stages: int) -> HandedQueries:
@@ -156,8 +155,12 @@ class Notes:
     def item(self, of: Round) -> KeyItem:
         """A round's item, as it is noted."""
         note = self.note(of)
-        share = HeadTile(note.shared_head, note.shared_tile)
-        return KeyItem(note.block, note.kv_head, note.batch, note.steps, of, note.unit, share)
+        return KeyItem(note.block, note.kv_head, note.batch, note.steps, of, note.unit)
+
+    def share(self, of: Round) -> HeadTile:
+        """Where what a round's item prepares beside begins."""
+        note = self.note(of)
+        return HeadTile(note.shared_head, note.shared_tile)
 
     def give_back(self, of: Round) -> None:
         """A warp needs a round's note no more."""

@@ -47,7 +47,7 @@ class KeyMemory:
     keys and values come once an item, queries and gradients of the output (dO) once a step; rows: rows of numbers by
     name, which come with either of those. added: a barrier for each item that may be noted, since the warp that waits
     for one may be late by an item: the block has added all to dQ. entries: of a list, one for each stage. entries and
-    notes: of a persistent block alone.
+    item_notes: of a persistent block alone.
     """
 
     keys: Ring
@@ -60,7 +60,13 @@ class KeyMemory:
     added: Any
     spare: SpareMemory
     entries: Any
-    notes: Notes | None
+    item_notes: Notes | None
+
+    @property
+    def notes(self) -> Notes:
+        """The notes of a persistent block."""
+        assert self.item_notes is not None, "the blocks of a grid note no items"
+        return self.item_notes
 
     @staticmethod
     def allocate(form: KeyForm) -> KeyMemory:
@@ -86,7 +92,7 @@ class KeyMemory:
             output_gradients=output_gradients, rows=rows, pairs=pairs, results=results, added=added,
             spare=SpareMemory.allocate(form),
             entries=named("entries", T.alloc_shared([stages], "int32")) if persistent and form.plan.mapped else None,
-            notes=Notes(tile) if persistent else None,
+            item_notes=Notes(tile) if persistent else None,
         )  # fmt: skip
 
 

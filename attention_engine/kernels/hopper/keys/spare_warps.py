@@ -33,9 +33,9 @@ from attention_engine.kernels.common import FLOAT, Buffers, Place, named, reader
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.notes import note_in, number_of, size_of
 from attention_engine.kernels.items import HeadTile, KeyBlocks, Shares
-from attention_engine.kernels.rows import FINISHED, PREPARED, counter, take_sums_for_granted
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.warps import SPARE, SPARE_START, WARP
+from attention_engine.kernels.workspace import FINISHED, PREPARED, counter, take_sums_for_granted
 
 ZEROES, FEW_ZEROES = 256, 64  # that are written at once; wide heads leave room for few
 OF_HEAD, OF_TILE = number_of(HeadTile, "head"), number_of(HeadTile, "tile")
@@ -136,6 +136,12 @@ class SpareWork:
     first: HeadTile
 
     @property
+    def rows(self) -> SpareRows:
+        """The memory for rows of o and dO."""
+        assert self.memory.rows is not None, "nobody makes delta or stores dQ"
+        return self.memory.rows
+
+    @property
     def blocks(self) -> KeyBlocks:
         """All blocks of keys."""
         return self.shares.blocks
@@ -205,10 +211,12 @@ def wait_for_rows(rows: SpareRows, warp: int, batch: Any, head: Any, q0: Any) ->
 
 
 @T.macro
-def make_delta(work: SpareWork, buffers: Buffers, warp: int, head_of_all: Any, tile_of_head: Any) -> None:
+def make_delta(
+    work: SpareWork, buffers: Buffers, delta: tuple[str, Expr], warp: int, head_of_all: Any, tile_of_head: Any
+) -> None:  # fmt: skip
     """A spare warp's part of a tile's delta, ROWS at a time. Threads begin at columns of their own, or they would meet
     in a bank of shared memory."""
-    form, rows, (name, expr) = work.form, work.memory.rows, work.form.delta
+    form, rows, (name, expr) = work.form, work.rows, delta
     problem, tile, dim_v, parts = form.problem, form.tile, form.dim_v, form.tile.q // ROWS
     o, do, row, target = rows.o[warp], rows.do[warp], rows.sums[warp], note_in(Target, rows.target[warp])
     word = rows.at_once
@@ -264,7 +272,7 @@ def prepare_tile(work: SpareWork, buffers: Buffers, warp: int, first_head: Any, 
     write_zeroes(work, buffers, warp, first_head + head, tile)
     if work.form.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
         if work.unit >= work.blocks.given:
-            make_delta(work, buffers, warp, first_head + head, tile)
+            make_delta(work, buffers, work.form.delta, warp, first_head + head, tile)
 
 
 @T.macro

@@ -23,11 +23,11 @@ from attention_engine.kernels.hopper.keys.memory import KeyMemory
 from attention_engine.kernels.hopper.keys.pair_operands import Step
 from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
 from attention_engine.kernels.pair_maths import PairMaths, factor_of
-from attention_engine.kernels.rows import take_sums_for_granted, workspace_offset
 from attention_engine.kernels.splice import hold_value
 from attention_engine.kernels.tiles import QueryWalk
 from attention_engine.kernels.unseen import clear_keys
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP
+from attention_engine.kernels.workspace import take_sums_for_granted, workspace_offset
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def take_step(work: Work, step: Any) -> None:
     form, memory, item, walk, kv0 = work.form, work.memory, work.item, work.walk, work.kv0
     tile, sizes, queries, pairs = form.tile, form.sizes, memory.queries, memory.pairs
     stage, turn = item.round.stage(step, tile.stages)
-    visit = walk.at(step) if memory.entries is None else None
+    if memory.entries is None:
+        visit = walk.at(step)
     T.barrier_wait(queries.full[stage], turn)
     T.wgmma_gemm(
         memory.keys.tile, queries.tile[stage, :, :], pairs.products, transpose_B=True, policy=form.policy,

@@ -6,6 +6,7 @@ summed in registers, up to `tile.heads` of them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -25,12 +26,14 @@ from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
+    Buffers,
     Operand,
     accumulate,
     build,
     load,
     loop,
     multiply,
+    named,
     over_pairs,
     store,
 )
@@ -47,6 +50,7 @@ from attention_engine.kernels.linear.common import (
     share_sm,
 )
 from attention_engine.kernels.linear.token.roles import RoleKernel, Rows
+from attention_engine.kernels.methods import macro_method
 from attention_engine.plan import linear_buffers
 
 
@@ -62,6 +66,38 @@ def chunk_rows(
     gradient is wanted; row sums (tiles, batch, heads, tokens), fp32, one for each.
     """
     return _Chunk(problem, program, ROLES[role], tile, decay_rows, reads).build()
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """A block's tiles. own: where it is read. pairs: products of own and z, where decays have a gradient. total: the
+    result of several heads."""
+
+    x: SourceTile
+    y: SourceTile
+    z: SourceTile
+    own: SourceTile | None
+    state: StateOperand
+    weights: Operand
+    scores: Accumulator
+    pairs: Accumulator | None
+    result: Accumulator
+    rows: Rows
+    total: Any
+
+    @property
+    def of_decays(self) -> tuple[SourceTile, Accumulator] | None:
+        """Of the gradient of decays: the own tensor, and products of it and z."""
+        return None if self.own is None or self.pairs is None else (self.own, self.pairs)
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where a block is: its number among those of a head and batch, its chunk, and its first column."""
+
+    block_index: Any
+    index: Any
+    column0: Any
 
 
 class _Chunk(RoleKernel):
@@ -92,92 +128,106 @@ class _Chunk(RoleKernel):
         )
 
     def build(self) -> Any:
-        tile, problem, sizes, role = self.tile, self.problem, self.sizes, self.role
-        chunk, width, inner = tile.chunk, self.width, self.inner
-        whole_rows = tile.in_registers
+        return build(f"chunk_{self.role.name}", self.parameters(), self.run)
 
-        @T.macro
-        def gather(
-            block: Block, index: Any, inner0: Any, column0: Any, x: SourceTile, y: SourceTile, state: StateOperand,
-            scores: Accumulator, result: Accumulator,
-        ) -> None:  # fmt: skip
-            if not self.rows_stay:
-                load_source(x, block, inner0)
-                load_source(y, block, inner0)
-            load_state(state, self.state_window(block, index, inner0, column0))
-            accumulate(x.operand, y.operand, scores, transpose_B=True, whole_rows=whole_rows)
-            add_state_product(x.operand, state, result, transpose_B=role.transposed, whole_rows=whole_rows)
+    def tiles(self) -> _Tiles:
+        """Made in the kernel."""
+        tile, problem, chunk, width = self.tile, self.problem, self.tile.chunk, self.width
+        state = (width, self.inner) if self.role.transposed else (self.inner, width)
+        return _Tiles(
+            x=SourceTile(self.x, chunk, self.inner), y=SourceTile(self.y, chunk, self.inner),
+            z=SourceTile(self.z, chunk, width),
+            own=SourceTile(self.own, chunk, width) if self.own is not None and self.needs_own else None,
+            state=StateOperand("state", problem, state),
+            weights=Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers),
+            scores=Accumulator("scores", problem, (chunk, chunk)),
+            pairs=Accumulator("pairs", problem, (chunk, chunk)) if self.decay_rows else None,
+            result=Accumulator("result", problem, (chunk, width)),
+            rows=Rows(problem, chunk, width, self.needs_own),
+            total=named("total", T.alloc_fragment([chunk, width], FLOAT)) if self.sums_heads else None,
+        )  # fmt: skip
 
-        @T.macro
-        def body(buffers: Any) -> None:
-            with T.Kernel(
-                self.width_tiles * sizes.chunks, problem.heads // self.heads, sizes.batch, threads=tile.threads
-            ) as (
-                block_index,
-                shared_head,
-                batch,
-            ):
-                share_sm(tile)
-                x = SourceTile(self.x, chunk, inner)
-                y = SourceTile(self.y, chunk, inner)
-                z = SourceTile(self.z, chunk, width)
-                own = SourceTile(self.own, chunk, width) if self.needs_own else None
-                state = StateOperand("state", problem, (width, inner) if role.transposed else (inner, width))
-                weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
-                scores = Accumulator("scores", problem, (chunk, chunk))
-                pairs = Accumulator("pairs", problem, (chunk, chunk)) if self.decay_rows else None
-                result = Accumulator("result", problem, (chunk, width))
-                rows = Rows(problem, chunk, width, self.needs_own)
-                total = T.alloc_fragment([chunk, width], FLOAT) if self.sums_heads else None
-                index, column0 = block_index // self.width_tiles, (block_index % self.width_tiles) * width
-                first = Block(buffers, sizes, batch, shared_head * self.heads, index * chunk)
+    @macro_method
+    def run(self, buffers: Buffers) -> None:
+        """A block for a chunk of tokens, a tile of columns, and some heads."""
+        tile, sizes, chunk, width = self.tile, self.sizes, self.tile.chunk, self.width
+        grid = self.width_tiles * sizes.chunks, self.problem.heads // self.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block_index, shared_head, batch):
+            share_sm(tile)
+            tiles = self.tiles()
+            index, column0 = block_index // self.width_tiles, (block_index % self.width_tiles) * width
+            at = _At(block_index, index, column0)
+            first = Block(buffers, sizes, batch, shared_head * self.heads, index * chunk)
+            if self.sums_heads:
+                T.fill(tiles.total, 0)
+            if self.rows_stay:
+                load_source(tiles.x, first, 0)
+                load_source(tiles.y, first, 0)
+            for source in self.columns_of(tiles, stay=True):
+                load_source(source, first, column0)
+            for number in loop(self.heads, tile.stages if self.inner_tiles == 1 and self.heads > 1 else 0):
+                head = shared_head * self.heads + number
+                block = Block(buffers, sizes, batch, head, index * chunk)
+                self.take_head(tiles, block, at)
                 if self.sums_heads:
-                    T.fill(total, 0)
-                if self.rows_stay:
-                    load_source(x, first, 0)
-                    load_source(y, first, 0)
-                if self.stays(self.z):
-                    load_source(z, first, column0)
-                if self.needs_own and self.stays(self.own):
-                    load_source(own, first, column0)
-                for number in loop(self.heads, tile.stages if self.inner_tiles == 1 and self.heads > 1 else 0):
-                    head = shared_head * self.heads + number
-                    block = Block(buffers, sizes, batch, head, index * chunk)
-                    if self.decays:
-                        load_decays(rows.sums, buffers, batch, head, index)
-                    self.find_factors(block, rows)
-                    T.clear(scores.sum)
-                    T.clear(result.sum)
-                    if self.inner_tiles == 1:
-                        gather(block, index, 0, column0, x, y, state, scores, result)
-                    else:
-                        for step in loop(self.inner_tiles, tile.stages):
-                            gather(block, index, step * inner, column0, x, y, state, scores, result)
-                    self.weigh_rows(result.sum, rows)
-                    self.weigh_pairs(scores.sum, rows)
-                    if not self.stays(self.z):
-                        load_source(z, block, column0)
-                    if self.needs_own and not self.stays(self.own):
-                        load_source(own, block, column0)
-                    if self.decay_rows:
-                        self.sum_state_rows(block, own, result.sum, rows, block_index)
-                        T.clear(pairs.sum)
-                        multiply(own.operand, z.operand, pairs.sum, transpose_B=True, whole_rows=whole_rows)
-                        self.sum_pairs(block, pairs.sum, scores.sum, rows, block_index)
-                    load(weights, scores.sum)
-                    accumulate(weights, z.operand, result, whole_rows=whole_rows)
-                    if len(self.reads) > 0:
-                        self.sum_reads(block, own, result.sum, rows, block_index)
-                    self.chain(block, own, result.sum, rows, column0)
-                    if self.sums_heads:
-                        for i, d in T.Parallel(chunk, width):
-                            total[i, d] += result.sum[i, d]
-                    else:
-                        T.copy(result.sum, self.result_window(buffers, batch, head, index * chunk, column0))
-                if self.sums_heads:
-                    T.copy(total, self.result_window(buffers, batch, shared_head, index * chunk, column0))
+                    for i, d in T.Parallel(chunk, width):
+                        tiles.total[i, d] += tiles.result.sum[i, d]
+                else:
+                    T.copy(tiles.result.sum, self.result_window(buffers, batch, head, index * chunk, column0))
+            if self.sums_heads:
+                T.copy(tiles.total, self.result_window(buffers, batch, shared_head, index * chunk, column0))
 
-        return build(f"chunk_{role.name}", self.parameters(), body)
+    def columns_of(self, tiles: _Tiles, stay: bool) -> list[SourceTile]:
+        """The tiles of the result's columns that are the same for all heads of a block, or those that are not."""
+        return [tile for tile in (tiles.z, tiles.own) if tile is not None and self.stays(tile.source) == stay]
+
+    @macro_method
+    def take_head(self, tiles: _Tiles, block: Block, at: _At) -> None:
+        """The result of one head."""
+        rows, scores, result, inner_tiles = tiles.rows, tiles.scores, tiles.result, self.inner_tiles
+        if self.decays:
+            load_decays(rows.sums, block.buffers, block.batch, block.head, at.index)
+        self.find_factors(block, rows)
+        T.clear(scores.sum)
+        T.clear(result.sum)
+        if inner_tiles == 1:
+            self.gather(tiles, block, at.index, 0, at.column0)
+        else:
+            for step in loop(inner_tiles, self.tile.stages):
+                self.gather(tiles, block, at.index, step * self.inner, at.column0)
+        self.weigh_rows(result.sum, rows)
+        self.weigh_pairs(scores.sum, rows)
+        for source in self.columns_of(tiles, stay=False):
+            load_source(source, block, at.column0)
+        if tiles.of_decays is not None:
+            self.sum_decay_rows(tiles, tiles.of_decays, block, at)
+        load(tiles.weights, scores.sum)
+        accumulate(tiles.weights, tiles.z.operand, result, whole_rows=self.tile.in_registers)
+        if len(self.reads) > 0:
+            self.sum_reads(block, tiles.own, result.sum, rows, at.block_index)
+        self.chain(block, tiles.own, result.sum, rows, at.column0)
+
+    @macro_method
+    def gather(self, tiles: _Tiles, block: Block, index: Any, inner0: Any, column0: Any) -> None:
+        """What a step of the summed dim adds to products of pairs, and to the state's part of the result."""
+        x, y, state, whole_rows = tiles.x, tiles.y, tiles.state, self.tile.in_registers
+        if not self.rows_stay:
+            load_source(x, block, inner0)
+            load_source(y, block, inner0)
+        load_state(state, self.state_window(block, index, inner0, column0))
+        accumulate(x.operand, y.operand, tiles.scores, transpose_B=True, whole_rows=whole_rows)
+        add_state_product(x.operand, state, tiles.result, transpose_B=self.role.transposed, whole_rows=whole_rows)
+
+    @macro_method
+    def sum_decay_rows(
+        self, tiles: _Tiles, of_decays: tuple[SourceTile, Accumulator], block: Block, at: _At
+    ) -> None:  # fmt: skip
+        """What the rows' state and pairs add to the gradient of decays."""
+        own, pairs = of_decays
+        self.sum_state_rows(block, own, tiles.result.sum, tiles.rows, at.block_index)
+        T.clear(pairs.sum)
+        multiply(own.operand, tiles.z.operand, pairs.sum, transpose_B=True, whole_rows=self.tile.in_registers)
+        self.sum_pairs(block, pairs.sum, tiles.scores.sum, tiles.rows, at.block_index)
 
     def result_window(self, buffers: Any, batch: Any, shared_head: Any, token0: Any, column0: Any) -> Any:
         stop, end = token0 + self.tile.chunk, column0 + self.width

@@ -106,8 +106,11 @@ def decay_gradients(
 
     def add_parts(buffers: Any, block: Block, queries: Any, keys: Any) -> None:
         def entry(n: Any, c: Any) -> None:
-            at = (block.batch, block.head, T.min(block.token0 + n * chunk + c, sizes.chunks * chunk - 1))
-            total = {name: sum(buffers[name][(p, *at)] for p in range(count)) for name, count in parts.items()}
+            token = T.min(block.token0 + n * chunk + c, sizes.chunks * chunk - 1)
+            total = {
+                name: sum(buffers[name][p, block.batch, block.head, token] for p in range(count))
+                for name, count in parts.items()
+            }
             store(queries, total["of_queries"] + (total["of_query_pairs"] - total["of_key_pairs"]), n, c)
             store(keys, total["of_keys"], n, c)
 

@@ -65,7 +65,9 @@ class Rows:
         self.sums = DecaySums(problem, chunk, "sums_tile")
         names = ("row_factors", "column_factors", "own_factors", "row_weights")
         self.x, self.yz, self.own, self.weights = (named(n, T.alloc_shared([chunk], FLOAT)) for n in names)
-        self.added = self.scaled = self.products = None
+        self.added: Any = None
+        self.scaled: Any = None
+        self.products: Any = None
         if sums:
             self.added, self.scaled = (named(n, T.alloc_fragment([chunk], FLOAT)) for n in ("added", "scaled"))
             self.products = named("products", T.alloc_fragment([chunk, width], FLOAT))
@@ -104,7 +106,10 @@ class RoleKernel:
             block.factors(rows.own, self.own)
         if self.decays:
             sums, last = rows.sums, self.tile.chunk - 1
-            kept = (lambda i: sums.between(i, last)) if self.role.over_keys else sums.upto
+
+            def kept(i: Any) -> Any:
+                return sums.between(i, last) if self.role.over_keys else sums.upto(i)
+
             block.rows(rows.weights, lambda i: rows.x[i] * T.exp2(kept(i)) if self.by_row else T.exp2(kept(i)))
         elif self.by_row:
             rows.weights = rows.x
@@ -136,14 +141,14 @@ class RoleKernel:
         return value * rows.own[i] if self.by_own else value
 
     def sum_reads(
-        self, block: Block, own: SourceTile | HeldTile, result: Any, rows: Rows, block_index: Any
+        self, block: Block, own: SourceTile | HeldTile | None, result: Any, rows: Rows, block_index: Any
     ) -> None:  # fmt: skip
         """The row sums of the reads' gradients."""
         for number, read in enumerate(self.reads):
             if number == 0 or read.summand is not self.reads[number - 1].summand:
 
                 def entry(i: Any, d: Any, summand: Expr = read.summand) -> None:
-                    (value,) = block.splice(i, own.raw_value(i, d), result[i, d])(summand)
+                    (value,) = block.splice(i, own.raw_value(i, d) if own else None, result[i, d])(summand)
                     store(rows.products, value, i, d)
 
                 over_pairs(self.tile.chunk, self.width, entry)

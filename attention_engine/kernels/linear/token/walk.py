@@ -82,7 +82,7 @@ class _Walk(RoleKernel):
                 share_sm(tile)
                 x, y = (SourceTile(s, chunk, self.dim) for s in (self.x, self.y))
                 z = SourceTile(self.z, chunk, width)
-                own = HeldTile(self.own, chunk, width) if self.needs_own else None
+                own = self.held_own()
                 weighted = T.alloc_fragment([chunk, width], FLOAT) if self.weighs else None
                 values = Operand("values", problem, (chunk, width)) if self.weighs else None
                 weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
@@ -90,7 +90,7 @@ class _Walk(RoleKernel):
                 scores = Accumulator("scores", problem, (chunk, chunk))
                 result = Accumulator("result", problem, (chunk, width))
                 state = Accumulator("state", problem, (self.dim, width))
-                staged = values.whole if self.reuses else T.alloc_shared([chunk, width], problem.dtype)
+                staged = self.way_out(values)
                 held, made = state.sum, result.sum
                 rows = Rows(problem, chunk, width, self.needs_own)
                 column_weights = named("column_weights", T.alloc_shared([chunk], FLOAT))
@@ -105,8 +105,8 @@ class _Walk(RoleKernel):
                     load_source(x, block, 0)
                     load_source(y, block, 0)
                     load_source(z, block, column0)
-                    if self.needs_own:
-                        T.copy(block.window(self.own, column0, width), own.held)
+                    if own is not None:
+                        T.copy(block.window(own.source, column0, width), own.held)
                     if self.decays:
                         load_decays(rows.sums, buffers, batch, head, index)
                     self.find_factors(block, rows)
@@ -137,6 +137,16 @@ class _Walk(RoleKernel):
                     T.copy(held, buffers["last"][batch, head, 0 : self.dim, column0 : column0 + width])
 
         return build(f"walk_{self.role.name}" if self.role.own else "forward", self.parameters(), body)
+
+    def held_own(self) -> HeldTile | None:
+        """The own tensor's tile, where it is read."""
+        return HeldTile(self.own, self.tile.chunk, self.width) if self.own is not None and self.needs_own else None
+
+    def way_out(self, values: Operand | None) -> Any:
+        """The shared memory by which a result leaves."""
+        if values is not None and self.reuses:
+            return values.whole
+        return T.alloc_shared([self.tile.chunk, self.width], self.problem.dtype)
 
     def result_window(self, buffers: Any, block: Block, column0: Any) -> Any:
         stop = block.token0 + self.tile.chunk

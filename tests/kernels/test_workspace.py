@@ -2,7 +2,7 @@
 
 import pytest
 
-from attention_engine.kernels.rows import workspace_entry, workspace_offset
+from attention_engine.kernels.workspace import workspace_entry, workspace_offset
 from attention_engine.plan.forms import HopperKeys, Straight, Tile
 
 
