@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attention_engine.ir.expr import INTEGERS, Expr, Number, Op, Type, in_64_bits, topological
+from attention_engine.ir.expr import INTEGERS, Expr, Number, Op, Reduction, Type, in_64_bits, topological
 
 LOWEST = -1e30  # stands for -inf where a row starts: below every score, yet finite, so that x - LOWEST is never NaN
 WIDEST = 64  # bits of an integer
@@ -114,7 +114,7 @@ CASTS: dict[Type, Callable[[Number], Number]] = {
     Type.FLOAT: float,
 }
 MAY_WRAP = frozenset({Op.ADD, Op.MUL, Op.FLOORDIV, Op.ABS, Op.SHIFT_LEFT})  # of integers
-FOLDS: dict[str, Callable[[Sequence[float]], float]] = {
+FOLDS: dict[Reduction, Callable[[Sequence[float]], float]] = {
     "sum": _guard(math.fsum),
     "max": lambda row: max([LOWEST, *row]),
     "min": lambda row: min([-LOWEST, *row]),
@@ -153,7 +153,7 @@ def evaluate_all(roots: Sequence[Expr], values: Mapping[Expr, Value], length: in
             continue  # without a value; so is what needs it, unless `values` holds that
         elif node.op is Op.REDUCE:
             row = done[node.args[0]]
-            done[node] = FOLDS[str(node.arg)](row if isinstance(row, list) else [row] * length)
+            done[node] = FOLDS[node.reduction](row if isinstance(row, list) else [row] * length)
         else:
             done[node] = _apply(function_of(node), [done[a] for a in node.args])
     if missing := [r for r in roots if r not in done]:

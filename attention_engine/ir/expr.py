@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 
@@ -78,7 +78,7 @@ class Op(Enum):
     CONST = "const"
     VAR = "var"
     LOAD = "load"  # arg: the custom input's name; args: one integer index for each of its axes
-    REDUCE = "reduce"  # arg: "sum" | "max" | "min", over the kept keys of a row
+    REDUCE = "reduce"  # arg: a Reduction, over the kept keys of a row
     ADD = "add"
     MUL = "mul"
     RECIP = "recip"
@@ -125,6 +125,8 @@ LEAVES = frozenset({Op.CONST, Op.VAR})
 INTEGERS = frozenset({Type.INT, Type.LONG})
 Number = bool | int | float
 Argument = Number | str | Type | Variable | None
+Extremum = Literal["max", "min"]
+Reduction = Literal["sum", Extremum]  # what a row may be reduced to: ir/verify.py refuses others
 
 
 class Expr:
@@ -187,6 +189,12 @@ class Expr:
             return self.arg.written
         assert self.op is Op.LOAD and isinstance(self.arg, str)
         return self.arg
+
+    @property
+    def reduction(self) -> Reduction:
+        """What a reduction makes of its row."""
+        assert self.op is Op.REDUCE
+        return cast(Reduction, self.arg)
 
     @property
     def bare_name(self) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from attention_engine.ir.expr import Axis, Expr, Op, Type, VarKind, topological, var
+from attention_engine.ir.expr import Axis, Expr, Extremum, Op, Type, VarKind, topological, var
 from attention_engine.ir.pretty import lines
 
 PAIR = (Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.KEY)
@@ -138,7 +138,7 @@ class Extreme:
     """
 
     number: int
-    kind: str
+    kind: Extremum
     value: Expr
     names: tuple[str, str]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, get_args
 
 from attention_engine import settings
-from attention_engine.ir.expr import INTEGERS, Axis, Expr, Op, Type, dtype_of, topological
+from attention_engine.ir.expr import INTEGERS, Axis, Expr, Extremum, Op, Reduction, Type, dtype_of, topological
 from attention_engine.ir.linear import GRADIENT, LinearProgram, ModGradient, X
 from attention_engine.ir.pretty import formula
 from attention_engine.ir.program import (
@@ -69,7 +69,7 @@ OPERANDS: dict[Op, tuple[Types, ...]] = {
     Op.VAR: (),
 }
 TOGETHER = {Op.WHERE: slice(1, None)}  # which operands are of one type, where not all are
-REDUCTIONS = ("sum", "max", "min")
+REDUCTIONS = get_args(Reduction)
 IN_32_BITS = range(-(2**31), 2**31)
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ def verify_backward(backward: Backward, program: Program) -> None:
     if backward.score is not None:
         reads("score", backward.score, {PRODUCT, *PLACES}, OF_PAIR)
     for number, extreme in enumerate(backward.extremes):
-        if extreme.number != number or extreme.kind not in ("max", "min"):
+        if extreme.number != number or extreme.kind not in get_args(Extremum):
             raise refuse(f"{extreme.of_pair}", f"is number {number}, a {extreme.kind}")
         reads(f"{extreme.of_pair}", extreme.value, {PRODUCT, *PLACES}, OF_PAIR)
     pairs = {PRODUCT, WEIGHT, WEIGHT_GRADIENT, *rows, *(e.of_pair for e in backward.extremes), *PLACES}

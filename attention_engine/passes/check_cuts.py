@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from attention_engine.errors import NotOnline
 from attention_engine.ir.evaluate import LOWEST, Value, evaluate_all
@@ -82,6 +83,8 @@ def _draw(node: Expr, draw: random.Random, center: float, spread: float) -> Valu
             numbers = list(range(KEYS))
         case Type.BOOL:
             numbers = [draw.random() < 0.5 for _ in range(KEYS)]
+        case _:
+            assert_never(node.dtype)
     return numbers if Axis.KEY in node.axes else numbers[1]
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import assert_never
 
 from attention_engine.errors import BackwardNotDerived
 from attention_engine.ir.expr import (
     Axis,
     Expr,
+    Extremum,
     Op,
     Type,
     const,
@@ -177,14 +179,16 @@ class _Deriver:
         (direct,) = differentiate(self.closed.weight, [target], WEIGHT_GRADIENT)
         parts = [direct]
         for reduction, sensitivity in self.sensitivities.items():
-            if reduction.arg == "sum":
-                (part,) = differentiate(reduction.args[0], [target], sensitivity)
-            else:
-                part = self._where_reached(reduction, target, sensitivity)
-            parts.append(part)
+            match reduction.reduction:
+                case "sum":
+                    parts += differentiate(reduction.args[0], [target], sensitivity)
+                case "max" | "min" as kind:
+                    parts.append(self._where_reached(reduction, kind, target, sensitivity))
+                case _ as kind:
+                    assert_never(kind)
         return factor_out(add(*parts))
 
-    def _where_reached(self, reduction: Expr, target: Expr, sensitivity: Expr) -> Expr:
+    def _where_reached(self, reduction: Expr, kind: Extremum, target: Expr, sensitivity: Expr) -> Expr:
         """An equal share of an extreme's gradient for each pair that reaches it, as torch.amax has it."""
         inside = reduction.args[0]
         if is_const(differentiate(inside, [target])[0], 0):
@@ -195,7 +199,7 @@ class _Deriver:
         number = len(self.extremes)
         taken = dict(self.program.finals)
         rows = unlike(f"extreme{number}", taken), unlike(f"reached{number}", taken)
-        extreme = self.extremes.setdefault(reduction, Extreme(number, str(reduction.arg), value, rows))
+        extreme = self.extremes.setdefault(reduction, Extreme(number, kind, value, rows))
         (part,) = differentiate(inside, [target], mul(sensitivity, recip(extreme.count)))
         return where(construct(make(Op.EQUAL, extreme.of_pair, extreme.row)), part, ZERO)
 

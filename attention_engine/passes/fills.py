@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 
 from attention_engine.ir.evaluate import LOWEST, evaluate
-from attention_engine.ir.expr import Expr, Op, Type, topological
+from attention_engine.ir.expr import Expr, Op, Reduction, Type, topological
 from attention_engine.ir.program import SCORE, Program
 
-NEUTRAL = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}
+NEUTRAL: dict[Reduction, float] = {"sum": 0.0, "max": LOWEST, "min": -LOWEST}
 
 
 def find_fill(updates: Sequence[Expr], weights: Expr, held: Expr) -> float | None:
@@ -25,7 +25,7 @@ def absorbs_absent_pairs(program: Program) -> bool:
 
 def _leaves_out(updates: Sequence[Expr], weights: Expr, held: Expr, fill: float) -> bool:
     reductions = [n for n in topological(*updates, weights) if n.op is Op.REDUCE]
-    wanted = [(n.args[0], NEUTRAL[str(n.arg)]) for n in reductions] + [(weights, 0.0)]
+    wanted = [(n.args[0], NEUTRAL[n.reduction]) for n in reductions] + [(weights, 0.0)]
     return all(_gives(expr, held, fill, neutral) for expr, neutral in wanted)
 
 

@@ -17,6 +17,7 @@ from attention_engine.ir.expr import (
     Axis,
     Expr,
     Op,
+    Reduction,
     Type,
     VarKind,
     const,
@@ -47,7 +48,7 @@ class ReduceStep:
     """variable = the reduction of `source` over the keys (of its absolute value); without a source, of the tile."""
 
     variable: Expr
-    kind: str
+    kind: Reduction
     absolute: bool
     source: Expr | None
 
@@ -373,7 +374,7 @@ class _Steps:
             if found:
                 self.steps.append(RowStep(tuple(found)))
         variable = self.results[node]
-        self.steps.append(self.sums.get(variable) or ReduceStep(variable, str(node.arg), absolute, value))
+        self.steps.append(self.sums.get(variable) or ReduceStep(variable, node.reduction, absolute, value))
         self.waited.remove(variable)
 
 
@@ -387,8 +388,7 @@ def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:
     for node in topological(*roots):
         args = tuple(done[a] for a in node.args)
         if node.op is Op.REDUCE:
-            kind = str(node.arg)
-            done[node] = reduce(kind, where(KEEP, args[0], const(NEUTRAL[kind])))
+            done[node] = reduce(node.reduction, where(KEEP, args[0], const(NEUTRAL[node.reduction])))
         else:
             done[node] = construct(rebuild(node, args))
     out = [done[r] for r in roots]

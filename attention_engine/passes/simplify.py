@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import assert_never
 
 from attention_engine.ir.evaluate import CASTS, PYTHON
 from attention_engine.ir.expr import (
@@ -17,6 +18,7 @@ from attention_engine.ir.expr import (
     Expr,
     Number,
     Op,
+    Reduction,
     Type,
     const,
     dtype_of,
@@ -270,23 +272,24 @@ def cast(a: Expr, to: Type) -> Expr:
     return const(CASTS[to](a.value), to) if a.op is Op.CONST else make(Op.CAST, a, arg=to)
 
 
-def reduce(kind: str, a: Expr) -> Expr:
-    """A row reduction; of what doesn't depend on the key factors are taken out of a sum, and terms and numbers out of
-    a max."""
-    if kind == "sum":
-        inside = [f for f in factors(a) if Axis.KEY in f.axes]
-        outside = [f for f in factors(a) if Axis.KEY not in f.axes]
-        if inside and outside:
-            return mul(*outside, make(Op.REDUCE, mul(*inside), arg=kind))
-    else:
-        number, rest = split_coefficient(a)
-        if rest is not None and number != 1 and number != 0:
-            turned = kind if number > 0 else {"max": "min", "min": "max"}[kind]
-            return mul(const(number), reduce(turned, rest))
-        inside = [t for t in terms(a) if Axis.KEY in t.axes]
-        outside = [t for t in terms(a) if Axis.KEY not in t.axes]
-        if inside and outside:
-            return add(*outside, reduce(kind, add(*inside)))
+def reduce(kind: Reduction, a: Expr) -> Expr:
+    """A row reduction: factors that don't depend on the key leave a sum, and terms and numbers leave an extreme."""
+    match kind:
+        case "sum":
+            inside = [f for f in factors(a) if Axis.KEY in f.axes]
+            outside = [f for f in factors(a) if Axis.KEY not in f.axes]
+            if inside and outside:
+                return mul(*outside, make(Op.REDUCE, mul(*inside), arg=kind))
+        case "max" | "min":
+            number, rest = split_coefficient(a)
+            if rest is not None and number != 1 and number != 0:
+                return mul(const(number), reduce(kind if number > 0 else "min" if kind == "max" else "max", rest))
+            inside = [t for t in terms(a) if Axis.KEY in t.axes]
+            outside = [t for t in terms(a) if Axis.KEY not in t.axes]
+            if inside and outside:
+                return add(*outside, reduce(kind, add(*inside)))
+        case _:
+            assert_never(kind)
     return make(Op.REDUCE, a, arg=kind)
 
 
@@ -352,17 +355,14 @@ CONSTRUCTORS: dict[Op, Callable[..., Expr]] = {
 def construct(node: Expr) -> Expr:
     """The node in normal form, its operands being so."""
     match node.op:
-        case Op.CONST | Op.VAR:
-            return node
-        case Op.LOAD:
+        case Op.CONST | Op.VAR | Op.LOAD:
             return node
         case Op.CAST:
-            assert isinstance(node.arg, Type)
-            return cast(node.args[0], node.arg)
+            return cast(node.args[0], node.dtype)
         case Op.MAXIMUM | Op.MINIMUM:
             return CONSTRUCTORS[node.op](*node.args, node.arg)
         case Op.REDUCE:
-            return reduce(str(node.arg), node.args[0])
+            return reduce(node.reduction, node.args[0])
         case _:
             return CONSTRUCTORS[node.op](*node.args)
 

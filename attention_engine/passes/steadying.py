@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import assert_never
 
 from attention_engine.ir.evaluate import Value, evaluate
 from attention_engine.ir.expr import Axis, Expr, Number, Op, Type, topological
@@ -74,6 +75,8 @@ def _sample(node: Expr, draw: random.Random, center: float, spread: float, place
                 return place
             case Type.BOOL:
                 return True
+            case _:
+                assert_never(node.dtype)
 
     return [number(p) for p in places] if Axis.KEY in node.axes else number(places[0])
 

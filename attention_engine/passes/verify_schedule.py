@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import assert_never
 
 from attention_engine.ir.expr import Axis, Expr, Op, Type, VarKind
 from attention_engine.ir.program import (
@@ -143,11 +144,13 @@ class _Steps:
                 if step.source is not None:
                     self.reads(what, step.source, self.rows | self.of_tile, OF_PAIR)
                 self._make(what, step.variable)
-            case _:  # a SumStep, as the type says
+            case SumStep():
                 if step.state not in self.states:
                     raise refuse(what, "no row state is", step.state)
                 if step.factor is not None and step.factor not in self.rows:
                     raise refuse(what, "no step has assigned the factor", step.factor)
+            case _:
+                assert_never(step)
 
     def _make(self, what: str, variable: Expr) -> None:
         if variable.kind is not VarKind.MADE or variable in self.rows:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from attention_engine.ir.evaluate import LOWEST
-from attention_engine.ir.expr import Axis, Expr, Op, Type, topological
+from attention_engine.ir.expr import Axis, Expr, Op, Reduction, Type, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.ir.reach import may_be_far
 
@@ -112,7 +113,7 @@ class Evaluator:
             case Op.LOAD:
                 return self._load(node, operands)
             case Op.REDUCE:
-                return self._reduce(str(node.arg), operands[0])
+                return self._reduce(node.reduction, operands[0])
             case Op.MAXIMUM | Op.MINIMUM if node.arg is not None:  # a tie's gradient goes to one of the two
                 a, b = operands
                 wins = {Op.MAXIMUM: (torch.gt, torch.ge), Op.MINIMUM: (torch.lt, torch.le)}[node.op][node.arg == 1.0]
@@ -134,9 +135,10 @@ class Evaluator:
         value = tensor[tuple(clamped)].to(DTYPES.get(node.dtype, self.dtype))
         return torch.where(inside, value, torch.zeros((), dtype=value.dtype, device=self.device))
 
-    def _reduce(self, kind: str, a: Tensor) -> Tensor:
+    def _reduce(self, kind: Reduction, a: Tensor) -> Tensor:
         full = a if self.keep is None else a.expand(torch.broadcast_shapes(a.shape, self.keep.shape))
-        neutral = {"sum": 0.0, "max": self.lowest, "min": -self.lowest}[kind]
+        neutrals: dict[Reduction, float] = {"sum": 0.0, "max": self.lowest, "min": -self.lowest}
+        neutral = neutrals[kind]
         if self.keep is not None:
             full = torch.where(self.keep, full, torch.full((), neutral, dtype=a.dtype, device=a.device))
         if full.shape[-1] == 0:
@@ -146,8 +148,10 @@ class Evaluator:
                 return full.sum(-1, keepdim=True)
             case "max":
                 return full.amax(-1, keepdim=True).clamp(min=self.lowest)
-            case _:
+            case "min":
                 return full.amin(-1, keepdim=True).clamp(max=-self.lowest)
+            case _:
+                assert_never(kind)
 
 
 def _in_place(load: Expr, gradient: Tensor, shape: torch.Size) -> Tensor | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from attention_engine.errors import TuneFileUnreadable, TuneFileUnwritable
@@ -22,7 +22,7 @@ from attention_engine.tuner.entries import SCHEMA, Entry, Key, name_of, parse, r
 
 def now() -> str:
     """The time, as entries note it."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def join(*lists: Iterable[Entry]) -> list[Entry]:

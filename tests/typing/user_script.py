@@ -1,10 +1,9 @@
 """A user's script in which every name has a type; a test has mypy read it in strict mode."""
 
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor
-from typing_extensions import assert_type
 
 from attention_engine import (
     AttentionEngine,
