@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+from attention_engine.frontend.custom_io import CustomInputs
 from attention_engine.frontend.made import made_by
 from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
+from attention_engine.frontend.symbols import Symbol, SymbolicTensor
 from attention_engine.frontend.tracing import call
 
 Mask = Callable[..., Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Index = Symbol | Tensor  # masks are asked of tensors, too
 
 
 class OnlineIdentity(OnlineFunc):
@@ -27,7 +33,9 @@ class OnlineSoftmax(OnlineFunc):
         )
 
     @staticmethod
-    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+    def online_fwd(
+        scores: SymbolicTensor, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol
+    ) -> tuple[Any, dict[str, Any], Any]:
         m, r = online_rowscales["m"], online_rowscales["r"]
         m_new = m.max(scores.get_reduce("max"))
         rescale = (m - m_new).exp()
@@ -36,7 +44,9 @@ class OnlineSoftmax(OnlineFunc):
         return scores, {"m": m_new, "r": r}, rescale
 
     @staticmethod
-    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+    def online_fwd_epilogue(
+        o: Symbol, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol
+    ) -> tuple[Any, dict[str, Any]]:
         m, r = online_rowscales["m"], online_rowscales["r"]
         return o / r, {"lse": r.log() + m}
 
@@ -45,7 +55,9 @@ class OnlineSoftmaxOne(OnlineSoftmax):
     """w_j = exp(x_j) / (1 + sum exp(x)), "off by one"; returns lse = log(1 + sum exp(x))."""
 
     @staticmethod
-    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+    def online_fwd_epilogue(
+        o: Symbol, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol
+    ) -> tuple[Any, dict[str, Any]]:
         m, r = online_rowscales["m"], online_rowscales["r"]
         m_one = m.max(0.0)  # the 1 is exp(0): a score of 0 that every row has
         total = r * (m - m_one).exp() + (-m_one).exp()
@@ -60,7 +72,7 @@ class OnlineSoftmaxSink(OnlineSoftmax):
 
     @staticmethod
     def online_fwd_epilogue(  # type: ignore[override]
-        o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any, custom: Any
+        o: Symbol, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol, custom: CustomInputs
     ) -> tuple[Any, dict[str, Any]]:
         m, r, sink = online_rowscales["m"], online_rowscales["r"], custom["sinks"]
         top = m.max(sink).detach()  # it cancels
@@ -72,7 +84,9 @@ class OnlineSigmoid(OnlineFunc):
     """w_j = 1 / (1 + exp(-x_j)); a bias, often -log(keys), belongs in score_mod. Ramapuram et al., arXiv 2409.04431."""
 
     @staticmethod
-    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+    def online_fwd(
+        scores: SymbolicTensor, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol
+    ) -> tuple[Any, dict[str, Any], Any]:
         return scores.sigmoid(), {}, 1.0
 
 
@@ -80,7 +94,9 @@ class OnlineRelu(OnlineFunc):
     """w_j = max(x_j, 0)."""
 
     @staticmethod
-    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+    def online_fwd(
+        scores: SymbolicTensor, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol
+    ) -> tuple[Any, dict[str, Any], Any]:
         return scores.relu(), {}, 1.0
 
 
@@ -94,17 +110,21 @@ class OnlineRetention(OnlineFunc):
         )
 
     @staticmethod
-    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+    def online_fwd(
+        scores: SymbolicTensor, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol
+    ) -> tuple[Any, dict[str, Any], Any]:
         w = online_rowscales["w"] + scores.get_reduce("abssum")
         r = w.max(1.0).detach()
         return scores / r, {"w": w, "r": r}, online_rowscales["r"] / r
 
     @staticmethod
-    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+    def online_fwd_epilogue(
+        o: Symbol, online_rowscales: Rows, b: Symbol, h: Symbol, q_idx: Symbol
+    ) -> tuple[Any, dict[str, Any]]:
         return o, {"r": online_rowscales["r"]}
 
 
-def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+def causal(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
     """Keys up to the query."""
     return q_idx >= kv_idx
 
@@ -155,7 +175,7 @@ def block_causal(size: int) -> Mask:
 def neighbourhood(width: int, rows: int, columns: int) -> Mask:
     """Pixels at most so many rows and columns away, of an image `width` wide whose pixels come row by row."""
 
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         near_row = (q_idx // width - kv_idx // width).abs() <= rows
         return near_row & ((q_idx % width - kv_idx % width).abs() <= columns)
 
@@ -175,13 +195,14 @@ def padding(lengths: str = "lengths") -> Mask:
     return lambda b, h, q_idx, kv_idx, custom: kv_idx < custom[lengths][b]
 
 
-def _ask(mask: Mask, place: list[Any], custom: Any) -> Any:
+def _ask(mask: Mask, place: list[Index], custom: CustomInputs | None) -> Any:
     return call(mask, "b, h, q_idx, kv_idx", place, custom)
 
 
-def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any]) -> Mask:
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
-        return functools.reduce(join, (_ask(m, [b, h, q_idx, kv_idx], custom) for m in masks))
+def _joined(masks: tuple[Mask, ...], join: Callable[[Index, Index], Index]) -> Mask:
+    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index, custom: CustomInputs | None) -> Index:
+        asked: Iterator[Index] = (_ask(m, [b, h, q_idx, kv_idx], custom) for m in masks)
+        return functools.reduce(join, asked)
 
     return mask
 
@@ -229,7 +250,7 @@ def relative_bias(table: str, reach: int, factor: float = 1.0) -> Callable[..., 
     The table is a custom input ("heads", 2 * reach + 1): distance -reach first. Shaw et al., 2018 (arXiv 1803.02155).
     """
 
-    def score_mod(score: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def score_mod(score: Symbol, custom: CustomInputs, b: Symbol, h: Symbol, q_idx: Symbol, kv_idx: Symbol) -> Symbol:
         return score * factor + custom[table][h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
 
     return score_mod

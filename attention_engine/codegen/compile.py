@@ -19,6 +19,7 @@ from attention_engine import folders, settings
 from attention_engine.arch import Arch
 from attention_engine.codegen.patches import fences, patched, printed, wait_groups
 from attention_engine.codegen.patches.proofs import with_quick_proofs
+from attention_engine.codegen.tiles.tir_types import Function, Printed
 from attention_engine.errors import NoCudaCompiler
 from attention_engine.plan.rules import (
     DISABLE_WARP_SPECIALIZATION,
@@ -54,7 +55,7 @@ class Resources:
 class LoweredKernel:
     """A kernel as CUDA source, with no machine code yet: enough to read it and to weigh it."""
 
-    prim_func: Any
+    prim_func: Printed
     arch: Arch
     cuda: str
     host: str  # the C code that launches it
@@ -65,7 +66,7 @@ class LoweredKernel:
         """The kernel as text: the TileLang program, or the CUDA made of it."""
         match form:
             case "tilelang":
-                return str(self.prim_func.script())
+                return self.prim_func.script()
             case "cuda":
                 return self.cuda
         raise ValueError(f"form={form!r} is neither 'tilelang' nor 'cuda'")
@@ -103,7 +104,9 @@ class CompiledKernel:
         return self.lowered.source(form)
 
 
-def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] | None = None) -> CompiledKernel:
+def compile_kernel(
+    prim_func: Function, arch: Arch, *, pass_configs: Mapping[str, object] | None = None
+) -> CompiledKernel:
     """Compile a PrimFunc for a GPU, which need not be here; TileLang's disk cache spares the work of another process.
 
     All tensors, outputs too, are parameters that the caller allocates. Raises NoCudaCompiler where nvcc is needed
@@ -111,7 +114,7 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
     """
     tilelang = load_tilelang()
 
-    def compiled(given: Mapping[str, Any]) -> CompiledKernel:
+    def compiled(given: Mapping[str, object]) -> CompiledKernel:
         configs, rewriting, flags = _prepare(arch, given)
         with patched(), rewriting, warnings.catch_warnings():
             # TileLang would have each copy say that it is no bulk copy; we say it of a whole kernel.
@@ -141,7 +144,7 @@ def compile_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any
 
 
 def _specialized_if_possible(
-    make: Callable[[Mapping[str, Any]], Made], pass_configs: Mapping[str, Any] | None
+    make: Callable[[Mapping[str, object]], Made], pass_configs: Mapping[str, object] | None
 ) -> Made:  # fmt: skip
     """What `make` makes with these configs; without TileLang's warp specialization where TileLang 0.1.15 or ptxas
     fails by it: a barrier would stand among some threads of a warp, or a thread has fewer registers than a product."""
@@ -160,14 +163,14 @@ def _library(kernel: Any) -> Path | None:
     return _if_file(Path(folder) / "executable.so") if folder else None
 
 
-def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] | None = None) -> LoweredKernel:
+def lower_kernel(prim_func: Function, arch: Arch, *, pass_configs: Mapping[str, object] | None = None) -> LoweredKernel:
     """The CUDA source of a PrimFunc, without nvcc: for tests, and to reject a candidate before it is compiled."""
     tilelang = load_tilelang()
     from tilelang import tvm
 
     target = tvm.target.Target(tilelang_target(arch))
 
-    def lowered(given: Mapping[str, Any]) -> LoweredKernel:
+    def lowered(given: Mapping[str, object]) -> LoweredKernel:
         configs, rewriting, flags = _prepare(arch, given)
         with patched(), rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
             artifact = with_quick_proofs(lambda: tilelang.lower(prim_func, target=target, enable_host_codegen=True))
@@ -179,7 +182,7 @@ def lower_kernel(prim_func: Any, arch: Arch, *, pass_configs: Mapping[str, Any] 
 
 
 def _prepare(
-    arch: Arch, pass_configs: Mapping[str, Any] | None
+    arch: Arch, pass_configs: Mapping[str, object] | None
 ) -> tuple[dict[str, Any], AbstractContextManager[None], list[str]]:
     """What TileLang is told, what is done to the text that it prints, and the flags for nvcc."""
     configs = dict(pass_configs or {})
@@ -201,13 +204,13 @@ def tilelang_target(arch: Arch) -> dict[str, str]:
     return {"kind": "cuda", "arch": arch.target}
 
 
-def work_arounds(arch: Arch, pass_configs: Mapping[str, Any]) -> list[str]:
+def work_arounds(arch: Arch, pass_configs: Mapping[str, object]) -> list[str]:
     """Flags for nvcc that say which of our changes to TileLang a kernel was made with."""
     waits = wait_groups.FLAGS if needs_wait_fix(arch, pass_configs) else []
     return [*waits, *printed.FLAGS, *(fences.FLAGS if arch.has_wgmma else [])]
 
 
-def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, Any]) -> bool:
+def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, object]) -> bool:
     """Whether pipelines are built of cp.async groups, whose waits TileLang 0.1.15 cannot always print."""
     return not (arch.has_wgmma or arch.capability[0] == 10) or bool(pass_configs.get(DISABLE_WARP_SPECIALIZATION))
 
@@ -244,11 +247,11 @@ def _if_file(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def nvcc_flags(pass_configs: Mapping[str, Any], flags: Sequence[str]) -> tuple[str, ...]:
+def nvcc_flags(pass_configs: Mapping[str, object], flags: Sequence[str]) -> tuple[str, ...]:
     """The options with which TileLang compiles a kernel of these pass configs, beside those of every kernel."""
     fast = ["--use_fast_math"] if pass_configs.get(FAST_MATH) else []
     level = pass_configs.get("tl.ptxas_register_usage_level")
-    usage = [] if level is None else [f"--ptxas-options=--register-usage-level={int(level)}"]
+    usage = [] if level is None else [f"--ptxas-options=--register-usage-level={level}"]
     return (*fast, *usage, *flags)
 
 

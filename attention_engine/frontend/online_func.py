@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attention_engine.errors import BadInitialValue
-from attention_engine.frontend.symbols import where_from
+from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, where_from
 
 Rows = Mapping[str, Any]
 
@@ -73,11 +73,15 @@ class OnlineFunc:
         self.final_rowscales = dict(final_rowscales or {})
 
     @staticmethod
-    def online_fwd(scores: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any], Any]:
+    def online_fwd(
+        scores: SymbolicTensor, online_rowscales: Rows, b: SymbolicArray, h: SymbolicArray, q_idx: SymbolicArray
+    ) -> tuple[Any, dict[str, Any], Any]:
         """Weights are the scores, unless a subclass says otherwise."""
         return scores, dict(online_rowscales), 1.0
 
     @staticmethod
-    def online_fwd_epilogue(o: Any, online_rowscales: Rows, b: Any, h: Any, q_idx: Any) -> tuple[Any, dict[str, Any]]:
+    def online_fwd_epilogue(
+        o: SymbolicArray, online_rowscales: Rows, b: SymbolicArray, h: SymbolicArray, q_idx: SymbolicArray
+    ) -> tuple[Any, dict[str, Any]]:
         """The output is the sum of weights times v, unless a subclass says otherwise."""
         return o, {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attention_engine.errors import (
@@ -49,14 +49,14 @@ ALL_AXES = frozenset(Axis)
 PAIR_AXES = ALL_AXES - {Axis.CHANNEL}
 
 
-def place_of(function: Callable[..., Any]) -> str:
+def place_of(function: Callable[..., object]) -> str:
     """Where the function stands, as `file.py:12: name`."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", repr(function)).rpartition("<locals>.")[2]
     return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}: {name}" if code else name
 
 
-def call(function: Callable[..., Any], arguments: str, values: list[Any], custom: CustomInputs | None) -> Any:
+def call(function: Callable[..., object], arguments: str, values: Sequence[object], custom: CustomInputs | None) -> Any:
     """Calls with the arguments it asks for: the listed ones and, if it takes one more, the custom inputs."""
     if not callable(function):
         raise NotAFunction(f"a {type(function).__name__} was given where a function ({arguments}) belongs.")
@@ -90,7 +90,7 @@ def is_number(value: object) -> bool:
     return of_one or isinstance(value, (Symbol, bool, int, float))
 
 
-def _number(function: Callable[..., Any], what: str, value: object, allowed: frozenset[Axis] = PAIR_AXES) -> Expr:
+def _number(function: Callable[..., object], what: str, value: object, allowed: frozenset[Axis] = PAIR_AXES) -> Expr:
     """A result as a float expression over the allowed axes."""
     if not is_number(value):
         raise WrongResult(
@@ -106,7 +106,7 @@ def _number(function: Callable[..., Any], what: str, value: object, allowed: fro
     return convert(expr, Type.FLOAT)
 
 
-def _mask(mask_mod: Callable[..., Any], custom: CustomInputs) -> Expr:
+def _mask(mask_mod: Callable[..., object], custom: CustomInputs) -> Expr:
     with without_reductions("a mask_mod"):
         result = call(mask_mod, "b, h, q_idx, kv_idx", _indices(), custom)
     number = is_number(result) and type(result) not in (int, float)
@@ -148,7 +148,7 @@ def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
     )
 
 
-def _check_keys(function: Callable[..., Any], what: str, given: object, declared: Mapping[str, object]) -> None:
+def _check_keys(function: Callable[..., object], what: str, given: object, declared: Mapping[str, object]) -> None:
     if not isinstance(given, Mapping):
         raise WrongResult(f"{place_of(function)} returned {type(given).__name__} where a dict of {what}s belongs.")
     known = ", ".join(map(repr, declared)) or "none"
@@ -158,7 +158,7 @@ def _check_keys(function: Callable[..., Any], what: str, given: object, declared
         raise UnknownState(f"{place_of(function)} gives a {what} {extra[0]!r} that isn't declared. Declared: {known}.")
 
 
-def _unpack(function: Callable[..., Any], result: object, names: str, count: int) -> tuple[Any, ...]:
+def _unpack(function: Callable[..., object], result: object, names: str, count: int) -> tuple[Any, ...]:
     if not isinstance(result, tuple) or len(result) != count:
         shown = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise WrongResult(f"{place_of(function)} returned {shown}. Return ({names}).")
@@ -224,7 +224,7 @@ class _OnlineTrace:
         self.output = _number(function, "the output", output, row | {Axis.CHANNEL})
         self.final_exprs = [(n, _number(function, f"the returned row {n!r}", finals[n], row)) for n in self.final_names]
 
-    def _optional(self, method: str, arguments: str, values: list[Any]) -> Expr | None:
+    def _optional(self, method: str, arguments: str, values: Sequence[object]) -> Expr | None:
         function = getattr(self.func, method, None)
         if function is None:
             return None
@@ -234,8 +234,8 @@ class _OnlineTrace:
 
 
 def trace(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
+    score_mod: Callable[..., object] | None,
+    mask_mod: Callable[..., object] | None,
     online_func: OnlineFunc | None,
     custom_io: CustomIO,
     custom_types: Mapping[str, Type] | None = None,

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attention_engine.errors import NotYetSupported
-from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.meta import Meta, meta_tensor
 from attention_engine.frontend.online_func import OnlineFunc
-from attention_engine.frontend.symbols import where
+from attention_engine.frontend.symbols import Symbol, where
 from attention_engine.integrations.masks import Band, Mask, make_mask
 from attention_engine.library import OnlineSoftmax, OnlineSoftmaxSink
 from attention_engine.runtime.module import AttentionEngine
@@ -50,7 +50,9 @@ class Layer:
         """Softmax, with the sink where the layer has one."""
         return OnlineSoftmaxSink() if "sinks" in dict(self.inputs) else OnlineSoftmax()
 
-    def score_mod(self, score: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def score_mod(
+        self, score: Symbol, custom: CustomInputs, b: Symbol, h: Symbol, q_idx: Symbol, kv_idx: Symbol
+    ) -> Symbol:
         """The scaled, capped and biased score."""
         score = score * self.scaling
         if self.softcap is not None:
@@ -61,9 +63,9 @@ class Layer:
             score = where(custom["alike"], score - score.detach(), score)
         return score
 
-    def mask_mod(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
+    def mask_mod(self, b: Symbol, h: Symbol, q_idx: Symbol, kv_idx: Symbol, custom: CustomInputs) -> Symbol | bool:
         """Band, padding and whatever else the model masks."""
-        keep: Any = True
+        keep: Symbol | bool = True
         distance = q_idx - kv_idx + (custom["shift"][0] if "shift" in custom else 0)
         if self.band.least is not None:
             keep = (distance >= self.band.least) & keep

@@ -14,6 +14,7 @@ from attention_engine import library
 from attention_engine.errors import UnknownOption
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, meta_tensor
+from attention_engine.frontend.symbols import Symbol
 
 WINDOW = 1024
 
@@ -47,9 +48,10 @@ MASKS = ("full", "causal", "window")
 def _retention(factor: float) -> Callable[..., Any]:
     """score * factor * decay^distance, decay = 1 - 2^(-5 - head) (arXiv 2307.08621)."""
 
-    def score_mod(score: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def score_mod(score: Symbol, custom: object, b: Symbol, h: Symbol, q_idx: Symbol, kv_idx: Symbol) -> Symbol:
         decay = 1 - 2.0 ** (-5 - h)
-        return score * factor * ((q_idx - kv_idx).abs() * decay.log2()).exp2()
+        decayed: Symbol = score * factor * ((q_idx - kv_idx).abs() * decay.log2()).exp2()
+        return decayed
 
     return score_mod
 

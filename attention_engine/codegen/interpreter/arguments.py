@@ -9,7 +9,8 @@ import torch
 
 from attention_engine.codegen.tiles.buffers import BufferCompiler
 from attention_engine.codegen.tiles.scalar_ops import STORAGE, cast, is_float
-from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.tir_nodes import handle_of, is_variable
+from attention_engine.codegen.tiles.tir_types import Buffer, Function
 from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run
 
 Binding = Callable[[Frame, Sequence[Any]], None]
@@ -18,7 +19,7 @@ Binding = Callable[[Frame, Sequence[Any]], None]
 class Arguments:
     """The parameters of one program, in order."""
 
-    def __init__(self, compiler: BufferCompiler, prim_func: Any) -> None:
+    def __init__(self, compiler: BufferCompiler, prim_func: Function) -> None:
         buffers = {handle_of(parameter): buffer for parameter, buffer in prim_func.buffer_map.items()}
         self._count = len(prim_func.params)
         self._values: list[Binding] = []
@@ -39,12 +40,12 @@ class Arguments:
             strides = [compiler.value(stride) for stride in buffer.strides]
             self._checks.append(_layout_check(position, info.name, shape, strides))
 
-    def _bind_variables(self, compiler: BufferCompiler, buffer: Any, position: int) -> None:
+    def _bind_variables(self, compiler: BufferCompiler, buffer: Buffer, position: int) -> None:
         for axis, length in enumerate(buffer.shape):
-            if kind_of(length) in ("Var", "SizeVar") and not compiler.is_known(length):
+            if is_variable(length) and not compiler.is_known(length):
                 self._lengths.append(_length(compiler.variable(length), position, axis))
         for axis, stride in enumerate(buffer.strides):
-            if kind_of(stride) in ("Var", "SizeVar") and not compiler.is_known(stride):
+            if is_variable(stride) and not compiler.is_known(stride):
                 self._lengths.append(_stride(compiler.variable(stride), position, axis))
 
     def bind(self, frame: Frame, arguments: Sequence[Any]) -> None:

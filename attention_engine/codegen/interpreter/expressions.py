@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
+from typing import cast as typed
 
 import torch
 
@@ -18,6 +19,7 @@ from attention_engine.codegen.simulator.watch import (
     watch_tile,
     watch_variable,
 )
+from attention_engine.codegen.tiles import tir_types as tir
 from attention_engine.codegen.tiles.buffers import MASK, ROLE, BufferCompiler, Code, constant
 from attention_engine.codegen.tiles.scalar_ops import (
     BINARY,
@@ -30,7 +32,7 @@ from attention_engine.codegen.tiles.scalar_ops import (
     reinterpret,
     wraps,
 )
-from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of, nodes_used_twice
+from attention_engine.codegen.tiles.tir_nodes import handle_of, is_call, is_variable, kind_of, nodes_used_twice
 from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, gather
 from attention_engine.errors import NotInterpretable
 
@@ -48,11 +50,11 @@ class ExpressionCompiler(BufferCompiler):
         self._compiled: dict[int, Code] = {}
         self._memory: list[int] = []  # the slots of the values that this statement keeps
 
-    def value(self, node: Any) -> Run:
+    def value(self, node: tir.Expression) -> Run:
         """The code of an expression."""
         return self.expression(node).run
 
-    def sharing(self, roots: Sequence[Any], build: Callable[[], Run]) -> Run:
+    def sharing(self, roots: Sequence[tir.Expression], build: Callable[[], Run]) -> Run:
         """Build a statement's code so that a node which stands twice in its expressions is evaluated once."""
         outer = self._twice, self._compiled, self._memory
         self._twice, self._compiled, self._memory = nodes_used_twice(roots), {}, []
@@ -68,7 +70,7 @@ class ExpressionCompiler(BufferCompiler):
 
         return forgetting
 
-    def shared_expression(self, node: Any) -> Code:
+    def shared_expression(self, node: tir.Expression) -> Code:
         """An expression that is a statement's only one."""
         found: list[Code] = []
 
@@ -79,7 +81,7 @@ class ExpressionCompiler(BufferCompiler):
         run = self.sharing([node], build)
         return found[0]._replace(run=run)
 
-    def expression(self, node: Any) -> Code:
+    def expression(self, node: tir.Expression | float) -> Code:
         """A compiled expression, remembered at run time where the statement uses it again."""
         if isinstance(node, (bool, int, float)):
             return Code(constant(node), "bool" if isinstance(node, bool) else "int32", const=node)
@@ -105,38 +107,39 @@ class ExpressionCompiler(BufferCompiler):
 
         return remembered
 
-    def _translate(self, node: Any) -> Code:
+    def _translate(self, node: tir.Expression) -> Code:
         kind = kind_of(node)
         if kind in BINARY:
-            return self._binary(kind, node.a, node.b, str(node.dtype))
+            pair = typed(tir.Pair, node)
+            return self._binary(kind, pair.a, pair.b, str(node.dtype))
         if kind not in self._translations:
             raise NotInterpretable(f"the expression {kind}")
         return self._translations[kind](self, node)
 
-    def _integer(self, node: Any) -> Code:
+    def _integer(self, node: tir.Constant) -> Code:
         dtype = str(node.dtype)
         number = bool(node.value) if dtype == "bool" else int(node.value)
         return Code(constant(number), dtype, const=number)
 
-    def _real(self, node: Any) -> Code:
+    def _real(self, node: tir.Constant) -> Code:
         dtype = str(node.dtype)
         number = torch.tensor(float(node.value), dtype=torch.float64).to(compute_dtype(dtype)).item()
         return Code(constant(number), dtype, const=number)
 
-    def _name(self, node: Any) -> Code:
+    def _name(self, node: tir.Variable) -> Code:
         if handle_of(node) in self.threads:
             if self.asks_thread:
                 return Code(lambda frame: frame[ROLE].threads, "int32")
             raise NotInterpretable(f"the thread index `{node.name}`: blocks run as a whole")
         return self.lookup(node)
 
-    def is_thread_index(self, node: Any) -> bool:
+    def is_thread_index(self, node: tir.Expression) -> bool:
         """Whether an expression is a thread's own index."""
-        if kind_of(node) == "Call":
+        if is_call(node):
             return str(node.op.name) == "tl.launch_thread_idx"
-        return kind_of(node) == "Var" and handle_of(node) in self.threads
+        return is_variable(node) and handle_of(node) in self.threads
 
-    def _binary(self, name: str, left: Any, right: Any, dtype: str) -> Code:
+    def _binary(self, name: str, left: tir.Expression, right: tir.Expression, dtype: str) -> Code:
         a, b = self.expression(left), self.expression(right)
         lanes = a.lanes | b.lanes
         row = BINARY[name]
@@ -150,7 +153,7 @@ class ExpressionCompiler(BufferCompiler):
             return Code(lambda frame: wrap(function(first(frame), second(frame))), dtype, lanes)
         return Code(lambda frame: function(first(frame), second(frame)), dtype, lanes)
 
-    def _logic(self, node: Any, *, both: bool) -> Code:
+    def _logic(self, node: tir.Pair, *, both: bool) -> Code:
         a, b = self.expression(node.a), self.expression(node.b)
         first, second, lanes = a.run, b.run, a.lanes | b.lanes
         if self.asks_thread:
@@ -163,20 +166,20 @@ class ExpressionCompiler(BufferCompiler):
             return Code(lambda frame: first(frame) & second(frame), "bool", lanes)
         return Code(lambda frame: first(frame) | second(frame), "bool", lanes)
 
-    def _conjunction(self, node: Any) -> Code:
+    def _conjunction(self, node: tir.Pair) -> Code:
         return self._logic(node, both=True)
 
-    def _disjunction(self, node: Any) -> Code:
+    def _disjunction(self, node: tir.Pair) -> Code:
         return self._logic(node, both=False)
 
-    def _negation(self, node: Any) -> Code:
+    def _negation(self, node: tir.Negation) -> Code:
         code = self.expression(node.a)
         run = code.run
         if code.lanes:
             return Code(lambda frame: ~run(frame), "bool", code.lanes)
         return Code(lambda frame: not run(frame), "bool")
 
-    def _conversion(self, node: Any) -> Code:
+    def _conversion(self, node: tir.Conversion) -> Code:
         code, dtype = self.expression(node.value), str(node.dtype)
         if code.const is not None and not is_float(dtype):
             number = cast(code.const, dtype)
@@ -184,7 +187,7 @@ class ExpressionCompiler(BufferCompiler):
         run = code.run
         return Code(lambda frame: cast(run(frame), dtype), dtype, code.lanes, may_be_view=True)
 
-    def _let(self, node: Any) -> Code:
+    def _let(self, node: tir.Let) -> Code:
         value = self.expression(node.value)
         slot, compute = self.bind(node.var, value), value.run
         body = self.expression(node.body)
@@ -196,10 +199,12 @@ class ExpressionCompiler(BufferCompiler):
 
         return body._replace(run=run, lanes=body.lanes | value.lanes, const=None, may_be_view=True)
 
-    def _selection(self, node: Any) -> Code:
+    def _selection(self, node: tir.Selection) -> Code:
         return self._choice(node.condition, node.true_value, node.false_value, str(node.dtype))
 
-    def _choice(self, condition: Any, true_value: Any, false_value: Any, dtype: str) -> Code:
+    def _choice(
+        self, condition: tir.Expression, true_value: tir.Expression, false_value: tir.Expression, dtype: str
+    ) -> Code:
         test, yes, no = (self.expression(part) for part in (condition, true_value, false_value))
         lanes = test.lanes | yes.lanes | no.lanes
         which, then, otherwise = test.run, yes.run, no.run
@@ -213,7 +218,7 @@ class ExpressionCompiler(BufferCompiler):
 
         return Code(run, dtype, lanes)
 
-    def _call(self, node: Any) -> Code:
+    def _call(self, node: tir.Call) -> Code:
         name, dtype, arguments = str(node.op.name), str(node.dtype), node.args
         if name in BINARY:
             return self._binary(name, arguments[0], arguments[1], dtype)
@@ -255,20 +260,20 @@ class ExpressionCompiler(BufferCompiler):
                 a, b, c = (self.expression(argument) for argument in arguments[:3])
                 return Code(lambda f: a.run(f) * b.run(f) + c.run(f), dtype, a.lanes | b.lanes | c.lanes)
             case "tl.atomic_load_elem_op":
-                code = self.expression(arguments[0].args[0])
+                code = self.expression(typed(tir.Call, arguments[0]).args[0])
                 return code if self.polls else code._replace(run=watch_counter(code.run))
             case "tl.atomic_add_ret_elem_op":
-                return self._fetch_and_add(arguments[0].args[0], arguments[1])
+                return self._fetch_and_add(typed(tir.Load, typed(tir.Call, arguments[0]).args[0]), arguments[1])
         raise NotInterpretable(f"the call {name}{self._callee(node)}")
 
     @staticmethod
-    def _callee(node: Any) -> str:
+    def _callee(node: tir.Call) -> str:
         named = len(node.args) and kind_of(node.args[0]) == "StringImm"
-        return f" of {node.args[0].value}" if named else ""
+        return f" of {typed(tir.Text, node.args[0]).value}" if named else ""
 
     # Memory
 
-    def _load(self, node: Any) -> Code:
+    def _load(self, node: tir.Load) -> Code:
         info = self.buffer(node.buffer)
         if info.private:
             return self._private_load(info, node.indices)
@@ -307,7 +312,7 @@ class ExpressionCompiler(BufferCompiler):
         slot, outside = info.slot, info.outside
         return lambda frame: gather(frame[slot], [index(frame) for index in indices], outside(frame))
 
-    def _private_index(self, info: BufferInfo, indices: Sequence[Any]) -> Run:
+    def _private_index(self, info: BufferInfo, indices: Sequence[tir.Expression]) -> Run:
         codes = [self.expression(index) for index in indices]
         if any(code.lanes for code in codes) or info.shape is None:
             raise NotInterpretable(f"an index into the {info.scope} buffer `{info.name}` that differs between lanes")
@@ -321,7 +326,7 @@ class ExpressionCompiler(BufferCompiler):
 
         return run
 
-    def _private_load(self, info: BufferInfo, indices: Sequence[Any]) -> Code:
+    def _private_load(self, info: BufferInfo, indices: Sequence[tir.Expression]) -> Code:
         slot, place = info.slot, self._private_index(info, indices)
         if not self.axes:
             return Code(watch_variable(info, place, READ, lambda frame: frame[slot][place(frame)]), info.dtype)
@@ -329,7 +334,7 @@ class ExpressionCompiler(BufferCompiler):
         open_axes = frozenset(lanes.axis for lanes in self.axes)
         return Code(lambda frame: lift(frame[slot][place(frame)], dtype), info.dtype, open_axes)
 
-    def private_store(self, info: BufferInfo, indices: Sequence[Any], value: Code, *, add: bool) -> Run:
+    def private_store(self, info: BufferInfo, indices: Sequence[tir.Expression], value: Code, *, add: bool) -> Run:
         """A store to a variable that each lane has for itself."""
         if add:
             raise NotInterpretable(f"an atomic on the {info.scope} buffer `{info.name}`")
@@ -348,12 +353,13 @@ class ExpressionCompiler(BufferCompiler):
 
         return watch_variable(info, place, STORED, run)
 
-    def _fetch_and_add(self, place: Any, value_node: Any) -> Code:
+    def _fetch_and_add(self, place: tir.Access, value_node: tir.Expression) -> Code:
         info, value = self.buffer(place.buffer), self.expression(value_node)
         indices = [self.expression(index) for index in place.indices]
         if value.lanes or any(index.lanes for index in indices) or self.axes:
             raise NotInterpretable("an atomic that returns the old value within T.Parallel")
-        load, runs = self._load_one(info, [index.run for index in indices]), [index.run for index in indices]
+        runs = [index.run for index in indices]
+        load = self._load_one(info, runs)
 
         def run(frame: Frame) -> Any:
             held = load(frame)

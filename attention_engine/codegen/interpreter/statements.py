@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -18,9 +18,10 @@ from attention_engine.codegen.interpreter.grid import GRID_KIND, grid, is_nothin
 from attention_engine.codegen.simulator.lanes import STORED
 from attention_engine.codegen.simulator.ops import WARP_OPS, enter_block, split
 from attention_engine.codegen.simulator.watch import watch_elements, watch_tile
+from attention_engine.codegen.tiles import tir_types as tir
 from attention_engine.codegen.tiles.buffers import MASK, ROLE, Lanes
 from attention_engine.codegen.tiles.ops import SILENT_OPS, TILE_OPS
-from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of, variables_of
+from attention_engine.codegen.tiles.tir_nodes import handle_of, is_call, kind_of, variables_of
 from attention_engine.codegen.tiles.windows import Frame, Jump, Run, Window, scatter
 from attention_engine.errors import NotInterpretable
 
@@ -36,7 +37,7 @@ class Interpreter:
     nobody wrote shows. Raises NotInterpretable for a construct without a meaning here, ValueError for wrong arguments.
     """
 
-    def __init__(self, prim_func: Any) -> None:
+    def __init__(self, prim_func: tir.Function) -> None:
         compiler = _StatementCompiler()
         self._arguments = Arguments(compiler, prim_func)
         self._body = compiler.statement(prim_func.body)
@@ -75,31 +76,31 @@ JUMPS: dict[str, type[Jump]] = {
 }
 
 
-def _nested_parallel_loops(statement: Any) -> int:
+def _nested_parallel_loops(statement: tir.Statement) -> int:
     """How many lane axes a statement opens at most."""
     kind = kind_of(statement)
     if kind == "SeqStmt":
-        return max(_nested_parallel_loops(part) for part in statement.seq)
+        return max(_nested_parallel_loops(part) for part in cast(tir.Sequel, statement).seq)
     if kind == "IfThenElse":
-        cases = [statement.then_case, statement.else_case]
-        return max(_nested_parallel_loops(case) for case in cases if case is not None)
+        branch = cast(tir.Condition, statement)
+        return max(_nested_parallel_loops(case) for case in (branch.then_case, branch.else_case) if case is not None)
     if kind in BODIES:
         inner = _nested_parallel_loops(getattr(statement, BODIES[kind]))
-        return inner + (kind == "For" and int(statement.kind) in PARALLEL_KINDS)
+        return inner + (kind == "For" and int(cast(tir.For, statement).kind) in PARALLEL_KINDS)
     return 0
 
 
 class _StatementCompiler(ExpressionCompiler):
     """Statements to closures `run(frame) -> None`."""
 
-    def statement(self, node: Any) -> Run:
+    def statement(self, node: tir.Statement) -> Run:
         """The code of one statement."""
         kind = kind_of(node)
         if kind not in self._statements:
             raise NotInterpretable(f"the statement {kind}")
         return self._statements[kind](self, node)
 
-    def _sequence(self, node: Any) -> Run:
+    def _sequence(self, node: tir.Sequel) -> Run:
         steps = tuple(self.statement(part) for part in node.seq)
 
         def run(frame: Frame) -> None:
@@ -108,10 +109,10 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _realized_block(self, node: Any) -> Run:
+    def _realized_block(self, node: tir.Realized) -> Run:
         return self._block(node.block)
 
-    def _block(self, node: Any) -> Run:
+    def _block(self, node: tir.Block) -> Run:
         self.note_safe_values(node.annotations)
         enter = enter_block(self, node.annotations)
         allocate = [*enter, *(self.allocation(buffer) for buffer in node.alloc_buffers)]
@@ -127,17 +128,17 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _allocate(self, node: Any) -> Run:
+    def _allocate(self, node: tir.Declaration) -> Run:
         return self.allocation(node.buffer)
 
-    def _alias(self, node: Any) -> Run:
+    def _alias(self, node: tir.Declaration) -> Run:
         self.buffer(node.buffer)
         return _nothing
 
-    def _annotated(self, node: Any) -> Run:
+    def _annotated(self, node: tir.Wrapped) -> Run:
         return self.statement(node.body)
 
-    def _assertion(self, node: Any) -> Run:
+    def _assertion(self, node: tir.Assertion) -> Run:
         condition = self.value(node.condition)
 
         def run(frame: Frame) -> None:
@@ -146,7 +147,7 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _binding(self, node: Any) -> Run:
+    def _binding(self, node: tir.Bind) -> Run:
         if self.is_thread_index(node.value):
             self.threads.add(handle_of(node.var))
             return _nothing
@@ -170,9 +171,9 @@ class _StatementCompiler(ExpressionCompiler):
 
         return self.sharing([node.value], build)
 
-    def _evaluate(self, node: Any) -> Run:
+    def _evaluate(self, node: tir.Evaluate) -> Run:
         call = node.value
-        if kind_of(call) != "Call" or is_nothing(node):
+        if not is_call(call) or is_nothing(node):
             return _nothing
         name = str(call.op.name)
         if name in SILENT_OPS:
@@ -185,7 +186,8 @@ class _StatementCompiler(ExpressionCompiler):
                 raise NotInterpretable(f"the tile operation {name} within T.Parallel")
             return self.sharing([call], lambda: operations[name](self, call))
         if name == "tl.atomic_add_elem_op":
-            return self.sharing(call.args[:2], lambda: self._store(call.args[0].args[0], call.args[1], add=True))
+            place = cast(tir.Load, cast(tir.Call, call.args[0]).args[0])
+            return self.sharing(call.args[:2], lambda: self._store(place, call.args[1], add=True))
         return self.sharing([call], lambda: self.expression(call).run)
 
     def _jump(self, name: str) -> Run:
@@ -198,10 +200,10 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _element_store(self, node: Any) -> Run:
+    def _element_store(self, node: tir.Store) -> Run:
         return self.sharing([node.value, *node.indices], lambda: self._store(node, node.value, add=False))
 
-    def _store(self, place: Any, value_node: Any, *, add: bool) -> Run:
+    def _store(self, place: tir.Access, value_node: tir.Expression, *, add: bool) -> Run:
         """A store of one element for each lane (or an addition to it), where the mask allows."""
         info = self.buffer(place.buffer)
         value = self.expression(value_node)
@@ -235,7 +237,7 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _store_anywhere(self, place: Any, value: Run, *, add: bool) -> Run:
+    def _store_anywhere(self, place: tir.Access, value: Run, *, add: bool) -> Run:
         info = self.buffer(place.buffer)
         indices = [self.value(index) for index in place.indices]
         axes, rank = tuple(self.axes), self.rank
@@ -250,19 +252,17 @@ class _StatementCompiler(ExpressionCompiler):
 
         return watch_elements(info, indices, STORED, run, one=not axes)
 
-    def _condition(self, node: Any) -> Run:
+    def _condition(self, node: tir.Condition) -> Run:
         if any(handle_of(variable) in self.threads for variable in variables_of(node.condition)):
             return self._thread_cases(node)
         condition = self.shared_expression(node.condition)
         if condition.lanes:
             return self._masked_cases(condition.run, node)
         test, then = condition.run, self.statement(node.then_case)
-        if node.else_case is None:
-            return lambda frame: then(frame) if test(frame) else None
-        otherwise = self.statement(node.else_case)
+        otherwise = _nothing if node.else_case is None else self.statement(node.else_case)
         return lambda frame: then(frame) if test(frame) else otherwise(frame)
 
-    def _thread_cases(self, node: Any) -> Run:
+    def _thread_cases(self, node: tir.Condition) -> Run:
         self.asks_thread = True
         test = self.value(node.condition)
         self.asks_thread = False
@@ -271,7 +271,7 @@ class _StatementCompiler(ExpressionCompiler):
         otherwise = None if node.else_case is None else self.statement(node.else_case)
         return split(test, then, otherwise, before < between < self.waits)
 
-    def _masked_cases(self, test: Run, node: Any) -> Run:
+    def _masked_cases(self, test: Run, node: tir.Condition) -> Run:
         outer_masked, self.masked = self.masked, True
         then = self.statement(node.then_case)
         otherwise = _nothing if node.else_case is None else self.statement(node.else_case)
@@ -287,7 +287,7 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _while_loop(self, node: Any) -> Run:
+    def _while_loop(self, node: tir.While) -> Run:
         self.polls = is_nothing(node.body)
         condition = self.shared_expression(node.condition)
         self.polls = False
@@ -309,7 +309,7 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _loop(self, node: Any) -> Run:
+    def _loop(self, node: tir.For) -> Run:
         if int(node.kind) in PARALLEL_KINDS:
             return self._parallel(node)
         if int(node.kind) == GRID_KIND:
@@ -336,7 +336,7 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _ragged_loop(self, node: Any, slot: int, start: Run, extent: Run) -> Run:
+    def _ragged_loop(self, node: tir.For, slot: int, start: Run, extent: Run) -> Run:
         """A serial loop within T.Parallel whose bounds differ between lanes: lanes out of their range are masked."""
         outer_masked, self.masked = self.masked, True
         body = self.statement(node.body)
@@ -355,7 +355,7 @@ class _StatementCompiler(ExpressionCompiler):
 
         return run
 
-    def _parallel(self, node: Any) -> Run:
+    def _parallel(self, node: tir.For) -> Run:
         """One loop of a parallel nest: its variable becomes an axis of lanes."""
         outermost = not self.axes
         if outermost:

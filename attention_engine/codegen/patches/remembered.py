@@ -8,9 +8,9 @@ function of the names that the macro finds around it, and only their values diff
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from types import CodeType
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
+from typing import Any, Protocol
 
 from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
 
@@ -19,12 +19,20 @@ Names = tuple[str, ...]
 _rewritten: dict[tuple[int, Names], tuple[CodeType, Callable[..., Any], str]] = {}  # by identity: the code is kept
 
 
+class Rewritten(Protocol):
+    """What TileLang makes of a macro: its IRGenerator."""
+
+    source: str
+    extra_type_hints: Mapping[str, object]
+
+
 class _Kept(threading.local):
     """What is compiled in this thread while one of our macros is rewritten."""
 
     closures: list[Callable[..., Any]] | None = None
 
 
+Rewrite = Callable[[FunctionType], Rewritten]
 _kept = _Kept()
 
 
@@ -34,7 +42,7 @@ def put() -> Undo:
 
     rewrite, compile_source = builder.mutate, utils.get_compiled_object
 
-    def remembered(func: Callable[..., Any]) -> Any:
+    def remembered(func: FunctionType) -> Rewritten:
         ours = inside() and func.__module__.startswith(OURS)
         return _remembered(func, rewrite) if ours else rewrite(func)
 
@@ -47,7 +55,7 @@ def put() -> Undo:
     return replace((builder, "mutate", remembered), (utils, "get_compiled_object", kept))
 
 
-def _remembered(func: Callable[..., Any], rewrite: Callable[..., Any]) -> Any:
+def _remembered(func: FunctionType, rewrite: Rewrite) -> Rewritten:
     """What TileLang makes of a function; from the memory, where annotations say nothing of values."""
     from tilelang.language.eager.ast import IRGenerator
     from tilelang.language.eager.utils import get_func_nonlocals
@@ -60,10 +68,11 @@ def _remembered(func: Callable[..., Any], rewrite: Callable[..., Any]) -> Any:
             return made
         _rewritten[key] = func.__code__, closures[0], made.source
     _, make_closure, source = _rewritten[key]
-    return IRGenerator(gen=make_closure(**around), source=source)
+    again: Rewritten = IRGenerator(gen=make_closure(**around), source=source)
+    return again
 
 
-def _rewrite_keeping(func: Callable[..., Any], rewrite: Callable[..., Any]) -> tuple[Any, list[Callable[..., Any]]]:
+def _rewrite_keeping(func: FunctionType, rewrite: Rewrite) -> tuple[Rewritten, list[Callable[..., Any]]]:
     """The rewritten function, and what made it of the names around it."""
     closures: list[Callable[..., Any]] = []
     before, _kept.closures = _kept.closures, closures

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
+from attention_engine.codegen.tiles.tir_types import Call, Evaluate, For, Function, Statement
 
 # In the compiler's cache key: another version of the pass is another kernel.
 FLAGS = ["-DATTENTION_ENGINE_WAIT_GROUPS=1"]
 LONGEST_LOOP = 8  # iterations to write out; the drains of pipelines have at most stages - 1
+
+
+class Module(Protocol):
+    """An IRModule: functions by name."""
+
+    functions: Mapping[object, Function]
 
 
 def put() -> Undo:
@@ -23,42 +31,43 @@ def put() -> Undo:
     lower: Any = importlib.import_module("tilelang.engine.lower")
     prepare = lower._prepare_device_codegen_mod
 
-    def settle_and_prepare(module: Any) -> Any:
+    def settle_and_prepare(module: Module) -> object:
         return prepare(_make_pass()(module) if inside() else module)
 
     return replace((lower, "_prepare_device_codegen_mod", settle_and_prepare))
 
 
 @functools.cache
-def _make_pass() -> Any:
+def _make_pass() -> Callable[[Module], Module]:
     from tvm import tirx
 
-    def rewrite(function: Any, module: Any, context: Any) -> Any:
+    def rewrite(function: Function, module: Module, context: object) -> Function:
         if not _has_unknown_wait(function.body):
             return function
         return function.with_body(_settle_waits(_write_out_loops(function.body)))
 
     settle = tirx.transform.prim_func_pass(rewrite, opt_level=0, name="attention_engine.SettleWaitGroups")
 
-    def run(module: Any) -> Any:
+    def run(module: Module) -> Module:
         if not any(_has_unknown_wait(function.body) for function in module.functions.values()):
             return module
-        return tirx.transform.ConvertSSA()(settle(module))  # a loop written out defines its variables again
+        whole: Module = tirx.transform.ConvertSSA()(settle(module))  # a loop written out defines its variables again
+        return whole
 
     return run
 
 
-def _is_wait(node: Any) -> bool:
+def _is_wait(node: object) -> bool:
     return str(getattr(getattr(node, "op", None), "name", "")).endswith("ptx_wait_group")
 
 
-def _has_unknown_wait(statement: Any) -> bool:
+def _has_unknown_wait(statement: Statement) -> bool:
     from tvm import tirx
     from tvm.tirx.stmt_functor import post_order_visit
 
-    found: list[Any] = []
+    found: list[Call] = []
 
-    def visit(node: Any) -> None:
+    def visit(node: object) -> None:
         if isinstance(node, tirx.Call) and _is_wait(node) and not isinstance(node.args[0], tirx.IntImm):
             found.append(node)
 
@@ -66,36 +75,40 @@ def _has_unknown_wait(statement: Any) -> bool:
     return bool(found)
 
 
-def _write_out_loops(statement: Any) -> Any:
+def _write_out_loops(statement: Statement) -> Statement:
     from tvm import tirx
     from tvm.tirx.stmt_functor import ir_transform, substitute
 
-    def write_out(loop: Any) -> Any:
+    def write_out(loop: For) -> Statement | None:
         known = isinstance(loop.min, tirx.IntImm) and isinstance(loop.extent, tirx.IntImm)
         if not known or int(loop.extent) > LONGEST_LOOP or not _has_unknown_wait(loop.body):
             return None
         first, count, dtype = int(loop.min), int(loop.extent), loop.loop_var.dtype
         bodies = [substitute(loop.body, {loop.loop_var: tirx.IntImm(dtype, first + step)}) for step in range(count)]
-        return bodies[0] if count == 1 else tirx.SeqStmt(bodies)
+        written: Statement = bodies[0] if count == 1 else tirx.SeqStmt(bodies)
+        return written
 
-    return ir_transform(statement, None, write_out, ["tirx.For"])
+    found: Statement = ir_transform(statement, None, write_out, ["tirx.For"])
+    return found
 
 
-def _settle_waits(statement: Any) -> Any:
+def _settle_waits(statement: Statement) -> Statement:
     from tvm import arith, tirx
     from tvm.tirx.stmt_functor import ir_transform
 
     analyzer = arith.Analyzer()
 
-    def settle(evaluate: Any) -> Any:
+    def settle(evaluate: Evaluate) -> Statement | None:
         call = evaluate.value
         if not isinstance(call, tirx.Call) or not _is_wait(call):
             return None
         count = analyzer.simplify(call.args[0])
         groups = max(int(count), 0) if isinstance(count, tirx.IntImm) else 0
-        return tirx.Evaluate(tirx.Call(call.dtype, call.op, [tirx.IntImm("int32", groups)]))
+        settled: Statement = tirx.Evaluate(tirx.Call(call.dtype, call.op, [tirx.IntImm("int32", groups)]))
+        return settled
 
-    return ir_transform(statement, None, settle, ["tirx.Evaluate"])
+    found: Statement = ir_transform(statement, None, settle, ["tirx.Evaluate"])
+    return found
 
 
 PATCH = Patch(

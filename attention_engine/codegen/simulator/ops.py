@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from attention_engine.codegen.tiles.buffers import ROLE
 from attention_engine.codegen.tiles.ops import TILE_OPS
 from attention_engine.codegen.tiles.scalar_ops import poison
 from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.tir_types import Annotations, Call, Expression, Load, Variable
 from attention_engine.codegen.tiles.windows import Frame, Jump, Run, Window
 from attention_engine.errors import HazardInKernel, NotInterpretable
 
@@ -26,24 +27,24 @@ class Compiler(Protocol):
     barriers: dict[int, int]  # the slots of barriers, by their memory
     waits: int  # for barriers, so far
 
-    def region(self, node: Any, *, keep_ones: bool = False) -> Window:
+    def region(self, node: Expression, *, keep_ones: bool = False) -> Window:
         """The window that a region argument names."""
 
-    def value(self, node: Any) -> Run:
+    def value(self, node: Expression) -> Run:
         """The code of an expression."""
 
     def new_slot(self) -> int:
         """A fresh slot of the frame."""
 
 
-def enter_block(compiler: Compiler, annotations: Any) -> list[Run]:
+def enter_block(compiler: Compiler, annotations: Annotations) -> list[Run]:
     """Code for the start of a block: its threads as one role, and its barriers."""
     steps: list[Run] = []
     for name, value in annotations.items():
         if str(name) == "tl.launch_threads":
-            steps.append(_all_threads(int(value[0])))
+            steps.append(_all_threads(int(cast(Sequence[Expression], value)[0])))
         elif str(name) == "barrier_init":
-            for memory, counts in value.items():
+            for memory, counts in cast(Mapping[Variable, Sequence[Expression]], value).items():
                 slot = compiler.barriers[handle_of(memory)] = compiler.new_slot()
                 steps.append(_fresh_barriers(slot, str(memory.name), [int(c) for c in counts]))
     return steps
@@ -148,18 +149,19 @@ def _fork_off(frame: Frame, role: Role, chosen: torch.Tensor, cases: Cases) -> N
     lanes.name(everybody)
 
 
-def _barrier(compiler: Compiler, node: Any) -> Run:
+def _barrier(compiler: Compiler, access: Expression) -> Run:
+    node = cast(Load, access)
     slot = compiler.barriers[handle_of(node.buffer.data)]
     (index,) = (compiler.value(i) for i in node.indices)
     return lambda frame: frame[slot][index(frame)]
 
 
-def _arrive(compiler: Compiler, call: Any) -> Run:
+def _arrive(compiler: Compiler, call: Call) -> Run:
     barrier = _barrier(compiler, call.args[0])
     return lambda frame: frame[ROLE].arrive(barrier(frame))
 
 
-def _wait(compiler: Compiler, call: Any) -> Run:
+def _wait(compiler: Compiler, call: Call) -> Run:
     barrier, parity = _barrier(compiler, call.args[0]), compiler.value(call.args[1])
     compiler.waits += 1
     return lambda frame: frame[ROLE].wait(barrier(frame), parity(frame))
@@ -168,7 +170,7 @@ def _wait(compiler: Compiler, call: Any) -> Run:
 _copy_tiles = watched("tl.tileop.copy", 0, 1)
 
 
-def _copy(compiler: Compiler, call: Any) -> Run:
+def _copy(compiler: Compiler, call: Call) -> Run:
     """A copy by all threads; what it stores in shared memory, or hands on from there, is theirs to order."""
     copy = _copy_tiles(compiler, call)
     source, target = (compiler.region(argument) for argument in call.args[:2])
@@ -192,12 +194,12 @@ ELECTION = "an election of one of them, for a copy"
 TMA_ALIGNMENT = 128  # bytes, of an address in shared memory (CUDA driver API, tensor maps)
 
 
-def _tma_copy(compiler: Compiler, call: Any) -> Run:
+def _tma_copy(compiler: Compiler, call: Call) -> Run:
     """A load that lands when its barrier says so; without one, a store that reads until it is waited for."""
     found = [value for name, value in call.annotations.items() if str(name) == "barrier"]
     if not found:
         return _tma_store(compiler, call)
-    barrier, target = _barrier(compiler, found[0]), compiler.region(call.args[1])
+    barrier, target = _barrier(compiler, cast(Load, found[0])), compiler.region(call.args[1])
     source, bad = compiler.region(call.args[0]), poison(target.buffer.dtype)
 
     def run(frame: Frame) -> None:
@@ -215,10 +217,10 @@ def _tma_copy(compiler: Compiler, call: Any) -> Run:
     return run
 
 
-def _tma_store(compiler: Compiler, call: Any) -> Run:
+def _tma_store(compiler: Compiler, call: Call) -> Run:
     copy, source = TILE_OPS["tl.tileop.copy"](compiler, call), compiler.region(call.args[0])
-    scopes = [int(value) for name, value in call.annotations.items() if str(name) == "leader_scope_threads"]
-    scope = scopes[0] if scopes else None
+    scopes = [value for name, value in call.annotations.items() if str(name) == "leader_scope_threads"]
+    scope = int(cast(Expression, scopes[0])) if scopes else None
 
     def run(frame: Frame) -> None:
         role: Role = frame[ROLE]
@@ -233,12 +235,12 @@ def _tma_store(compiler: Compiler, call: Any) -> Run:
     return run
 
 
-def _wait_stores(compiler: Compiler, call: Any) -> Run:
+def _wait_stores(compiler: Compiler, call: Call) -> Run:
     left, written = int(call.args[0]), len(call.args) > 1 and not int(call.args[1])
     return lambda frame: frame[ROLE].wait_stores(left, written=written)
 
 
-def _product(compiler: Compiler, call: Any) -> Run:
+def _product(compiler: Compiler, call: Call) -> Run:
     left, right, total = (compiler.region(argument) for argument in call.args[:3])
     transposed = bool(int(call.args[3])), bool(int(call.args[4]))
     clear = compiler.value(call.args[9])
@@ -253,7 +255,7 @@ def _product(compiler: Compiler, call: Any) -> Run:
     return run
 
 
-def _wait_products(compiler: Compiler, call: Any) -> Run:
+def _wait_products(compiler: Compiler, call: Call) -> Run:
     left = int(call.args[0])
 
     def run(frame: Frame) -> None:
@@ -263,11 +265,11 @@ def _wait_products(compiler: Compiler, call: Any) -> Run:
     return run
 
 
-def _fence(compiler: Compiler, call: Any) -> Run:
+def _fence(compiler: Compiler, call: Call) -> Run:
     return lambda frame: frame[ROLE].unfenced.clear()
 
 
-def _meet(compiler: Compiler, call: Any) -> Run:
+def _meet(compiler: Compiler, call: Call) -> Run:
     if len(call.args) > 2 and kind_of(call.args[1]) != "IntImm":  # each group at its own: turns, no meeting
         return lambda frame: frame[ROLE].meet_in_warps("a barrier of threads", of_memory=True)
     threads = int(call.args[2]) if len(call.args) > 2 else None
@@ -275,7 +277,7 @@ def _meet(compiler: Compiler, call: Any) -> Run:
     return lambda frame: frame[ROLE].meet(threads, barrier)
 
 
-def _meet_in_warps(compiler: Compiler, call: Any) -> Run:
+def _meet_in_warps(compiler: Compiler, call: Call) -> Run:
     return lambda frame: frame[ROLE].meet_in_warps("a sync_warp", of_memory=True)
 
 

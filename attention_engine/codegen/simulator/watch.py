@@ -11,6 +11,7 @@ from attention_engine.codegen.simulator.lanes import READ, STORED
 from attention_engine.codegen.simulator.roles import Role
 from attention_engine.codegen.tiles.buffers import ROLE
 from attention_engine.codegen.tiles.ops import TILE_OPS, Compiler
+from attention_engine.codegen.tiles.tir_types import Call
 from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, Window
 
 
@@ -123,10 +124,10 @@ def vote(value: Run) -> Run:
     return run
 
 
-def watched(name: str, reads: int | None, stores: int) -> Callable[[Compiler, Any], Run]:
+def watched(name: str, reads: int | None, stores: int) -> Callable[[Compiler, Call], Run]:
     """A tile operation, and which of its arguments it reads and stores."""
 
-    def build(compiler: Compiler, call: Any) -> Run:
+    def build(compiler: Compiler, call: Call) -> Run:
         run = watch_tile(compiler.region(call.args[stores]), STORED, TILE_OPS[name](compiler, call))
         return run if reads is None else watch_tile(compiler.region(call.args[reads]), READ, run)
 

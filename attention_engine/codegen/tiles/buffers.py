@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from attention_engine.codegen.tiles.scalar_ops import STORAGE, poison
-from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of
+from attention_engine.codegen.tiles.tir_nodes import handle_of, is_call, is_variable, kind_of
+from attention_engine.codegen.tiles.tir_types import Annotations, Buffer, Expression, Load, Pair, Region, Variable
 from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, Span, Whole, Window, fresh_tensor
 from attention_engine.errors import NotInterpretable
 
@@ -36,7 +37,7 @@ class Place(NamedTuple):
     const: int | None  # the start, where it is known before the run
 
 
-def constant(value: Any) -> Run:
+def constant(value: float | bool) -> Run:
     """Code that gives one value."""
     return lambda frame: value
 
@@ -70,10 +71,10 @@ class BufferCompiler:
         self.rank = 0  # the lane axes of the whole nest
         self.masked = False  # within a condition that differs between lanes
         self.views: dict[int, list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]] = {}
-        self._view_slots: dict[tuple[Any, ...], int] = {}
+        self._view_slots: dict[tuple[object, ...], int] = {}
         self._variables: dict[int, Code] = {}
         self._places: dict[int, Place] = {}
-        self._deferred: dict[int, Any] = {}
+        self._deferred: dict[int, Expression] = {}
         self._buffers: dict[int, BufferInfo] = {}
         self._owners: dict[int, BufferInfo] = {}  # by the variable of a buffer's memory
         self._safe_values: dict[int, Run] = {}
@@ -84,45 +85,45 @@ class BufferCompiler:
         self.slots += 1
         return self.slots - 1
 
-    def value(self, node: Any) -> Run:
+    def value(self, node: Expression) -> Run:
         """The code of an expression; defined with the expressions."""
         raise NotImplementedError
 
-    def expression(self, node: Any) -> Code:
+    def expression(self, node: Expression | float) -> Code:
         """A compiled expression; defined with the expressions."""
         raise NotImplementedError
 
     # Variables
 
-    def variable(self, node: Any) -> int:
+    def variable(self, node: Variable) -> int:
         """A slot for a variable that holds one number."""
         slot = self.new_slot()
         self._variables[handle_of(node)] = Code(slot_reader(slot), str(node.dtype))
         return slot
 
-    def bind(self, node: Any, value: Code) -> int:
+    def bind(self, node: Variable, value: Code) -> int:
         """A slot for a variable that holds an expression's value."""
         slot = self.new_slot()
         self._variables[handle_of(node)] = Code(slot_reader(slot), str(node.dtype), value.lanes)
         return slot
 
-    def bind_place(self, node: Any, place: Place) -> int:
+    def bind_place(self, node: Variable, place: Place) -> int:
         """A slot for the offset of a variable that is a lane and an offset: buffers indexed by it are read as views."""
         slot = self.new_slot()
         self._places[handle_of(node)] = Place(place.axis, slot_reader(slot), place.const)
         return slot
 
-    def defer(self, node: Any, value: Any) -> None:
+    def defer(self, node: Variable, value: Expression) -> None:
         """Let a name stand for an expression of variables that get their values later, as T.Persistent has them."""
         self._deferred[handle_of(node)] = value
 
-    def resolved(self, node: Any) -> Any:
+    def resolved(self, node: Expression) -> Expression:
         """The expression that a deferred name stands for."""
-        while kind_of(node) == "Var" and handle_of(node) in self._deferred:
+        while is_variable(node) and handle_of(node) in self._deferred:
             node = self._deferred[handle_of(node)]
         return node
 
-    def lane_variable(self, node: Any, lanes: Lanes, start: Code) -> int:
+    def lane_variable(self, node: Variable, lanes: Lanes, start: Code) -> int:
         """A slot for the variable of a parallel loop."""
         slot = self.new_slot()
         code = Code(slot_reader(slot), str(node.dtype), frozenset({lanes.axis}))
@@ -130,25 +131,26 @@ class BufferCompiler:
         self._places[handle_of(node)] = Place(lanes.axis, start.run, start.const)
         return slot
 
-    def lookup(self, node: Any) -> Code:
+    def lookup(self, node: Variable) -> Code:
         """The code that reads a variable."""
         code = self._variables.get(handle_of(node))
         if code is None:
             raise NotInterpretable(f"the variable `{node.name}`, which no shape and no statement gives a value")
         return code
 
-    def is_known(self, node: Any) -> bool:
+    def is_known(self, node: Variable) -> bool:
         """Whether a variable has a slot."""
         return handle_of(node) in self._variables
 
-    def place(self, node: Any) -> Place | None:
+    def place(self, node: Expression) -> Place | None:
         """An index as lane + start, or None where it has another form."""
         node = self.resolved(node)
         kind = kind_of(node)
-        if kind == "Var" and handle_of(node) in self._places:
+        if is_variable(node) and handle_of(node) in self._places:
             return self._places[handle_of(node)]
         if kind in ("Add", "Sub") and self.expression(node).lanes:
-            left, right = self.place(node.a), self.place(node.b)
+            pair = cast(Pair, node)
+            left, right = self.place(pair.a), self.place(pair.b)
             if left is None or right is None or (left.axis is not None and right.axis is not None):
                 return None
             if kind == "Sub" and right.axis is not None:
@@ -164,7 +166,7 @@ class BufferCompiler:
 
     # Buffers
 
-    def declare(self, node: Any) -> BufferInfo:
+    def declare(self, node: Buffer) -> BufferInfo:
         """A slot for a buffer with memory of its own."""
         dtype, scope = str(node.dtype), str(node.scope())
         if dtype not in STORAGE:
@@ -186,7 +188,7 @@ class BufferCompiler:
 
         return outside
 
-    def buffer(self, node: Any) -> BufferInfo:
+    def buffer(self, node: Buffer) -> BufferInfo:
         """What is known of a buffer; one that shares another's memory is a view of it."""
         info = self._buffers.get(handle_of(node))
         if info is not None:
@@ -206,7 +208,7 @@ class BufferCompiler:
         self._buffers[handle_of(node)] = info
         return info
 
-    def allocation(self, buffer: Any) -> Run:
+    def allocation(self, buffer: Buffer) -> Run:
         """Code that fills a buffer with poison; the tensor itself is made once a run."""
         if str(buffer.scope()) == "shared.barrier":
             return lambda frame: None  # made with the block, where their counts stand
@@ -238,16 +240,16 @@ class BufferCompiler:
             frame[view_slot] = make(frame[slot])
             self.make_views(frame, view_slot)
 
-    def note_safe_values(self, annotations: Any) -> None:
+    def note_safe_values(self, annotations: Annotations) -> None:
         """Take over `T.annotate_safe_value`: what loads out of range give."""
         for name, values in annotations.items():
             if str(name) == "safe_value_map":
-                for data, value in values.items():
+                for data, value in cast(Mapping[Variable, Expression], values).items():
                     self._safe_values[handle_of(data)] = self.value(value)
 
     # Windows
 
-    def spans(self, indices: Sequence[Any]) -> list[Span] | None:
+    def spans(self, indices: Sequence[Expression]) -> list[Span] | None:
         """The window that the indices of an element access cover, or None where they need a gather."""
         spans: list[Span] = []
         extents = {lanes.axis: lanes.extent for lanes in self.axes}
@@ -259,12 +261,13 @@ class BufferCompiler:
             spans.append(Span(place.start, extent, place.axis, place.const))
         return spans
 
-    def region(self, node: Any, *, keep_ones: bool = False) -> Window:
+    def region(self, node: Expression, *, keep_ones: bool = False) -> Window:
         """The window of a tile operation's argument; axes of extent 1 are dropped unless kept."""
-        if kind_of(node) == "Call" and str(node.op.name) == "tl.region":
-            buffer, starts, extents = node.args[0].buffer, list(node.args[0].indices), list(node.args[2:])
+        if is_call(node) and str(node.op.name) == "tl.region":
+            first_entry = cast(Load, node.args[0])
+            buffer, starts, extents = first_entry.buffer, list(first_entry.indices), list(node.args[2:])
         elif kind_of(node) == "BufferRegion":
-            buffer, ranges = node.buffer, list(node.region)
+            buffer, ranges = cast(Region, node).buffer, list(cast(Region, node).region)
             starts, extents = [r.min for r in ranges], [r.extent for r in ranges]
         else:
             raise NotInterpretable(f"a tile operation on {kind_of(node)}")

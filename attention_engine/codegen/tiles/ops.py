@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 
 from attention_engine.codegen.tiles.scalar_ops import as_matrix_operand
+from attention_engine.codegen.tiles.tir_types import Call, Expression, Text
 from attention_engine.codegen.tiles.windows import Frame, Run, Window, cropped
 from attention_engine.errors import HazardInKernel, NotInterpretable
 
@@ -15,14 +16,14 @@ from attention_engine.errors import HazardInKernel, NotInterpretable
 class Compiler(Protocol):
     """The part of the interpreter's compiler that tile operations need."""
 
-    def region(self, node: Any, *, keep_ones: bool = False) -> Window:
+    def region(self, node: Expression, *, keep_ones: bool = False) -> Window:
         """The window that a region argument names; axes of extent 1 are dropped unless kept."""
 
-    def value(self, node: Any) -> Run:
+    def value(self, node: Expression) -> Run:
         """The code of an expression."""
 
 
-def _copy(compiler: Compiler, call: Any) -> Run:
+def _copy(compiler: Compiler, call: Call) -> Run:
     if any(str(name) in ("is_gather4", "is_scatter4") for name in call.annotations):
         raise NotInterpretable("a gathering TMA copy")
     source, target = compiler.region(call.args[0]), compiler.region(call.args[1])
@@ -32,17 +33,17 @@ def _copy(compiler: Compiler, call: Any) -> Run:
     return lambda frame: write(frame, read(frame))
 
 
-def _fill(compiler: Compiler, call: Any) -> Run:
+def _fill(compiler: Compiler, call: Call) -> Run:
     write, value = compiler.region(call.args[0]).write, compiler.value(call.args[1])
     return lambda frame: write(frame, value(frame))
 
 
-def _transpose(compiler: Compiler, call: Any) -> Run:
+def _transpose(compiler: Compiler, call: Call) -> Run:
     read, write = compiler.region(call.args[0]).read, compiler.region(call.args[1]).write
     return lambda frame: write(frame, read(frame).transpose(-1, -2).clone())
 
 
-def _gemm(compiler: Compiler, call: Any) -> Run:
+def _gemm(compiler: Compiler, call: Call) -> Run:
     """C (+)= A B with products summed in fp32, whatever the operands' type."""
     left, right, total = (compiler.region(argument) for argument in call.args[:3])
     if (left.rank, right.rank, total.rank) != (2, 2, 2):
@@ -94,9 +95,9 @@ REDUCTIONS: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], Callabl
 }
 
 
-def _reduce(compiler: Compiler, call: Any) -> Run:
+def _reduce(compiler: Compiler, call: Call) -> Run:
     source, target = compiler.region(call.args[0], keep_ones=True), compiler.region(call.args[1], keep_ones=True)
-    kind, axis, clear = str(call.args[2].value), int(call.args[3]), bool(int(call.args[4]))
+    kind, axis, clear = str(cast(Text, call.args[2]).value), int(call.args[3]), bool(int(call.args[4]))
     if kind not in REDUCTIONS:
         raise NotInterpretable(f"a reduction of kind {kind!r}")
     fold, join = REDUCTIONS[kind]
@@ -109,8 +110,8 @@ def _reduce(compiler: Compiler, call: Any) -> Run:
     return run
 
 
-def _scan(function: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Compiler, Any], Run]:
-    def build(compiler: Compiler, call: Any) -> Run:
+def _scan(function: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Compiler, Call], Run]:
+    def build(compiler: Compiler, call: Call) -> Run:
         source, target = compiler.region(call.args[0], keep_ones=True), compiler.region(call.args[1], keep_ones=True)
         axis, reverse = int(call.args[2]), bool(int(call.args[3]))
 
@@ -124,10 +125,10 @@ def _scan(function: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Co
     return build
 
 
-def _atomic(join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Compiler, Any], Run]:
+def _atomic(join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Compiler, Call], Run]:
     """A tile joined into memory; args[0] is a region, or one value for all elements."""
 
-    def build(compiler: Compiler, call: Any) -> Run:
+    def build(compiler: Compiler, call: Call) -> Run:
         target = compiler.region(call.args[1])
         is_region = getattr(getattr(call.args[0], "op", None), "name", "") == "tl.region"
         read = compiler.region(call.args[0]).read if is_region else compiler.value(call.args[0])
@@ -142,7 +143,7 @@ def _atomic(join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Calla
     return build
 
 
-def _assume(compiler: Compiler, call: Any) -> Run:
+def _assume(compiler: Compiler, call: Call) -> Run:
     """What a kernel takes for granted has to hold."""
     holds = compiler.value(call.args[0])
 
@@ -153,7 +154,7 @@ def _assume(compiler: Compiler, call: Any) -> Run:
     return run
 
 
-TILE_OPS: dict[str, Callable[[Compiler, Any], Run]] = {
+TILE_OPS: dict[str, Callable[[Compiler, Call], Run]] = {
     "tl.tileop.copy": _copy,
     "tl.tileop.async_copy": _copy,
     "tl.tileop.fill": _fill,
