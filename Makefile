@@ -43,7 +43,7 @@ lint: $(READY)
 	$(RUN) -m mypy
 
 docs: $(READY)
-	$(RUN) -m mkdocs build
+	$(RUN) -m mkdocs build --strict
 
 drawings: $(READY)
 	$(RUN) docs/pictures.py

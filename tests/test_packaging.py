@@ -27,7 +27,8 @@ def built(tmp_path_factory):
     """A wheel and an sdist, made in a copy of the tree, so that nothing is written into it."""
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
     for entry in ROOT.iterdir():
-        if entry.name not in (".git", ".venv", "build", "dist") and not entry.name.startswith("."):
+        hidden = entry.name.startswith(".") and entry.name not in (".github", ".pre-commit-config.yaml")
+        if entry.name not in ("build", "dist") and not hidden:
             (copy / entry.name).symlink_to(entry)
     (copy / "attention_engine").unlink()
     for path in (ROOT / "attention_engine").rglob("*"):
@@ -54,7 +55,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
 def test_the_sdist_holds_what_the_tests_need(built):
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    named = "pyproject.toml Makefile constraints.txt mkdocs.yml CHANGELOG.md CONTRIBUTING.md LICENSE"
+    named = "pyproject.toml Makefile constraints.txt mkdocs.yml CHANGELOG.md CONTRIBUTING.md LICENSE README.md"
+    named += " .pre-commit-config.yaml .github/workflows/checks.yml .github/workflows/slow.yml"
     assert set(named.split()) <= names
     for folder in ("tests", "docs", "attn_script", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):

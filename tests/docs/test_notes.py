@@ -50,4 +50,4 @@ def test_the_changelog_is_for_users():
     text = (ROOT / "CHANGELOG.md").read_text()
     points = re.split(r"^(?=- |\*\*|## )", text, flags=re.MULTILINE)
     assert not [point for point in points if len(point.rstrip().splitlines()) > 5]
-    assert "TFLOP" not in text and len(text.splitlines()) < 100
+    assert "TFLOP" not in text and len(text.splitlines()) < 60
