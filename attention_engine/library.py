@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from attention_engine.frontend.custom_io import CustomInputs
 from attention_engine.frontend.made import made_by
@@ -13,10 +13,26 @@ from attention_engine.frontend.symbols import Symbol, SymbolicTensor
 from attention_engine.frontend.tracing import call
 
 Mask = Callable[..., Any]
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    Index = Symbol | Tensor  # masks are asked of tensors, too
+
+class Index(Protocol):
+    """What masks compute with: symbolic values, and tensors where a mask is written out."""
+
+    def __sub__(self, other: Index | int, /) -> Index: ...
+
+    def __floordiv__(self, other: Index | int, /) -> Index: ...
+
+    def __mod__(self, other: Index | int, /) -> Index: ...
+
+    def __ge__(self, other: Index | int, /) -> Index: ...
+
+    def __le__(self, other: Index | int, /) -> Index: ...
+
+    def __and__(self, other: Index, /) -> Index: ...
+
+    def __or__(self, other: Index, /) -> Index: ...
+
+    def abs(self) -> Index: ...
 
 
 class OnlineIdentity(OnlineFunc):

@@ -39,8 +39,9 @@ BELOW["reference"] = {"errors", "ir"}
 BELOW["arch"] = {"errors", "settings", "ir"}
 # The same within codegen/: what runs kernels on a CPU knows nothing of what compiles them.
 BELOW_IN_CODEGEN: dict[str, set[str]] = {
-    "tiles": set(), "simulator": {"tiles"}, "interpreter": {"tiles", "simulator"},
-    "patches": set(), "compile": {"patches"}, "cache": {"compile"}, "__init__": set(),
+    "tir_types": set(), "tiles": {"tir_types"}, "simulator": {"tir_types", "tiles"},
+    "interpreter": {"tir_types", "tiles", "simulator"}, "patches": {"tir_types"}, "compile": {"tir_types", "patches"},
+    "cache": {"compile"}, "__init__": set(),
 }  # fmt: skip
 # The folders of kernels/: each knows what lies in kernels/ itself, and no other. Keys of kernels on disk rely on it.
 KERNEL_FOLDERS = {"straight", "hopper", "linear"}

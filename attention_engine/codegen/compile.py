@@ -19,7 +19,7 @@ from attention_engine import folders, settings
 from attention_engine.arch import Arch
 from attention_engine.codegen.patches import fences, patched, printed, wait_groups
 from attention_engine.codegen.patches.proofs import with_quick_proofs
-from attention_engine.codegen.tiles.tir_types import Function, Printed
+from attention_engine.codegen.tir_types import Function, Printed
 from attention_engine.errors import NoCudaCompiler
 from attention_engine.plan.rules import (
     DISABLE_WARP_SPECIALIZATION,

@@ -10,8 +10,8 @@ import torch
 from attention_engine.codegen.tiles.buffers import BufferCompiler
 from attention_engine.codegen.tiles.scalar_ops import STORAGE, cast, is_float
 from attention_engine.codegen.tiles.tir_nodes import handle_of, is_variable
-from attention_engine.codegen.tiles.tir_types import Buffer, Function
 from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run
+from attention_engine.codegen.tir_types import Buffer, Function
 
 Binding = Callable[[Frame, Sequence[Any]], None]
 

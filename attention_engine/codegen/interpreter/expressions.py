@@ -9,6 +9,7 @@ from typing import cast as typed
 
 import torch
 
+from attention_engine.codegen import tir_types as tir
 from attention_engine.codegen.simulator.lanes import READ, STORED
 from attention_engine.codegen.simulator.watch import (
     tell,
@@ -19,7 +20,6 @@ from attention_engine.codegen.simulator.watch import (
     watch_tile,
     watch_variable,
 )
-from attention_engine.codegen.tiles import tir_types as tir
 from attention_engine.codegen.tiles.buffers import MASK, ROLE, BufferCompiler, Code, constant
 from attention_engine.codegen.tiles.scalar_ops import (
     BINARY,

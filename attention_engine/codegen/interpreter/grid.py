@@ -7,8 +7,8 @@ from typing import Protocol, cast
 
 from attention_engine.codegen.tiles.buffers import ROLE
 from attention_engine.codegen.tiles.tir_nodes import is_call, kind_of
-from attention_engine.codegen.tiles.tir_types import Evaluate, Expression, For, Statement, Variable
 from attention_engine.codegen.tiles.windows import Frame, Run
+from attention_engine.codegen.tir_types import Evaluate, Expression, For, Statement, Variable
 from attention_engine.errors import HazardInKernel
 
 GRID_KIND = 4  # tirx.ForKind.THREAD_BINDING: an index of a block

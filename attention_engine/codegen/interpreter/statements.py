@@ -12,13 +12,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from attention_engine.codegen import tir_types as tir
 from attention_engine.codegen.interpreter.arguments import Arguments
 from attention_engine.codegen.interpreter.expressions import ExpressionCompiler
 from attention_engine.codegen.interpreter.grid import GRID_KIND, grid, is_nothing, wait_for_blocks
 from attention_engine.codegen.simulator.lanes import STORED
 from attention_engine.codegen.simulator.ops import WARP_OPS, enter_block, split
 from attention_engine.codegen.simulator.watch import watch_elements, watch_tile
-from attention_engine.codegen.tiles import tir_types as tir
 from attention_engine.codegen.tiles.buffers import MASK, ROLE, Lanes
 from attention_engine.codegen.tiles.ops import SILENT_OPS, TILE_OPS
 from attention_engine.codegen.tiles.tir_nodes import handle_of, is_call, kind_of, variables_of

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
-from attention_engine.codegen.tiles.tir_types import Call, Evaluate, For, Function, Statement
+from attention_engine.codegen.tir_types import Call, Evaluate, For, Function, Statement
 
 # In the compiler's cache key: another version of the pass is another kernel.
 FLAGS = ["-DATTENTION_ENGINE_WAIT_GROUPS=1"]

@@ -14,8 +14,8 @@ from attention_engine.codegen.tiles.buffers import ROLE
 from attention_engine.codegen.tiles.ops import TILE_OPS
 from attention_engine.codegen.tiles.scalar_ops import poison
 from attention_engine.codegen.tiles.tir_nodes import handle_of, kind_of
-from attention_engine.codegen.tiles.tir_types import Annotations, Call, Expression, Load, Variable
 from attention_engine.codegen.tiles.windows import Frame, Jump, Run, Window
+from attention_engine.codegen.tir_types import Annotations, Call, Expression, Load, Variable
 from attention_engine.errors import HazardInKernel, NotInterpretable
 
 Cases = tuple[Run, Run]

@@ -11,8 +11,8 @@ from attention_engine.codegen.simulator.lanes import READ, STORED
 from attention_engine.codegen.simulator.roles import Role
 from attention_engine.codegen.tiles.buffers import ROLE
 from attention_engine.codegen.tiles.ops import TILE_OPS, Compiler
-from attention_engine.codegen.tiles.tir_types import Call
 from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, Window
+from attention_engine.codegen.tir_types import Call
 
 
 def watch_tile(window: Window, kind: int, run: Run) -> Run:

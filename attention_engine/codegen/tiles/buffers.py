@@ -11,8 +11,8 @@ import torch
 
 from attention_engine.codegen.tiles.scalar_ops import STORAGE, poison
 from attention_engine.codegen.tiles.tir_nodes import handle_of, is_call, is_variable, kind_of
-from attention_engine.codegen.tiles.tir_types import Annotations, Buffer, Expression, Load, Pair, Region, Variable
 from attention_engine.codegen.tiles.windows import BufferInfo, Frame, Run, Span, Whole, Window, fresh_tensor
+from attention_engine.codegen.tir_types import Annotations, Buffer, Expression, Load, Pair, Region, Variable
 from attention_engine.errors import NotInterpretable
 
 MASK = 0  # the slot of the lanes that the enclosing conditions leave active; None: all

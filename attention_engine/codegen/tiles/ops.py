@@ -8,8 +8,8 @@ from typing import Protocol, cast
 import torch
 
 from attention_engine.codegen.tiles.scalar_ops import as_matrix_operand
-from attention_engine.codegen.tiles.tir_types import Call, Expression, Text
 from attention_engine.codegen.tiles.windows import Frame, Run, Window, cropped
+from attention_engine.codegen.tir_types import Call, Expression, Text
 from attention_engine.errors import HazardInKernel, NotInterpretable
 
 

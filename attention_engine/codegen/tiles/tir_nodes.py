@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeGuard, cast
 
-from attention_engine.codegen.tiles.tir_types import Call, Expression, Load, Node, Variable
+from attention_engine.codegen.tir_types import Call, Expression, Load, Node, Variable
 
 LEAVES = frozenset({"Var", "SizeVar", "IntImm", "FloatImm", "StringImm"})
 OPERANDS: dict[str, tuple[str, ...]] = {
