@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.plan.forms import HopperKeys, KernelName, Tile
@@ -38,4 +39,6 @@ def demand(kernel: KernelName, problem: Problem, tile: Tile) -> Demand:
         case "queries":
             shared = (tile.q * (dim + dim_v) + stages * tile.kv * (dim + dim_v)) * size
             sums = tile.q * dim + 2 * pairs
+        case _:
+            assert_never(kernel)
     return Demand(shared, sums // tile.threads)
