@@ -22,6 +22,11 @@ def test_right_and_wrong_draws_are_told_apart(capsys):
     assert found["found"].outcome == "right"
 
 
+def test_a_yardstick_that_takes_long_is_no_hang(capsys):
+    assert main([*ON_CPU, "--draws", "1", "--limit", "3", "--plant", "0=late"]) == 0
+    assert "right      1" in capsys.readouterr().out
+
+
 def test_a_draw_that_hangs_and_one_that_dies_are_told(capsys):
     assert main([*ON_CPU, "--draws", "2", "--limit", "2", "--plant", "0=hang", "1=crash"]) == 1
     said = capsys.readouterr().out

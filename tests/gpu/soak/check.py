@@ -43,10 +43,16 @@ class Outcome:
         return asdict(self)
 
 
-def run(draw: Draw, backend: str = "tilelang", device: str = "cuda", change: Change = None) -> Outcome:
-    """Forward and backward, many times; then the yardstick. change: writes on results, so that a fault is found."""
+def run(
+    draw: Draw, backend: str = "tilelang", device: str = "cuda", change: Change = None,
+    judging: Callable[[], None] = lambda: None,
+) -> Outcome:  # fmt: skip
+    """Forward and backward, many times; then the yardstick.
+
+    change: writes on results, so that a fault is found. judging: called when our kernels are done.
+    """
     try:
-        return (_linear if draw.of.linear else _softmax)(draw, backend, device, change)
+        return (_linear if draw.of.linear else _softmax)(draw, backend, device, change, judging)
     except torch.OutOfMemoryError as error:
         return Outcome("no room", detail=str(error).splitlines()[0])
 
@@ -107,7 +113,7 @@ def _unlike_again(ours: Named, passes: Iterator[Named], exactly: bool, device: s
     return []
 
 
-def _softmax(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
+def _softmax(draw: Draw, backend: str, device: str, change: Change, judging: Callable[[], None]) -> Outcome:
     program, given = draw.of, inputs_of(draw, device)
     assert isinstance(program, Program)
     started = time.perf_counter()
@@ -116,6 +122,7 @@ def _softmax(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
     spent = time.perf_counter() - started
     faults = _odd(ours) + _unlike_again(ours, passes, program.deterministic, device)
     del passes
+    judging()
     if change:
         change(ours)
     measured = _samples(draw, program, given, ours, device) if not faults else []
@@ -193,7 +200,7 @@ def linear_results(program: Linear, given: Named, backend: str) -> tuple[Named, 
     return {n: x.detach() for n, x in outputs.items()} | next(passes), passes
 
 
-def _linear(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
+def _linear(draw: Draw, backend: str, device: str, change: Change, judging: Callable[[], None]) -> Outcome:
     program = draw.of
     assert isinstance(program, Linear)
     given = linear_inputs(draw, device)
@@ -203,6 +210,7 @@ def _linear(draw: Draw, backend: str, device: str, change: Change) -> Outcome:
     spent = time.perf_counter() - started
     faults = _odd(ours) + _unlike_again(ours, passes, True, device)
     del passes
+    judging()
     if change:
         change(ours)
     measured: list[Measured] = []

@@ -1,6 +1,6 @@
 """A process of the soak: reads draws, one JSON a line, and answers what came of each; its parent ends it if it hangs.
 
-Lines that go out: {"stage": "compiling" | "running"} and {"outcome": ...}. What else is printed goes to stderr.
+Lines that go out: {"stage": "compiling" | "running" | "judging"} and {"outcome": ...}. What else is printed goes to stderr.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import traceback
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 # Plain PyTorch's tensors of many sizes would leave most of the GPU's memory in a process's cache.
@@ -22,6 +23,7 @@ from attention_engine import compiler
 from tests.gpu.soak.check import Named, Outcome, run
 from tests.gpu.soak.draws import Draw
 
+LATE = 4.0  # seconds, of a planted yardstick that takes long
 BROKEN = 3  # exit status after an error, which may have left the GPU's context unusable
 
 
@@ -37,7 +39,8 @@ def main() -> int:
     for line in sys.stdin:
         asked = json.loads(line)
         say(stage="running")
-        outcome = _outcome(Draw(**asked["draw"]), asked["backend"], asked["device"], asked["plant"])
+        draw, judging = Draw(**asked["draw"]), partial(say, stage="judging")
+        outcome = _outcome(draw, asked["backend"], asked["device"], asked["plant"], judging)
         say(**outcome.spelled())
         if outcome.outcome == "error":
             return BROKEN
@@ -46,13 +49,18 @@ def main() -> int:
     return 0
 
 
-def _outcome(draw: Draw, backend: str, device: str, plant: str) -> Outcome:
+def _outcome(draw: Draw, backend: str, device: str, plant: str, judging: Callable[[], None]) -> Outcome:
     if plant == "hang":
         time.sleep(1e6)
     if plant == "crash":
         os.abort()
+
+    def judge() -> None:
+        judging()
+        time.sleep(LATE if plant == "late" else 0)
+
     try:
-        return run(draw, backend, device, _spoil if plant == "wrong" else None)
+        return run(draw, backend, device, _spoil if plant == "wrong" else None, judge)
     except Exception:  # noqa: BLE001 - whatever it is, it is what came of the draw
         return Outcome("error", detail=traceback.format_exc())
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from tests.gpu.soak.draws import Draw
 
-STARTING, COMPILING, ENDING = 300.0, 1800.0, 30.0  # seconds
+STARTING, ENDING = 300.0, 30.0  # seconds
+APART = {"compiling": 1800.0, "judging": 600.0}  # seconds that a stage may take whose time a draw is not charged
 TAIL = 2000  # characters of what a process said last
 ROOT = Path(__file__).resolve().parents[3]
 ANSWER = "import torch; assert torch.ones(1000, device='cuda').sum().item() == 1000"
@@ -43,7 +44,7 @@ class Worker:
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
     def run(self, draw: Draw, plant: str = "") -> dict[str, Any]:
-        """The fields of an Outcome; its outcome may also be "HUNG" or "crashed"."""
+        """The fields of an Outcome; its outcome may also be "HUNG", "crashed" or "not judged"."""
         if self.process is None:
             found = self._start()
             if found:
@@ -53,7 +54,7 @@ class Worker:
             self.process.stdin.write(json.dumps(asked) + "\n")
             self.process.stdin.flush()
         found = self._await("outcome", self.setting.limit)
-        if (self.setting.fresh or found["outcome"] in ("error", "HUNG", "crashed")) and not self.end():
+        if (self.setting.fresh or found["outcome"] in ("error", "HUNG", "crashed", "not judged")) and not self.end():
             found |= {"outcome": "HUNG", "detail": f"{found['detail']}\nits process can't be ended"}
         return found
 
@@ -73,22 +74,23 @@ class Worker:
         return found if "outcome" in found else None
 
     def _await(self, wanted: str, limit: float) -> dict[str, Any]:
-        """The next line that has it; the time that compiling takes is not counted."""
-        left, compiling = limit, False
+        """The next line that has it; the time of stages apart, such as compiling, is not counted."""
+        left, stage = limit, ""
         while True:
             started = time.monotonic()
             try:
-                line = self.lines.get(timeout=COMPILING if compiling else left)
+                line = self.lines.get(timeout=APART.get(stage, left))
             except queue.Empty:
-                said = "compiling" if compiling else f"a limit of {limit:g} s"
-                return {"outcome": "HUNG", "detail": f"still running after {said}\n{self._tail()}"}
+                outcome = "not judged" if stage == "judging" else "HUNG"
+                said = stage if stage in APART else f"a limit of {limit:g} s"
+                return {"outcome": outcome, "detail": f"still running after {said}\n{self._tail()}"}
             if line is None:
                 status = self.process.wait(ENDING)
                 return {"outcome": "crashed", "detail": f"exit status {status}\n{self._tail()}"}
             if wanted in line:
                 return line
-            left -= 0 if compiling else time.monotonic() - started
-            left, compiling = max(left, 0.01), line.get("stage") == "compiling"
+            left -= 0 if stage in APART else time.monotonic() - started
+            left, stage = max(left, 0.01), line.get("stage", "")
 
     def _tail(self) -> str:
         self.errors.seek(0)
