@@ -1,6 +1,7 @@
 """A process of the soak: reads draws, one JSON a line, and answers what came of each; its parent ends it if it hangs.
 
-Lines that go out: {"stage": "compiling" | "running" | "judging"} and {"outcome": ...}. What else is printed goes to stderr.
+Lines that go out: {"stage": "compiling" | "running" | "judging"} and {"outcome": ...}. What else is printed goes to
+stderr.
 """
 
 from __future__ import annotations
