@@ -14,6 +14,8 @@ from attention_engine.ir.linear import LinearProblem
 from attention_engine.library import OnlineSoftmax, causal, document, relative_bias, scale
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
+from tests.runtime.test_extremes import Over
+from tests.sweep import Job
 
 GPU = arch.H100()
 DOCUMENTS = {"documents": ("batch", "seq_len")}
@@ -68,6 +70,36 @@ def test_gradient_of_a_bias_of_pairs(golden):
     assert text(made.kernel(launch)) == golden
 
 
+def read_everywhere(score, custom, b, h, q_idx, kv_idx):
+    """Reads whose gradients are summed along diagonals, by keys, and by an atomic a pair."""
+    near = (q_idx - kv_idx).clamp(-32, 32) + 32
+    return score * 0.1 + custom["table"][h, near] + custom["keys"][h, kv_idx] + custom["pairs"][h, (q_idx + kv_idx) % 7]
+
+
+def test_gradients_of_custom_inputs_in_straight_lines(golden):
+    inputs = {"table": ("heads", 65), "keys": ("heads", "seq_len_kv"), "pairs": ("heads", 7)}
+    made = kernels(dim=32, score=read_everywhere, wanting=tuple(inputs), **inputs)
+    assert text(made.backward) == golden
+
+
+@pytest.mark.parametrize("over_keys", [True, False], ids=["over keys", "over queries"])
+def test_extremes_of_rows(over_keys, golden):
+    metas = [meta_tensor(1, heads, 256, 64, dtype=torch.float16) for heads in (4, 2, 2)]
+    made = AttentionEngine(metas, None, scale(0.1), causal, Over("absmax"), device=GPU)._kernels("cuda")
+    assert text(made.kernel(made.plan.extremes(over_keys))) == golden
+
+
+@pytest.mark.parametrize("kernel", ["preprocess", "exact_delta", "preprocess_again"])
+def test_rows_of_an_exact_delta(kernel, golden):
+    made = Job("case: relu2_row_sum", "causal", 64, "fp16").engine(GPU)._kernels("cuda")
+    assert text(made.of_backward[kernel]) == golden
+
+
+def test_dq_of_the_last_units_of_persistent_blocks(golden):
+    made = kernels(mask=document(), backward={"persistent": True}, **DOCUMENTS)
+    assert text(made.of_backward["postprocess"]) == golden
+
+
 PROGRAM = trace_mods({"v": lambda x, c: x * c["dt"]}, CustomIO({"dt": ("batch", "heads", "seq_len")}))
 PROBLEM = LinearProblem(4, 2, 2, 64, 64, "bfloat16", custom=(("dt", "float32", ("batch", "heads", "seq_len")),))
 CHANNELS = replace(PROBLEM, per_channel=True)
@@ -76,12 +108,15 @@ LINEAR = {
     "states": lambda plan: plan.states(reverse=True, starts=True, overlaps=True),
     "chunk": lambda plan: plan.rows("dq", True, ()),
     "step": lambda plan: plan.step(starts=True),
+    "sums of decays": lambda plan: plan.sum_decays(64),
+    "decay gradients": lambda plan: plan.decay_gradients(()),
 }
 BY_CHANNEL = {
     "scores": lambda plan: plan.scores,
     "states": lambda plan: plan.states(True, True, True, initial=True),
     "rows": lambda plan: plan.channel_rows("dv", PROGRAM.loads("v")),
     "gradients": lambda plan: plan.gradients(True, 1, ((), (), ())),
+    "sums of decays": lambda plan: plan.channel_sums,
 }
 
 

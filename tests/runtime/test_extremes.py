@@ -225,5 +225,5 @@ def test_the_kernel_of_extremes_lowers_for_gpus_with_and_without_wgmma():
         kernels = engine._kernels("cuda")
         assert not kernels.tiles.backward.hopper and kernels.backward.configs[NO_CONTRACTION]
         for over_keys in (True, False):
-            kernel = kernels.extremes(over_keys)
+            kernel = kernels.kernel(kernels.plan.extremes(over_keys))
             assert "--fmad=false" in lower_kernel(kernel.prim_func, arch, pass_configs=kernel.configs).flags
