@@ -23,7 +23,7 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.inside import where_inside
-from attention_engine.kernels.splice import both, name_value
+from attention_engine.kernels.splice import both, is_read, name_value
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
@@ -179,6 +179,7 @@ class PairMaths:
 
         def entry(place: Place, i: Any, j: Any) -> None:
             value, *indices = self._at(place, products, weights, gradients, i, j, expr)(expr, *read.args)
+            indices = [name_value(i) if is_read(a) else i for i, a in zip(indices, read.args, strict=True)]
             keep = self._keep(place, i, j)
             for index, length in zip(indices, target.shape, strict=True):
                 keep = T.And(keep, T.And(index >= 0, index < length))

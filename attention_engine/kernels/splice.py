@@ -194,12 +194,18 @@ def take_for_granted(condition: Any) -> None:
     tir_builder.evaluate(T.assume(condition))
 
 
+def is_read(index: Expr) -> bool:
+    """Is an index itself read from memory, or made of what is? Guards spell an index out four times, and with it the
+    guards of the read inside it: TileLang's simplifier, which takes each for granted in turn, then needs minutes."""
+    return any(node.op is Op.LOAD for node in topological(index))
+
+
 class Splice:
     """Emits expressions at one place of a kernel.
 
     values: what the variables are there; read: how a custom input is read (name, indices, type). Operands that several
-    expressions of one splice share are computed once. approximate: may reciprocals be off by a unit of the last place,
-    and does nvcc make powers of logarithms?
+    expressions of one splice share are computed once, and so are indices that are read. approximate: may reciprocals be
+    off by a unit of the last place, and does nvcc make powers of logarithms?
     """
 
     def __init__(self, values: Mapping[Expr, Any], read: Reader, approximate: bool = False) -> None:
@@ -208,14 +214,15 @@ class Splice:
 
     def __call__(self, *exprs: Expr) -> list[Any]:
         """The expressions as TileLang values; call it once with all that a place needs."""
-        uses, depths = count_uses(*exprs), dict.fromkeys(self.done, 0)
-        for node in topological(*exprs):
+        uses, depths, nodes = count_uses(*exprs), dict.fromkeys(self.done, 0), topological(*exprs)
+        indices = {index for node in nodes if node.op is Op.LOAD for index in node.args if is_read(index)}
+        for node in nodes:
             if node in self.done:
                 continue
             value = self._emit(node)
             shared = uses[node] > 1 and node.op not in CHEAP
             depth = 1 + max((depths[a] for a in node.args), default=0)
-            named = shared or depth >= DEEPEST
+            named = shared or depth >= DEEPEST or node in indices
             depths[node] = 0 if named else depth
             self.done[node] = name_value(value) if named else value
         return [self.done[e] for e in exprs]
