@@ -7,7 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.gpu.test_runtime import build, close, qkv, results, same
+from attention_engine import AttentionEngine, meta_tensor
+from attention_engine.library import OnlineSoftmax
+from tests.gpu.test_runtime import BATCH, HEADS, KV_HEADS, build, close, qkv, results, same
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +34,44 @@ def test_a_captured_training_step_replays_on_new_numbers():
         graph.replay()
         torch.cuda.synchronize()
         same(found, results(engine, fresh, d_o))
+
+
+def test_a_captured_training_step_reads_the_tensors_of_its_functions_anew():
+    """A parameter and ids that functions capture: a replay reads what they hold by then, and gives the gradient."""
+    temperature = torch.nn.Parameter(torch.tensor(0.1, device="cuda"))
+    ids = torch.zeros(500, dtype=torch.int32, device="cuda")
+    metas = [meta_tensor(BATCH, heads, 500, 64, dtype=torch.float16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    engine = AttentionEngine(
+        metas,
+        score_mod=lambda s, custom, b, h, i, j: s * temperature,
+        mask_mod=lambda b, h, i, j: ids[i] == ids[j],
+        online_func=OnlineSoftmax(),
+        deterministic=True,
+    )
+    fixed = [t.detach().requires_grad_() for t in qkv(length=500)]
+    d_o = torch.randn_like(engine(*fixed))
+
+    def step():
+        o = engine(*fixed)
+        return [o.detach(), *torch.autograd.grad(o, [*fixed, temperature], d_o)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for documents in (3, 7):
+        with torch.no_grad():
+            temperature.mul_(0.7)
+            ids.copy_(torch.arange(500, device="cuda") * documents // 500)
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = step()
+        same(found[:4], eager[:4])
+        close(found[4:], eager[4:], 1e-3)
 
 
 def test_vmap_is_a_loop_over_its_entries():
