@@ -33,6 +33,26 @@ def test_the_encoder_gives_the_same_embeddings_through_the_kernels(capsys):
     assert engine.custom_io.specs["padding"].axes == ("batch", "seq_len_kv") and engine.backend == "interpret"
 
 
+def test_a_gpt_learns_alike_with_pytorchs_attention_and_is_saved_and_loaded(tmp_path, capsys):
+    train_gpt = importlib.import_module("train_gpt")
+    ours, theirs = (
+        train_gpt.main(["--device", "cpu", "--steps", "10", "--attention", name, "--save", str(tmp_path / name)])
+        for name in ("softmax", "sdpa")
+    )
+    assert ours == pytest.approx(theirs, abs=1e-3) and ours[-1] < ours[0] - 1
+    (again,) = train_gpt.main(["--device", "cpu", "--steps", "1", "--load", str(tmp_path / "sdpa")])
+    assert again < ours[0] - 1
+    said = capsys.readouterr().out
+    assert "step 10: loss" in said and "tokens a second" in said and "Attention " in said
+
+
+def test_a_gpt_learns_with_an_attention_of_ones_own(capsys):
+    train_gpt = importlib.import_module("train_gpt")
+    losses = train_gpt.main(["--device", "cpu", "--steps", "10", "--attention", "fading"])
+    assert losses[-1] < losses[0] - 1
+    assert train_gpt.main(["--device", "cpu", "--steps", "10", "--attention", "sigmoid"])[-1] < losses[0] - 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_runs_on_a_gpu(name, capsys):
