@@ -190,6 +190,7 @@ def test_backward_blocks_of_causal_masks_have_numbers_of_their_own():
     assert "blockIdx.y" in hopper()["deep_backward"].cuda  # no register for numbers of its own
 
 
+@pytest.mark.slow  # test_lanes.py simulates it
 def test_a_lane_writes_an_items_numbers_when_its_warp_has_read_those_before():
     """In the text too, whose meetings compilers might move: the simulator sees the tile program alone."""
     lines = [line.strip() for line in lists_over_keys().splitlines()]
@@ -199,6 +200,7 @@ def test_a_lane_writes_an_items_numbers_when_its_warp_has_read_those_before():
     assert len(of_writes) == 7 and all(lines[n - 1] == "__syncwarp();" for n in of_writes)
 
 
+@pytest.mark.slow
 def test_a_lane_speaks_for_a_spare_warp_when_all_of_its_lanes_have_read():
     """Lanes that parted at a wait need not be together again: those left behind would read the item after the next, or
     walk on by the numbers of another walk, and wait for ever for lanes that went on. See test_lanes.py."""
@@ -289,7 +291,7 @@ def test_an_older_gpu_copies_by_cp_async():
     pytest.param("backward", HALF, 20, False, marks=pytest.mark.slow),
     pytest.param("forward", torch.float32, 20, False, marks=pytest.mark.slow),
     pytest.param("backward", torch.float32, 20, False, marks=pytest.mark.slow),
-    ("forward", HALF, 24, True),
+    pytest.param("forward", HALF, 24, True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_rows_that_are_no_whole_16_bytes_are_not_copied_in_bulk(kernel, dtype, dim, bulk):
     """A GPU refuses the descriptor of such a copy when the kernel is launched."""

@@ -42,6 +42,7 @@ def test_backward_of_wide_heads(dims, golden):
     assert engine(*dims).source("backward", form="tilelang") == golden
 
 
+@pytest.mark.slow  # golden files hold the tile programs of any process; this is the CUDA made of them
 def test_two_processes_write_the_same_text():
     code = f"from tests.kernels.test_golden import engine\nfor k in {KERNELS}: print(engine().source(k))"
     runs = [

@@ -49,6 +49,7 @@ def attend(mask, kernels, queries, persistent):
     return engine(*leaves), leaves, tensors["do"]
 
 
+@pytest.mark.slow  # below, blocks that store dQ give a grid's gradients too
 @pytest.mark.parametrize("queries", [64, 80])
 @pytest.mark.parametrize("mask", SEEN)
 def test_persistent_blocks_give_what_a_grid_gives_bit_for_bit(mask, queries, kernels, monkeypatch):

@@ -12,6 +12,7 @@ from tests.sweep import DIMS, DTYPES, MASKS, Job, jobs, run
 pytest.importorskip("tilelang")
 
 
+@pytest.mark.slow
 def test_a_tile_that_is_made_of_no_score_gets_a_layout():
     """What is reduced is made of the mask and numbers alone: TileLang found "no available layout"."""
     outcome, _ = run(Job("example: mean relu", "causal", 64, "fp16"), "A100", True, None, ("forward",))

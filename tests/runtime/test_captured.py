@@ -445,6 +445,7 @@ def test_the_engine_shows_what_it_captured():
     assert "custom_table" in engine.source()
 
 
+@pytest.mark.slow  # as a tile program they are read above
 def test_kernels_that_read_captured_tensors_are_lowered_for_a_gpu():
     """Registers and spills are those of the same program through CustomIO: none, on an H100."""
     t, table = number(), nn.Parameter(torch.randn(4, 65))

@@ -96,7 +96,7 @@ def test_a_step_of_decoding_has_it_too():
     close([found], [by_differences(lambda *t: engine.step(*t)[0], one, [direction, *(0 * t for t in one[1:])])], 1e-6)
 
 
-@pytest.mark.parametrize("make", [dense, linear])
+@pytest.mark.parametrize("make", [dense, pytest.param(linear, marks=pytest.mark.slow)])
 def test_compiled_code_has_it_too(make):
     engine, given = make("reference", torch.float32)
     tangents = [torch.randn_like(t) for t in given]

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad, jacrev, vjp, vmap
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from attention_engine import library
@@ -313,7 +315,20 @@ def test_a_layer_trains_the_same_compiled_and_checkpointed(counter):
     close([losses(lambda block: lambda x: checkpoint(block, x, use_reentrant=False))], [want], 1e-6)
 
 
-# ---- two processes
+# ---- one process, and two
+
+
+def test_a_process_alone_has_the_gradients_of_the_block(tmp_path):
+    """DistributedDataParallel's hooks stand on parameters, and ask for each gradient."""
+    block, x = Block(), torch.randn(4, 7, 8)
+    want = torch.autograd.grad((block(x) ** 2).mean(), list(block.parameters()))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        (DistributedDataParallel(block)(x) ** 2).mean().backward()
+    finally:
+        dist.destroy_process_group()
+    same([p.grad for p in block.parameters()], want)
+
 
 DDP = """
 import sys
@@ -334,6 +349,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_their_gradients(tmp_path):
     (tmp_path / "ddp.py").write_text(DDP)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}

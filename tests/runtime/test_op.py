@@ -43,12 +43,15 @@ def arguments(backend, dtype=torch.float32, permuted=False, number=0):
 OPS = {"forward": (op.FORWARD, 0), "backward": (op.BACKWARD, 1)}
 
 
-@pytest.mark.parametrize("permuted", [False, True], ids=["contiguous", "permuted"])
+@pytest.mark.parametrize(("dtype", "permuted"), [
+    (torch.float32, False), (torch.float32, True), (torch.float16, False),
+    *(pytest.param(dtype, permuted, marks=pytest.mark.slow)
+      for dtype, permuted in [(torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True)]),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("name", "backend"), [
     ("forward", "reference"), ("forward", "interpret"),
     ("backward", "interpret"),  # the reference's differentiates by autograd, above which opcheck's modes stand
 ])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_an_op_keeps_the_rules_of_torch(name, backend, permuted, dtype):
     run, number = OPS[name]
     torch.library.opcheck(run, arguments(backend, dtype, permuted, number))

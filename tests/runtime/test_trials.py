@@ -137,8 +137,10 @@ def timed_thrice(monkeypatch):
     monkeypatch.setattr(measure, "SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize(("kernel", "kind"), [
+    *(("forward", kind) for kind in CHANGES), ("backward", "scaled"), ("backward", "nothing"),
+    *(pytest.param("backward", kind, marks=pytest.mark.slow) for kind in CHANGES if kind not in ("scaled", "nothing")),
+])  # fmt: skip
 def test_a_kernel_that_does_something_else_is_found_out(monkeypatch, kernel, kind):
     change, outcome = CHANGES[kind]
     bend(monkeypatch, change)

@@ -170,6 +170,7 @@ def test_a_thousand_calls_of_any_size_compile_each_kernel_once_and_tune_nothing(
 # ---- end to end, on the interpreter
 
 
+@pytest.mark.slow  # test_linear_tuning.py has one from end to end, test_trials.py measures these kernels
 def test_the_call_that_tunes_returns_what_the_next_returns_and_leaves_its_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "SECONDS", 0.0)
     monkeypatch.setattr(search, "ROUNDS", 1)
