@@ -19,7 +19,7 @@ from attention_engine.tuner.linear_channels import default_channel_tiles
 pytest.importorskip("tilelang")
 from attention_engine.codegen import compile as codegen_compile
 from attention_engine.kernels.linear.channels.common import APART_BY_COLUMNS, APART_BY_PAIRS
-from attention_engine.kernels.linear.common import COPYING, SM_REGISTERS, consumer_registers
+from attention_engine.kernels.linear.common import COPYING, consumer_registers
 from tests.kernels.together import assert_fits, compile_together
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(codegen_compile.find_nvcc() is None, reason="needs nvcc")]
@@ -141,7 +141,7 @@ def test_an_ampere_kernel_fits():
 def test_blocks_that_share_an_sm_ask_for_no_more_registers_than_there_are(blocks, threads):
     """Else a block waits for registers forever: it did, on an H100."""
     handed = consumer_registers(LinearTile(64, 128, 64, threads, 2, blocks=blocks))
-    at_launch = SM_REGISTERS // blocks // (threads + COPYING) // 8 * 8
+    at_launch = arch.H100().registers_per_sm // blocks // (threads + COPYING) // 8 * 8
     assert handed * threads + 24 * COPYING <= at_launch * (threads + COPYING)
     assert handed <= 240 and handed % 8 == 0
 
