@@ -1,5 +1,7 @@
 """Rules on the CUDA text: rows in several chains, warpgroups' numbers uniform; all else stays as it was."""
 
+import pytest
+
 from attention_engine.arch import H100
 from attention_engine.codegen.compile import lower_kernel
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
@@ -134,12 +136,15 @@ def test_a_thread_fences_what_it_read_of_a_copied_tile_before_it_gives_it_back()
 
 
 def test_kernels_are_printed_so():
-    """In four chains, or in one where a kernel asks for it; a user's own TileLang kernels stay as they are."""
+    assert "max(largest_clear_part[rv & 3], " in lower_kernel(flash.forward(64, 64), H100()).cuda
+
+
+@pytest.mark.slow  # of a user's own kernels test_patches.py says the same
+def test_a_kernel_may_ask_for_one_chain_and_a_users_own_kernels_have_it():
     import tilelang
 
     kernel = flash.forward(64, 64)
     ours = lower_kernel(kernel, H100())
-    assert "max(largest_clear_part[rv & 3], " in ours.cuda
     one_chain = lower_kernel(kernel, H100(), pass_configs={ONE_CHAIN: True})
     assert "_part[" not in one_chain.cuda and one_chain.flags != ours.flags
     with tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}):

@@ -1,5 +1,7 @@
 """Hugging Face models with engines in place of their attention, beside the same models with eager attention."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,10 +109,14 @@ def logits_and_gradients(model, padding):
 BESIDE = {"llama": (llama, "sdpa"), "gpt_oss": (gpt_oss, "torchs_with_sinks")}
 
 
-@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("attention", ["attention_engine", "interpreted"])
+CALLS = [*itertools.product(BESIDE, (torch.float32, torch.bfloat16), (False, True))]
+FEW = (("llama", torch.float32, True), ("gpt_oss", torch.bfloat16, False))  # of the interpreter, in `make test`
+
+
+@pytest.mark.parametrize(("attention", "name", "dtype", "padding"), [
+    *(("attention_engine", *call) for call in CALLS), *(("interpreted", *call) for call in FEW),
+    *(pytest.param("interpreted", *call, marks=pytest.mark.slow) for call in CALLS if call not in FEW),
+], ids=str)  # fmt: skip
 def test_logits_and_gradients_are_as_near_to_eager_as_sdpas(attention, name, dtype, padding, record_property):
     make, torchs = BESIDE[name]
     eager, eager_gradients = logits_and_gradients(build(make, "eager", dtype), padding)

@@ -180,7 +180,10 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives(backend):
     torch.testing.assert_close(torch.cat(found, 1), whole, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["padded", "packed", "bool", "float", "windows", "static"])
+@pytest.mark.parametrize("case", [
+    "padded", "windows", "static",
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("packed", "bool", "float")),
+])  # fmt: skip
 def test_a_model_compiles_as_one_graph(case):
     """Nothing ran before: engines are built while torch.compile traces."""
     ids = torch.randint(1, 64, (1, 12))

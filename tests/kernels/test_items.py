@@ -52,7 +52,10 @@ def test_each_item_is_dealt_once(batch, heads, length, longest_last):
         assert int(owner.min()) >= 1 and int(owner.max()) <= places
 
 
-@pytest.mark.parametrize(("batch", "heads", "length"), [(8, 16, 2048), (4, 16, 4096), (2, 16, 8192), (1, 16, 16384)])
+@pytest.mark.parametrize(("batch", "heads", "length"), [
+    (8, 16, 2048), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 16, 4096), (2, 16, 8192))),
+    (1, 16, 16384),
+])  # fmt: skip
 def test_causal_work_is_dealt_evenly(batch, heads, length):
     owner, _ = dealt(batch, heads, length, longest_last=True)
     steps = torch.arange(1, length // 128 + 1, dtype=torch.float64).expand_as(owner)
