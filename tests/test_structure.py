@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -156,24 +157,49 @@ def test_public_classes_and_functions_say_what_they_are(path):
 
 OPERATIONS = set(Op) - LEAVES
 TABLES = {
-    "what it does to numbers": (PYTHON, OPERATIONS - {Op.LOAD, Op.REDUCE, Op.CAST}),
-    "what it does to tensors": (TORCH, OPERATIONS - {Op.LOAD, Op.REDUCE, Op.CAST}),
-    "what it is to sympy": (SYMPY, OPERATIONS - {Op.LOAD, Op.REDUCE}),
-    "its gradient": (GRADIENTS, OPERATIONS),
-    "its normal form": (CONSTRUCTORS, OPERATIONS),
-    "what its operands are": (OPERANDS, set(Op) - {Op.LOAD}),
+    "ir/evaluate.py, PYTHON": (PYTHON, OPERATIONS - {Op.LOAD, Op.REDUCE, Op.CAST}),
+    "reference/evaluate.py, TORCH": (TORCH, OPERATIONS - {Op.LOAD, Op.REDUCE, Op.CAST}),
+    "passes/symbolic.py, SYMPY": (SYMPY, OPERATIONS - {Op.LOAD, Op.REDUCE}),
+    "passes/differentiate.py, GRADIENTS": (GRADIENTS, OPERATIONS),
+    "passes/simplify.py, CONSTRUCTORS": (CONSTRUCTORS, OPERATIONS),
+    "ir/verify.py, OPERANDS": (OPERANDS, set(Op) - {Op.LOAD}),
 }
+
+
+def assert_whole(name: str, found: set[Op], expected: set[Op]) -> None:
+    lacking, odd = ([op.name for op in Op if op in some] for some in (expected - found, found - expected))
+    assert not lacking, f"{name} has no row for {lacking} (docs/maintainers/extend.md lists the tables)"
+    assert not odd, f"{name} has a row for {odd}, which want none"
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_operation_stands_in_every_table(name):
     table, expected = TABLES[name]
-    assert set(table) == expected
+    assert_whole(name, set(table), expected)
 
 
 def test_every_operation_stands_in_the_table_of_kernels():
     splice = pytest.importorskip("attention_engine.kernels.splice")
-    assert set(splice.TILELANG) == OPERATIONS - {Op.LOAD, Op.REDUCE, Op.CAST}
+    assert_whole("kernels/splice.py, TILELANG", set(splice.TILELANG), OPERATIONS - {Op.LOAD, Op.REDUCE, Op.CAST})
+
+
+def mapped() -> set[str]:
+    """The files that the map names: in a table's first column, behind the folder that was last in bold."""
+    found, folder = set(), ""
+    for line in (PACKAGE / "README.md").read_text().splitlines():
+        if line.startswith("| "):
+            first = line.split("|")[1]
+            folder = next(iter(re.findall(r"\*\*([\w/]+/)\*\*", first)), folder)
+            found |= {folder + name for name in re.findall(r"`(\w+\.py)`", first)}
+            found |= set(re.findall(r"\*\*(\w+\.py)\*\*", first))
+    return {"__main__.py" if name == "cli/__main__.py" else name for name in found}
+
+
+def test_the_map_names_every_file():
+    held = {str(path.relative_to(PACKAGE)) for path in FILES if path.name != "__init__.py" or path.parent == PACKAGE}
+    lacking, gone = sorted(held - mapped()), sorted(mapped() - held)
+    assert not lacking, f"attention_engine/README.md has no line for {lacking}"
+    assert not gone, f"attention_engine/README.md names {gone}, which are not there"
 
 
 def test_every_error_derives_from_one():
