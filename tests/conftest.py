@@ -24,7 +24,13 @@ SAMPLED = {
         "runtime/test_absent_pairs", "runtime/test_linear", "runtime/test_custom_inputs", "passes/test_half_range",
         "runtime/test_linear_shared_keys", "test_fuzz"),
 }  # fmt: skip
-ONE_IN = {f"tests/{name}.py": of for of, names in SAMPLED.items() for name in names}
+# Files of many cases, each cheap, along backends, dtypes and layouts: one in so many, and of each test at least one.
+THINNED = {
+    3: ("runtime/test_engine", "runtime/test_gradients", "runtime/test_defaults", "runtime/test_shared_keys",
+        "runtime/test_doubts", "runtime/test_wide_values", "kernels/test_items"),
+}  # fmt: skip
+ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
+ONE_OF_EACH = {f"tests/{name}.py" for names in THINNED.values() for name in names}
 
 os.environ.setdefault("ATTENTION_ENGINE_VERIFY", "1")  # passes check what they hand on; processes of tests too
 
@@ -39,11 +45,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files; then read the diff")
 
 
+def _drawn(item: pytest.Item) -> int:
+    """0 of a case that its name draws for `make test`."""
+    return zlib.crc32(item.nodeid.encode()) % ONE_IN.get(item.nodeid.split("::")[0], 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        of = ONE_IN.get(item.nodeid.split("::")[0], 1)
-        if "[" in item.nodeid and zlib.crc32(item.nodeid.encode()) % of:
+    kept: set[str] = set()
+    for item in sorted(items, key=lambda item: _drawn(item) != 0):  # those drawn come first
+        test, _, case = item.nodeid.partition("[")
+        wanted = test.split("::")[0] in ONE_OF_EACH and test not in kept and not item.get_closest_marker("slow")
+        if case and _drawn(item) and not wanted:
             item.add_marker(pytest.mark.slow)
+        elif not item.get_closest_marker("slow"):
+            kept.add(test)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -242,15 +242,23 @@ def test_an_output_that_holds_no_tensor_has_gradients_of_0():
     assert (found[0] == 2.0).all() and not any(g.any() for g in found[1:])
 
 
-@pytest.mark.parametrize("operations", [200, pytest.param(1000, marks=pytest.mark.slow)])  # its square in time
-def test_a_score_of_many_operations_runs(operations):
+def many_operations(count):
     def score_mod(s: Any, custom: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        for _ in range(operations // 2):
+        for _ in range(count // 2):
             s = (s * 1.001).tanh()
         return s
 
     alike(results("interpret", score_mod=score_mod, online_func=OnlineSoftmax()),
           results("reference", score_mod=score_mod, online_func=OnlineSoftmax()))  # fmt: skip
+
+
+def test_a_score_of_200_operations_runs():
+    many_operations(200)
+
+
+@pytest.mark.slow  # its gradient, a product of all of them, takes their square in time
+def test_a_score_of_1000_operations_runs():
+    many_operations(1000)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
