@@ -278,6 +278,14 @@ def block_values(assignments: Iterable[tuple[Expr, Expr]], batch: Any, head: Any
     return {v: Builder.current().bind("of_block", value) for (v, _), value in zip(assignments, values, strict=True)}
 
 
+def place_at(
+    values: Iterable[tuple[Expr, Expr]], problem: Problem, sizes: Sizes, buffers: Buffers, batch: Any, head: Any
+) -> Place:
+    """A block's place, with these values of it."""
+    read = reader(buffers, sizes.inside(problem, batch, head))
+    return Place(batch, head, block_values(values, batch, head, read), read, problem.approximate)
+
+
 def loop(count: Any, stages: int) -> Any:
     """Steps of a tile loop, its copies `stages` ahead (0: none, as where a copied tile is then rewritten in place)."""
     return T.Pipelined(count, num_stages=stages) if stages else T.serial(count)

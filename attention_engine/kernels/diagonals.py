@@ -6,12 +6,14 @@ target: fp32 (batch, heads, strips, queries + keys), where entry query - key + k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
 from attention_engine.kernels.common import FLOAT, LANES, Corners, Place, Sizes, add_columns, named
 from attention_engine.kernels.ends import past_end
+from attention_engine.kernels.pair_maths import PairMaths
 from attention_engine.kernels.warps import COMPUTE
 from attention_engine.passes.ends import find_ends
 from attention_engine.passes.read_places import CustomSums
@@ -20,14 +22,34 @@ from attention_engine.plan.forms import Tile
 PITCH = 8  # numbers of 16 bits between the rows of a held tile: eight rows of eight then lie in different banks
 
 
+@dataclass(frozen=True)
+class Diagonal:
+    """One of a kernel's sums along diagonals, and the factor of what is added: some number where pairs add to it."""
+
+    summed: CustomSums
+    tile: Tile
+    number: int
+    factor: float | None
+
+
+@dataclass(frozen=True)
+class Diagonals:
+    """All of them, where a block adds to them: each with the factor of what is added."""
+
+    targets: Sequence[tuple[Any, float]]
+    place: Place
+    sizes: Sizes
+
+
 @T.macro
-def sum_diagonals(summed: CustomSums, source: Any, tile: Tile, buffers: Any, number: int, place: Place, q0: Any,
-                  kv0: Any, sizes: Sizes, factor: float) -> None:  # fmt: skip
+def sum_diagonals(of: Diagonal, maths: PairMaths, buffers: Any, source: Any) -> None:
     """Adds the sums of a tile's diagonals (keys, queries) to those of their heads.
 
     A lane walks down its diagonal; lanes start at different columns, so that they read different banks.
     """
-    target = buffers[f"diagonal{number}"]
+    summed, tile, factor, place, sizes = of.summed, of.tile, of.factor, maths.place, maths.sizes
+    q0, kv0 = maths.q0, maths.kv0
+    target = buffers[f"diagonal{of.number}"]
     strip = kv0 // tile.kv if summed.ordered else 0
     for d in T.Parallel(-(-(tile.kv + tile.q) // tile.threads) * tile.threads):
         total = T.alloc_var(FLOAT)
@@ -88,10 +110,6 @@ class SkewedSums:
             past = one if past is None else T.And(past, one)
         return past
 
-    def targets(self, buffers: Any, factors: Sequence[float]) -> list[tuple[Any, float]]:
-        """The sums to add to, and the factors of what is added."""
-        return [(buffers[f"diagonal{number}"], factor) for number, factor in enumerate(factors)]
-
 
 @T.macro
 def start_sums(sums: SkewedSums) -> None:
@@ -126,40 +144,41 @@ def _sum_far(sums: SkewedSums, gradients: Any, far: Any) -> None:
 
 
 @T.macro
-def add_held(sums: SkewedSums, buffers: Any, factors: Any, place: Place, corners: Corners, sizes: Sizes) -> None:
+def add_held(sums: SkewedSums, into: Diagonals, corners: Corners) -> None:
     """After the threads met, so that steps add to a diagonal in turn: adds what is held."""
     if sums.clamped:
-        clamped = T.Or(sums.is_clamped(place, corners, False), sums.is_clamped(place, corners, True))
+        clamped = T.Or(sums.is_clamped(into.place, corners, False), sums.is_clamped(into.place, corners, True))
         if clamped:
             if not sums.over_steps:
                 (q0, kv0), _ = corners
-                _add_far(sums, sums.far[0], buffers, factors, place, q0, kv0, sizes)
+                _add_far(sums, sums.far[0], into, q0, kv0)
         else:
             _walk(sums)
-            _join(sums, buffers, factors, place, corners, sizes)
+            _join(sums, into, corners)
     else:
         _walk(sums)
-        _join(sums, buffers, factors, place, corners, sizes)
+        _join(sums, into, corners)
 
 
 @T.macro
-def finish_sums(sums: SkewedSums, buffers: Any, factors: Any, place: Place, kv0: Any, sizes: Sizes) -> None:
+def finish_sums(sums: SkewedSums, into: Diagonals, kv0: Any) -> None:
     """After the last step."""
     if sums.over_steps:
         T.reduce_sum(sums.far[0], sums.joined, dim=1)
-        _add_far(sums, sums.joined, buffers, factors, place, 0, kv0, sizes)
+        _add_far(sums, sums.joined, into, 0, kv0)
         T.reduce_sum(sums.far[1], sums.joined, dim=1)
-        _add_far(sums, sums.joined, buffers, factors, place, sizes.q - 1, kv0, sizes)
+        _add_far(sums, sums.joined, into, into.sizes.q - 1, kv0)
 
 
 @T.macro
-def _add_far(sums: SkewedSums, far: Any, buffers: Any, factors: Any, place: Place, query: Any, kv0: Any,
-             sizes: Sizes) -> None:  # fmt: skip
+def _add_far(sums: SkewedSums, far: Any, into: Diagonals, query: Any, kv0: Any) -> None:
     """Adds the sum of each key to its diagonal with a query."""
     strip = kv0 // sums.tile.kv if sums.summed.ordered else 0
     for j in T.Parallel(sums.tile.kv):
-        for target, factor in sums.targets(buffers, factors):
-            add_to_diagonal(sums.summed, target, place, strip, query - kv0 - j + sizes.kv - 1, far[j] * factor)
+        for target, factor in into.targets:
+            add_to_diagonal(
+                sums.summed, target, into.place, strip, query - kv0 - j + into.sizes.kv - 1, far[j] * factor
+            )  # fmt: skip
 
 
 @T.macro
@@ -185,7 +204,7 @@ def _walk(sums: SkewedSums) -> None:
 
 
 @T.macro
-def _join(sums: SkewedSums, buffers: Any, factors: Any, place: Place, corners: Corners, sizes: Sizes) -> None:
+def _join(sums: SkewedSums, into: Diagonals, corners: Corners) -> None:
     tile = sums.tile
     (q0, kv0), _ = corners
     strip = kv0 // tile.kv if sums.summed.ordered else 0
@@ -201,6 +220,6 @@ def _join(sums: SkewedSums, buffers: Any, factors: Any, place: Place, corners: C
             if diagonal == column0 - part * sums.rows - tile.q:
                 total = total + sums.walked[1, part * tile.q + column0]
         if d < tile.kv + tile.q - 1:
-            for target, factor in sums.targets(buffers, factors):
-                at = q0 - kv0 + diagonal + sizes.kv - 1
-                add_to_diagonal(sums.summed, target, place, strip, at, total * factor)
+            for target, factor in into.targets:
+                at = q0 - kv0 + diagonal + into.sizes.kv - 1
+                add_to_diagonal(sums.summed, target, into.place, strip, at, total * factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
 
@@ -50,15 +51,28 @@ def keeps_products(schedule: BackwardSchedule) -> bool:
     return PRODUCT in read or len(schedule.extremes) > 0
 
 
-class PairMaths:
-    """A backward schedule on the tiles of a kernel, whose rows are keys (transposed) or queries."""
+@dataclass(frozen=True)
+class PairTile:
+    """A tile of pairs: its shape, (queries, keys) or transposed, and the first query and key.
 
-    def __init__(self, schedule: BackwardSchedule, shape: tuple[int, int], place: Place, rows: dict[Expr, Any],
-                 sizes: Sizes, q0: Any, kv0: Any, transposed: bool, staged: StagedReads | None = None,
-                 ) -> None:  # fmt: skip
-        self.staged = staged
-        self.schedule, self.shape, self.place, self.rows, self.sizes = schedule, shape, place, rows, sizes
-        self.q0, self.kv0, self.transposed = q0, kv0, transposed
+    rows: the rows of numbers that its pairs read, by their variables. staged: biases of pairs that were copied ahead.
+    """
+
+    shape: tuple[int, int]
+    transposed: bool
+    q0: Any
+    kv0: Any
+    rows: dict[Expr, Any]
+    staged: StagedReads | None = None
+
+
+class PairMaths:
+    """A backward schedule on a tile of pairs."""
+
+    def __init__(self, schedule: BackwardSchedule, sizes: Sizes, place: Place, tile: PairTile) -> None:
+        self.schedule, self.sizes, self.place = schedule, sizes, place
+        self.shape, self.transposed, self.q0, self.kv0 = tile.shape, tile.transposed, tile.q0, tile.kv0
+        self.rows, self.staged = tile.rows, tile.staged
 
     def _splice(self, place: Place, i: Any, j: Any, values: dict[Expr, Any]) -> Any:
         query, key = (j, i) if self.transposed else (i, j)

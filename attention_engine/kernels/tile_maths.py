@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
 
@@ -104,19 +104,26 @@ def multiply_row(row: Any, factors: Any, tile: Tile) -> None:
         row[i] *= factors[i]
 
 
-class TileMaths:
-    """The schedule's steps on the kernel's buffers.
+@dataclass(frozen=True)
+class ScoreTile:
+    """A tile of scores, and what stands beside it: a second tile, where a row value is made of another formula; row
+    values; parts of row states, where threads hold them so (`sums_in_parts`); biases that were copied ahead."""
 
-    parts: for the row states that threads hold in parts (`sums_in_parts`); none where each step joins them.
-    """
+    scores: Any
+    other: Any
+    rows: dict[Expr, Any]
+    parts: dict[Expr, Any]
+    staged: StagedReads
+
+
+class TileMaths:
+    """The schedule's steps on a tile of scores, whose first query is q0."""
 
     def __init__(
-        self, schedule: ForwardSchedule, tile: Tile, place: Place, rows: dict[Expr, Any], parts: dict[Expr, Any],
-        scores: Any, other: Any, q0: Any, sizes: Sizes, staged: StagedReads,
+        self, schedule: ForwardSchedule, tile: Tile, sizes: Sizes, place: Place, q0: Any, of: ScoreTile
     ) -> None:  # fmt: skip
-        self.staged, self.parts = staged, parts
-        self.schedule, self.tile, self.place, self.rows = schedule, tile, place, rows
-        self.scores, self.other, self.q0, self.sizes = scores, other, q0, sizes
+        self.schedule, self.tile, self.sizes, self.place, self.q0 = schedule, tile, sizes, place, q0
+        self.scores, self.other, self.rows, self.parts, self.staged = of.scores, of.other, of.rows, of.parts, of.staged
 
     def _row(self, i: Any) -> dict[Expr, Any]:
         return {variable: fragment[i] for variable, fragment in self.rows.items()}

@@ -67,6 +67,16 @@ class HandedQueries(HandedList):
     first: Any
 
 
+@dataclass(frozen=True)
+class Walks:
+    """What the walks of a kernel's blocks have in common."""
+
+    plan: TilePlan
+    problem: Problem
+    sizes: Any
+    tile: Tile
+
+
 class KeyWalk:
     """The tiles of keys that a block of queries walks over: `count` steps.
 
@@ -74,9 +84,9 @@ class KeyWalk:
     """
 
     def __init__(
-        self, plan: TilePlan, sizes: Any, tile: Tile, buffers: Any, batch: Any, head: Any, row: Any,
-        handed: HandedList | None = None,
+        self, of: Walks, buffers: Any, batch: Any, head: Any, row: Any, handed: HandedList | None = None
     ) -> None:  # fmt: skip
+        plan, sizes, tile = of.plan, of.sizes, of.tile
         self.plan, self.shape, self.q0 = plan, tile, row * tile.q
         self.lists: HandedList | _Lists | None = handed
         if plan.mapped and handed is None:
@@ -103,9 +113,11 @@ class KeyWalk:
 class QueryWalk:
     """The tiles of queries, of all heads that share a block's keys, that the block walks over: `count` steps."""
 
-    def __init__(self, plan: TilePlan, problem: Problem, sizes: Any, tile: Tile, buffers: Any, batch: Any, kv_head: Any,
-                 row: Any, handed: HandedQueries | None = None) -> None:  # fmt: skip
-        self.plan, self.shape, self.group, self.kv_head, self.handed = plan, tile, problem.group, kv_head, handed
+    def __init__(
+        self, of: Walks, buffers: Any, batch: Any, kv_head: Any, row: Any, handed: HandedQueries | None = None
+    ) -> None:  # fmt: skip
+        plan, sizes, tile = of.plan, of.sizes, of.tile
+        self.plan, self.shape, self.group, self.kv_head, self.handed = plan, tile, of.problem.group, kv_head, handed
         self.kv0 = row * tile.kv
         self.lists: _Lists | None = None
         if handed is not None:

@@ -17,7 +17,7 @@ from attention_engine.kernels.items import Item, Items
 from attention_engine.kernels.splice import take_for_granted
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tile_maths import of_pairs
-from attention_engine.kernels.tiles import HandedList, KeyWalk
+from attention_engine.kernels.tiles import HandedList, KeyWalk, Walks
 from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
@@ -101,7 +101,7 @@ class ForwardForm(Form):
 
     def walk(self, buffers: Buffers, batch: Any, head: Any, block: Any, handed: HandedList | None = None) -> KeyWalk:
         """The walk of a block of queries over tiles of keys; handed: by a list that another warp reads."""
-        return KeyWalk(self.plan, self.sizes, self.tile, buffers, batch, head, block, handed)
+        return KeyWalk(Walks(self.plan, self.problem, self.sizes, self.tile), buffers, batch, head, block, handed)
 
     def place_of(self, buffers: Buffers, item: Item, block: BlockValues) -> Place:
         """Where an item's pairs are, with these of its block's values.

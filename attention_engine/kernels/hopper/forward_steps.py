@@ -19,7 +19,14 @@ from attention_engine.kernels.hopper.barriers import Ring, finish_before, give_b
 from attention_engine.kernels.hopper.forward_form import BlockValues, ForwardForm
 from attention_engine.kernels.hopper.query_tiles import QueryTiles
 from attention_engine.kernels.items import Item
-from attention_engine.kernels.tile_maths import TileMaths, needs_another, rescale, row_variables, sums_in_parts
+from attention_engine.kernels.tile_maths import (
+    ScoreTile,
+    TileMaths,
+    needs_another,
+    rescale,
+    row_variables,
+    sums_in_parts,
+)
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.unseen import clear_step
 from attention_engine.kernels.warps import ROWS_WHOLE, WARP
@@ -96,11 +103,9 @@ class Work:
 
 def maths_of(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item, block: BlockValues) -> TileMaths:
     """The maths of an item's tiles, with these of its block's values."""
-    place, staged = form.place_of(buffers, item, block), form.no_staged_reads()
-    return TileMaths(
-        form.schedule, form.tile, place, memory.rows, memory.parts, memory.scores, memory.other, item.q0, form.sizes,
-        staged,
-    )  # fmt: skip
+    place = form.place_of(buffers, item, block)
+    of = ScoreTile(memory.scores, memory.other, memory.rows, memory.parts, form.no_staged_reads())
+    return TileMaths(form.schedule, form.tile, form.sizes, place, item.q0, of)
 
 
 @T.macro

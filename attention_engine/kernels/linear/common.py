@@ -87,17 +87,6 @@ class LinearSizes(Sizes):
         return T.ceildiv(self.length, self.chunk)
 
 
-def state_before(buffers: Any, batch: Any, head: Any, chunk: Any, i: Any, j: Any, kept: Any, problem: LinearProblem,
-                 initial: bool) -> Any:  # fmt: skip
-    """Entry (i, j) of the state before a chunk, of which `kept` is rounded: with `initial`, the first unrounded."""
-    kept = T.cast(kept, FLOAT)
-    if not initial:
-        return kept
-    inside = T.And(chunk == 0, T.And(i < problem.dim, j < problem.dim_v))
-    at = (batch, head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
-    return T.if_then_else(inside, buffers["initial"][at], kept)
-
-
 class Source:
     """One of q, k, v, do as a kernel loads it: its tiles, its mod, and the factor of a row where that is all there is.
 
@@ -201,6 +190,16 @@ def load_decays(sums: DecaySums, buffers: Any, batch: Any, head: Any, index: Any
     else:
         T.copy(buffers["sums"][0, batch, head, index * sums.chunk : (index + 1) * sums.chunk], sums.whole)
         T.copy(buffers["sums"][1, batch, head, index * sums.chunk : (index + 1) * sums.chunk], sums.low)
+
+
+def state_before(block: Block, initial: bool, chunk: Any, at: tuple[Any, Any], kept: Any) -> Any:
+    """An entry of the state before a chunk, of which `kept` is rounded: with `initial`, the first unrounded."""
+    problem, (i, j), kept = block.sizes.problem, at, T.cast(kept, FLOAT)
+    if not initial:
+        return kept
+    inside = T.And(chunk == 0, T.And(i < problem.dim, j < problem.dim_v))
+    place = (block.batch, block.head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
+    return T.if_then_else(inside, block.buffers["initial"][place], kept)
 
 
 def product_of(*sources: Source) -> Expr:

@@ -49,11 +49,8 @@ def step(problem: LinearProblem, program: LinearProgram, tile: LinearTile, start
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(tiled(problem.dim_v, width), problem.heads, sizes.batch, threads=tile.threads) as (
-            part,
-            head,
-            batch,
-        ):
+        grid = tiled(problem.dim_v, width), problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (part, head, batch):
             state = T.alloc_fragment([dim, width], FLOAT)
             products = T.alloc_fragment([dim, width], FLOAT)
             output = T.alloc_fragment([width], FLOAT)

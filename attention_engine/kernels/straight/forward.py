@@ -13,22 +13,27 @@ from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
     Operand,
-    Place,
     Sizes,
     accumulate,
-    block_values,
     build,
     load,
     loop,
     multiply,
     named,
-    reader,
+    place_at,
     where_partial,
     window,
 )
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tile_maths import TileMaths, multiply_rows, needs_another, of_pairs, row_variables
-from attention_engine.kernels.tiles import KeyWalk, either
+from attention_engine.kernels.tile_maths import (
+    ScoreTile,
+    TileMaths,
+    multiply_rows,
+    needs_another,
+    of_pairs,
+    row_variables,
+)
+from attention_engine.kernels.tiles import KeyWalk, Walks, either
 from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -39,18 +44,15 @@ from attention_engine.plan.forms import Tile
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
     sizes = Sizes(problem)
-    plan = plan_tiles(schedule.mask)
+    walks = Walks(plan_tiles(schedule.mask), problem, sizes, tile)
     parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile))
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     seen = key_condition(schedule.mask)
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (
-            block,
-            head,
-            batch,
-        ):
+        grid = T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block, head, batch):
             q = Operand("q", problem, (tile.q, dim))
             k = Operand("k", problem, (tile.kv, dim))
             v = Operand("v", problem, (tile.kv, dim_v))
@@ -64,14 +66,13 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
             written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
             q0 = block * tile.q
             kv_head = head // problem.group
-            read = reader(buffers, sizes.inside(problem, batch, head))
-            place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
+            place = place_at(schedule.block, problem, sizes, buffers, batch, head)
             staged = StagedReads(of_pairs(schedule), problem, tile)
-            maths = TileMaths(schedule, tile, place, rows, {}, scores, other, q0, sizes, staged)
+            maths = TileMaths(schedule, tile, sizes, place, q0, ScoreTile(scores, other, rows, {}, staged))
             load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
             T.fill(output, 0)
             maths.start()
-            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            walk = KeyWalk(walks, buffers, batch, head, block)
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
                 kv0 = visit.start

@@ -16,18 +16,16 @@ from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import (
     FLOAT,
     Operand,
-    Place,
     Sizes,
-    block_values,
     build,
     load,
     loop,
     multiply,
     named,
-    reader,
+    place_at,
     window,
 )
-from attention_engine.kernels.pair_maths import PairMaths, keeps_products
+from attention_engine.kernels.pair_maths import PairMaths, PairTile, keeps_products
 from attention_engine.kernels.tiles import kv_range
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -49,15 +47,14 @@ def backward_pairs(
     by_batch, by_head = Axis.BATCH in read.axes, Axis.HEAD in read.axes
     first_query, count = sizes.variable("first_query"), sizes.variable("queries")
     owners = [sizes.batch if by_batch else 1, problem.heads if by_head else 1]
+    bounds = plan_tiles(schedule.mask).bounds
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    plan = plan_tiles(schedule.mask)
     sharers = (1 if by_batch else sizes.batch) * (1 if by_head else problem.heads)
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(
-            T.ceildiv(sizes.kv, tile.kv), T.ceildiv(count, tile.q), owners[0] * owners[1], threads=tile.threads
-        ) as (kv_tile, q_tile, owner):
+        grid = T.ceildiv(sizes.kv, tile.kv), T.ceildiv(count, tile.q), owners[0] * owners[1]
+        with T.Kernel(*grid, threads=tile.threads) as (kv_tile, q_tile, owner):
             q = Operand("q", problem, (tile.q, dim))
             k = Operand("k", problem, (tile.kv, dim))
             v = Operand("v", problem, (tile.kv, dim_v))
@@ -69,17 +66,15 @@ def backward_pairs(
             total = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_shared([tile.q], FLOAT)) for n, _ in rows.rows}
             q0, kv0 = first_query + q_tile * tile.q, kv_tile * tile.kv
-            first, stop = kv_range(plan.bounds, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
+            first, stop = kv_range(bounds, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
             steps = T.if_then_else(T.And(kv_tile >= first, kv_tile < stop), sharers, 0)
             T.fill(total, 0)
             for step in loop(steps, tile.stages):
                 batch = owner // owners[1] if by_batch else step // (1 if by_head else problem.heads)
                 head = owner % owners[1] if by_head else step % problem.heads
                 kv_head = head // problem.group
-                custom = reader(buffers, sizes.inside(problem, batch, head))
-                block = block_values(schedule.block, batch, head, custom)
-                place = Place(batch, head, block, custom, problem.approximate)
-                maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, transposed=False)
+                place = place_at(schedule.block, problem, sizes, buffers, batch, head)
+                maths = PairMaths(schedule, sizes, place, PairTile((tile.q, tile.kv), False, q0, kv0, row_tiles))
                 load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
                 load(k, window(buffers["k"], batch, kv_head, kv0, tile.kv, dim))
                 T.clear(products)

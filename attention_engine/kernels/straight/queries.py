@@ -5,6 +5,8 @@ No atomics: dQ, and gradients of custom inputs that a row sums up, are bitwise t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from functools import partial as bind
 from typing import Any
 
@@ -17,23 +19,23 @@ from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
+    Buffers,
     Operand,
-    Place,
     Sizes,
     accumulate,
-    block_values,
     build,
     load,
     loop,
     multiply,
     named,
-    reader,
+    place_at,
     where_partial,
     window,
 )
-from attention_engine.kernels.pair_maths import PairMaths, keeps_products, of_pairs
+from attention_engine.kernels.methods import macro_method
+from attention_engine.kernels.pair_maths import PairMaths, PairTile, keeps_products, of_pairs
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import KeyWalk, either
+from attention_engine.kernels.tiles import KeyWalk, Visit, Walks, either
 from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -50,76 +52,136 @@ def backward_queries(
     sums: fp32 (batch, heads, queries), the row sums of the expressions `summed` over kept pairs. row_pad: of the rows.
     """
     sizes = Sizes(problem)
-    plan = plan_tiles(schedule.mask)
     parameters = sizes.declare(attention_buffers.over_queries(problem, schedule, rows, summed, tile, row_pad, with_dq))
-    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    seen = key_condition(schedule.mask)
+    kernel = _OverQueries(problem, schedule, rows, tile, sizes, summed, with_dq)
+    return build("backward_queries" if with_dq else "exact_delta", parameters, kernel.run)
 
-    @T.macro
-    def body(buffers: Any) -> None:
-        with T.Kernel(T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch, threads=tile.threads) as (
-            block,
-            head,
-            batch,
-        ):
-            q = Operand("q", problem, (tile.q, dim))
-            do = Operand("do", problem, (tile.q, dim_v))
-            k = Operand("k", problem, (tile.kv, dim))
-            v = Operand("v", problem, (tile.kv, dim_v))
-            keys = SeenTile(seen if with_dq else None, k, problem, tile.stages)
-            products = T.alloc_fragment([tile.q, tile.kv], FLOAT)
-            weights = T.alloc_fragment([tile.q, tile.kv], FLOAT) if keeps_products(schedule) else products
-            gradients = T.alloc_fragment([tile.q, tile.kv], FLOAT)
-            contribution = T.alloc_fragment([tile.q, tile.kv], FLOAT) if len(summed) > 0 else None
-            if with_dq:
-                gradients_in = Operand("gradients_in", problem, (tile.q, tile.kv), fragment=True)
-                dq_sums = Accumulator("dq", problem, (tile.q, dim))
-                dq = dq_sums.sum
-                T.fill(dq, 0)
-            row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_fragment([tile.q], FLOAT)) for n, _ in rows.rows}
-            sums = [T.alloc_fragment([tile.q], FLOAT) for _ in summed]
-            staged = StagedReads([*of_pairs(schedule), *summed], problem, tile)
+
+@dataclass(frozen=True)
+class _OfDq:
+    """What dQ is made of, and its sum."""
+
+    gradients: Operand
+    sum: Accumulator
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """A block's tiles. k: without what stands in rows that nobody sees, where dQ is made. weights: the products' own,
+    unless later formulas read those. contribution: what pairs add to a sum of rows."""
+
+    q: Operand
+    do: Operand
+    k: Operand
+    v: Operand
+    keys: SeenTile
+    products: Any
+    weights: Any
+    gradients: Any
+    contribution: Any
+    dq: _OfDq | None
+    rows: dict[Expr, Any]
+    sums: list[Any]
+    staged: StagedReads
+
+
+@dataclass(frozen=True)
+class _OverQueries:
+    """The kernel under construction."""
+
+    problem: Problem
+    schedule: BackwardSchedule
+    rows: Backward
+    tile: Tile
+    sizes: Sizes
+    summed: tuple[Expr, ...]
+    with_dq: bool
+
+    @cached_property
+    def dim(self) -> int:
+        """Columns of queries and keys."""
+        return padded(self.problem.dim)
+
+    @cached_property
+    def dim_v(self) -> int:
+        """Columns of values."""
+        return padded(self.problem.dim_v)
+
+    def tiles(self) -> _Tiles:
+        """Made in the kernel."""
+        problem, tile, schedule, dim, dim_v = self.problem, self.tile, self.schedule, self.dim, self.dim_v
+        pairs = (tile.q, tile.kv)
+        q, do = Operand("q", problem, (tile.q, dim)), Operand("do", problem, (tile.q, dim_v))
+        k, v = Operand("k", problem, (tile.kv, dim)), Operand("v", problem, (tile.kv, dim_v))
+        keys = SeenTile(key_condition(schedule.mask) if self.with_dq else None, k, problem, tile.stages)
+        products = named("products", T.alloc_fragment(pairs, FLOAT))
+        weights = named("weights", T.alloc_fragment(pairs, FLOAT) if keeps_products(schedule) else products)
+        gradients = named("gradients", T.alloc_fragment(pairs, FLOAT))
+        contribution = named("contribution", T.alloc_fragment(pairs, FLOAT)) if self.summed else None
+        dq = None
+        if self.with_dq:
+            gradients_in = Operand("gradients_in", problem, pairs, fragment=True)
+            dq = _OfDq(gradients_in, Accumulator("dq", problem, (tile.q, dim)))
+            named("dq", dq.sum.sum)
+        rows = {row_variable(n): named(f"{n}_tile", T.alloc_fragment([tile.q], FLOAT)) for n, _ in self.rows.rows}
+        sums = [named("total", T.alloc_fragment([tile.q], FLOAT)) for _ in self.summed]
+        staged = StagedReads([*of_pairs(schedule), *self.summed], problem, tile)
+        return _Tiles(q, do, k, v, keys, products, weights, gradients, contribution, dq, rows, sums, staged)
+
+    @macro_method
+    def run(self, buffers: Buffers) -> None:
+        """A block for each tile of queries of a head."""
+        problem, tile, sizes, dim = self.problem, self.tile, self.sizes, self.dim
+        grid = T.ceildiv(sizes.q, tile.q), problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block, head, batch):
+            tiles = self.tiles()
+            if tiles.dq is not None:
+                T.fill(tiles.dq.sum.sum, 0)
             q0 = block * tile.q
             kv_head = head // problem.group
-            read = reader(buffers, sizes.inside(problem, batch, head))
-            place = Place(batch, head, block_values(schedule.block, batch, head, read), read, problem.approximate)
-            load(q, window(buffers["q"], batch, head, q0, tile.q, dim))
-            load(do, window(buffers["do"], batch, head, q0, tile.q, dim_v))
-            for name, _ in rows.rows:
-                T.copy(buffers[name][batch, head, q0 : q0 + tile.q], row_tiles[row_variable(name)])
-            for total in sums:
+            place = place_at(self.schedule.block, problem, sizes, buffers, batch, head)
+            load(tiles.q, window(buffers["q"], batch, head, q0, tile.q, dim))
+            load(tiles.do, window(buffers["do"], batch, head, q0, tile.q, self.dim_v))
+            for name, _ in self.rows.rows:
+                T.copy(buffers[name][batch, head, q0 : q0 + tile.q], tiles.rows[row_variable(name)])
+            for total in tiles.sums:
                 T.fill(total, 0)
-            walk = KeyWalk(plan, sizes, tile, buffers, batch, head, block)
+            of = Walks(plan_tiles(self.schedule.mask), problem, sizes, tile)
+            walk = KeyWalk(of, buffers, batch, head, block)
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
                 kv0 = visit.start
-                maths = PairMaths(schedule, (tile.q, tile.kv), place, row_tiles, sizes, q0, kv0, False, staged)
-                keys.ask(buffers["k"], batch, kv_head, kv0)
-                keys.take(buffers["k"], batch, kv_head, kv0, place)
-                T.clear(products)
-                multiply(q, k, products, transpose_B=True)
-                load(v, window(buffers["v"], batch, kv_head, kv0, tile.kv, dim_v))
-                T.clear(gradients)
-                multiply(do, v, gradients, transpose_B=True)
-                if len(staged.tiles) > 0:
-                    copy_staged(staged, buffers, batch, head, q0, kv0)
-                maths.weigh(products, weights)
-                for total, expr in zip(sums, summed, strict=True):
-                    maths.contribute(products, weights, gradients, expr, contribution)
-                    T.reduce_sum(contribution, total, dim=1, clear=False)
-                if with_dq:
-                    maths.differentiate(products, weights, gradients)
-                    outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
-                    partial = either(visit.is_partial(kv0), outside)
-                    where_partial(partial, bind(maths.mask, gradients))
-                    load(gradients_in, gradients)
-                    accumulate(gradients_in, k, dq_sums)
-            if with_dq:
-                if schedule.scale != 1:
+                at = PairTile((tile.q, tile.kv), False, q0, kv0, tiles.rows, tiles.staged)
+                self.take_step(buffers, tiles, visit, PairMaths(self.schedule, sizes, place, at), kv_head)
+            if tiles.dq is not None:
+                if self.schedule.scale != 1:
                     for i, d in T.Parallel(tile.q, dim):
-                        dq[i, d] *= schedule.scale
-                T.copy(dq, window(buffers["dq"], batch, head, q0, tile.q, dim))
-            for number, total in enumerate(sums):
+                        tiles.dq.sum.sum[i, d] *= self.schedule.scale
+                T.copy(tiles.dq.sum.sum, window(buffers["dq"], batch, head, q0, tile.q, dim))
+            for number, total in enumerate(tiles.sums):
                 T.copy(total, buffers[f"sum{number}"][batch, head, q0 : q0 + tile.q])
 
-    return build("backward_queries" if with_dq else "exact_delta", parameters, body)
+    @macro_method
+    def take_step(self, buffers: Buffers, tiles: _Tiles, visit: Visit, maths: PairMaths, kv_head: Any) -> None:
+        """One tile of keys."""
+        tile, sizes, place, q0, kv0 = self.tile, self.sizes, maths.place, maths.q0, maths.kv0
+        tiles.keys.ask(buffers["k"], place.batch, kv_head, kv0)
+        tiles.keys.take(buffers["k"], place.batch, kv_head, kv0, place)
+        T.clear(tiles.products)
+        multiply(tiles.q, tiles.k, tiles.products, transpose_B=True)
+        load(tiles.v, window(buffers["v"], place.batch, kv_head, kv0, tile.kv, self.dim_v))
+        T.clear(tiles.gradients)
+        multiply(tiles.do, tiles.v, tiles.gradients, transpose_B=True)
+        if len(tiles.staged.tiles) > 0:
+            copy_staged(tiles.staged, buffers, place.batch, place.head, q0, kv0)
+        maths.weigh(tiles.products, tiles.weights)
+        for total, expr in zip(tiles.sums, self.summed, strict=True):
+            maths.contribute(tiles.products, tiles.weights, tiles.gradients, expr, tiles.contribution)
+            T.reduce_sum(tiles.contribution, total, dim=1, clear=False)
+        if tiles.dq is not None:
+            maths.differentiate(tiles.products, tiles.weights, tiles.gradients)
+            outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+            partial = either(visit.is_partial(kv0), outside)
+            where_partial(partial, bind(maths.mask, tiles.gradients))
+            load(tiles.dq.gradients, tiles.gradients)
+            accumulate(tiles.dq.gradients, tiles.k, tiles.dq.sum)

@@ -13,7 +13,7 @@ from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.pair_maths import factor_of
-from attention_engine.kernels.tiles import HandedQueries, QueryWalk
+from attention_engine.kernels.tiles import HandedQueries, QueryWalk, Walks
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
 from attention_engine.kernels.workspace import transposes_dq
 from attention_engine.passes.read_places import CustomSums
@@ -105,9 +105,10 @@ class KeyForm(Form):
         return COLUMNS_SHARED if self.tile.shared_weights else ROWS_WHOLE
 
     @cached_property
-    def factors(self) -> list[float | None]:
+    def factors(self) -> list[float]:
         """What the gradients of products are multiplied with in each sum of diagonals."""
-        return [factor_of(self.schedule, expr) for _, expr in self.summed.diagonals]
+        factors = [factor_of(self.schedule, expr) for _, expr in self.summed.diagonals]
+        return [factor for factor in factors if factor is not None]  # plan/hopper.py asks for it: all are
 
     @cached_property
     def skews(self) -> bool:
@@ -145,5 +146,5 @@ class KeyForm(Form):
         sizes: Sizes | None = None,
     ) -> QueryWalk:  # fmt: skip
         """The walk of a block of keys over tiles of queries; handed: one that another warp begins."""
-        where = buffers, batch, kv_head, block
-        return QueryWalk(self.plan, self.problem, sizes or self.sizes, self.tile, *where, handed)
+        of = Walks(self.plan, self.problem, sizes or self.sizes, self.tile)
+        return QueryWalk(of, buffers, batch, kv_head, block, handed)

@@ -14,6 +14,7 @@ from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, Notes
 from attention_engine.kernels.hopper.keys.pair_operands import PairOperands, operands_of
 from attention_engine.kernels.hopper.keys.spare_warps import SpareMemory
+from attention_engine.kernels.key_sums import KeySum, key_sums_of
 from attention_engine.kernels.warps import TMA_FLOATS, WARP
 
 
@@ -25,7 +26,7 @@ class Results:
     dv: Any
     dq: Any
     skewed: SkewedSums | None
-    key_sums: list[Any]
+    key_sums: list[KeySum]
 
     @staticmethod
     def allocate(form: KeyForm) -> Results:
@@ -36,7 +37,7 @@ class Results:
             dv=named("dv", T.alloc_fragment([tile.kv, form.dim_v], FLOAT)),
             dq=named("dq", T.alloc_fragment(form.dq_shape, FLOAT)) if form.with_dq else None,
             skewed=SkewedSums(summed, tile, form.problem.group, form.problem.dtype) if form.skews else None,
-            key_sums=[T.alloc_fragment([tile.kv], FLOAT) for _ in summed.of_keys],
+            key_sums=key_sums_of(form.problem, tile, summed),
         )
 
 

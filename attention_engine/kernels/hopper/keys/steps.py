@@ -15,14 +15,22 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.program import row_variable
 from attention_engine.kernels.common import Buffers, Corners, Place, Stage, block_values, reader, window
-from attention_engine.kernels.diagonals import add_held, finish_sums, hold, start_sums, sum_diagonals
+from attention_engine.kernels.diagonals import (
+    Diagonal,
+    Diagonals,
+    add_held,
+    finish_sums,
+    hold,
+    start_sums,
+    sum_diagonals,
+)
 from attention_engine.kernels.hopper.barriers import arrive_when_read
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
 from attention_engine.kernels.hopper.keys.pair_operands import Step
-from attention_engine.kernels.key_sums import shared_between_heads, sum_keys
-from attention_engine.kernels.pair_maths import PairMaths, factor_of
+from attention_engine.kernels.key_sums import sum_keys
+from attention_engine.kernels.pair_maths import PairMaths, PairTile, factor_of
 from attention_engine.kernels.splice import hold_value
 from attention_engine.kernels.tiles import QueryWalk
 from attention_engine.kernels.unseen import clear_keys
@@ -76,8 +84,8 @@ def start_results(form: KeyForm, memory: KeyMemory) -> None:
     tile, results = form.tile, memory.results
     T.fill(results.dk, 0)
     T.fill(results.dv, 0)
-    for total in results.key_sums:
-        T.fill(total, 0)
+    for key_sum in results.key_sums:
+        T.fill(key_sum.total, 0)
     if results.skewed is not None:
         start_sums(results.skewed)
     T.warpgroup_fence_operand(results.dk, num_regs=tile.kv * form.dim // tile.threads)
@@ -108,7 +116,7 @@ def take_step(work: Work, step: Any) -> None:
         take_sums_for_granted(work.buffers, row, q0 * form.dim, tile.q * form.dim)
     place = place_of(work, head)
     staged = {row_variable(n): Stage(memory.rows[n], stage) for n in form.row_names}
-    maths = PairMaths(form.schedule, (tile.kv, tile.q), place, staged, sizes, q0, kv0, transposed=True)
+    maths = PairMaths(form.schedule, sizes, place, PairTile((tile.kv, tile.q), True, q0, kv0, staged))
     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
     at = Step(number=step, stage=stage, turn=turn, visit=visit, q0=q0, maths=maths, outside=outside)
     pairs.make(at, queries, memory.output_gradients, memory.values.tile)
@@ -140,16 +148,19 @@ def corners_of(work: Work, at: Step) -> Corners:
     return (at.q0, kv0), (at.q0 + tile.q - 1, kv0 + tile.kv - 1)
 
 
+def diagonals_of(form: KeyForm, buffers: Buffers, place: Place) -> Diagonals:
+    """The sums along diagonals that a place's pairs add to."""
+    targets = [(buffers[f"diagonal{number}"], factor) for number, factor in enumerate(form.factors)]
+    return Diagonals(targets, place, form.sizes)
+
+
 @T.macro
 def sum_pairs_of_keys(work: Work, at: Step) -> None:
     """Adds a step's gradients of products to the sums of its keys; sums along diagonals begin to be made, if skewed."""
     form, results, gradients = work.form, work.memory.results, work.memory.pairs.gradients
-    for number, (key_read, expr) in enumerate(form.summed.of_keys):
+    for number, (_, expr) in enumerate(form.summed.of_keys):
         factor = factor_of(form.schedule, expr)
-        sum_keys(
-            key_read, form.problem, gradients, results.key_sums[number], form.tile, work.buffers, number,
-            at.maths.place, work.kv0, factor,
-        )  # fmt: skip
+        sum_keys(results.key_sums[number], at.maths, work.buffers, gradients, factor)
     if results.skewed is not None:
         hold(results.skewed, gradients, at.maths.place, corners_of(work, at))
 
@@ -157,15 +168,13 @@ def sum_pairs_of_keys(work: Work, at: Step) -> None:
 @T.macro
 def sum_pairs_of_diagonals(work: Work, at: Step) -> None:
     """Adds a step's gradients of products to the sums along diagonals; all threads have met."""
-    form, skewed, place = work.form, work.memory.results.skewed, at.maths.place
+    form, skewed = work.form, work.memory.results.skewed
     if skewed is not None:
-        add_held(skewed, work.buffers, form.factors, place, corners_of(work, at), form.sizes)
+        add_held(skewed, diagonals_of(form, work.buffers, at.maths.place), corners_of(work, at))
     else:
         for number, factor in enumerate(form.factors):
             source = work.memory.pairs.gradients_for_sums(at)
-            sum_diagonals(
-                form.summed, source, form.tile, work.buffers, number, place, at.q0, work.kv0, form.sizes, factor
-            )  # fmt: skip
+            sum_diagonals(Diagonal(form.summed, form.tile, number, factor), at.maths, work.buffers, source)
 
 
 @T.macro
@@ -207,11 +216,11 @@ def finish_results(work: Work) -> None:
     dk = results.dk
     if results.skewed is not None:
         place = Place(item.batch, item.kv_head, {}, reader(buffers))  # of several heads a group, steps have added
-        finish_sums(results.skewed, buffers, form.factors, place, kv0, form.sizes)
-    for number, (key_read, _) in enumerate(form.summed.of_keys):
-        if not shared_between_heads(key_read, form.problem):
+        finish_sums(results.skewed, diagonals_of(form, buffers, place), kv0)
+    for number, key_sum in enumerate(results.key_sums):
+        if not key_sum.by_head:
             T.copy(
-                results.key_sums[number],
+                key_sum.total,
                 buffers[f"key_sum{number}"][item.batch, item.kv_head, kv0 : kv0 + form.tile.kv],
             )
     if form.schedule.scale != 1:

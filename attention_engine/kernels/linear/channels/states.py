@@ -7,13 +7,15 @@ what is kept for chunk c is the gradient of the state after it. g: sums of decay
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tilelang.language as T
 
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled, width_tiles
 from attention_engine.ir.problem import padded
-from attention_engine.kernels.common import FLOAT, Accumulator, accumulate, build, loop
+from attention_engine.kernels.common import FLOAT, Accumulator, Buffers, accumulate, build, loop
 from attention_engine.kernels.linear.channels.common import (
     ModifiedTile,
     RawTile,
@@ -22,6 +24,7 @@ from attention_engine.kernels.linear.channels.common import (
     sums_tile,
 )
 from attention_engine.kernels.linear.common import Block, LinearSizes, Source, state_before
+from attention_engine.kernels.methods import macro_method
 from attention_engine.plan import linear_buffers
 
 
@@ -37,68 +40,101 @@ def states(
     chunk and tile of v, which is what every token of the chunk's decays gets from states. initial: the state that the
     forward walk began with, unrounded, where `initial`: all that the first chunk's overlap is made of.
     """
-    sizes = LinearSizes(problem, tile.chunk)
-    chunk, names = tile.chunk, ("q", "do") if reverse else ("k", "v")
-    left_source, right_source = (Source(n, problem, program) for n in names)
-    dim, dim_v = min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
-    parts = width_tiles(problem, tile)
-    parameters = sizes.declare(linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial))
+    return _States(problem, program, tile, reverse, starts, overlaps, initial).build()
 
-    def weigh(left: RawTile, weighed: WeighedTile, sums: Any) -> None:
-        """Each token's share of the state, as decay leaves it."""
-        last = chunk - 1
-        weighed.fill(left.value, lambda i, d: sums[i, d] if reverse else sums[last, d] - sums[i, d])
 
-    @T.macro
-    def note_overlap(buffers: Any, held: Any, kept: Any, batch: Any, head: Any, index: Any, block_index: Any) -> None:
-        other = T.alloc_shared([dim, dim_v], problem.state_dtype)
-        products = T.alloc_fragment([dim, dim_v], FLOAT)
-        of_rows = T.alloc_fragment([dim], FLOAT)
-        d0, v0 = (block_index // parts) * dim, (block_index % parts) * dim_v
-        T.copy(buffers["other"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v], other)
-        for i, j in T.Parallel(dim, dim_v):
-            products[i, j] = held[i, j] * state_before(
-                buffers, batch, head, index, d0 + i, v0 + j, other[i, j], problem, initial
-            )
-        T.reduce_sum(products, of_rows, dim=1)
-        for i in T.Parallel(dim):
-            of_rows[i] *= kept[i]
-        T.copy(of_rows, buffers["overlap"][batch, head, index, block_index % parts, d0 : d0 + dim])
+@dataclass(frozen=True)
+class _States:
+    """The kernel under construction: what all its parts know."""
 
-    @T.macro
-    def body(buffers: Any) -> None:
-        with T.Kernel(tiled(problem.dim, dim) * parts, problem.heads, sizes.batch, threads=tile.threads) as (
-            block_index,
-            head,
-            batch,
-        ):
-            left = RawTile(left_source, chunk, dim)
-            weighed = WeighedTile("left", problem, chunk, dim)
-            right = ModifiedTile(right_source, chunk, dim_v)
-            sums = sums_tile(chunk, dim)
+    problem: LinearProblem
+    program: LinearProgram
+    tile: LinearTile
+    reverse: bool
+    starts: bool
+    overlaps: bool
+    initial: bool
+
+    @cached_property
+    def sizes(self) -> LinearSizes:
+        """The lengths."""
+        return LinearSizes(self.problem, self.tile.chunk)
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a block's state."""
+        problem, tile = self.problem, self.tile
+        return min(tile.inner, padded(problem.dim)), min(tile.outer, padded(problem.dim_v))
+
+    @cached_property
+    def parts(self) -> int:
+        """Blocks that share the rows of a state."""
+        return width_tiles(self.problem, self.tile)
+
+    def build(self) -> Any:
+        """The PrimFunc."""
+        arguments = linear_buffers.states_walk(
+            self.problem, self.program, self.tile, self.reverse, self.starts, self.overlaps, self.initial
+        )
+        name = "channel_states_backward" if self.reverse else "channel_states"
+        return build(name, self.sizes.declare(arguments), self.run)
+
+    @macro_method
+    def run(self, buffers: Buffers) -> None:
+        """A block for a tile of a head's state."""
+        problem, tile, sizes, (dim, dim_v), parts = self.problem, self.tile, self.sizes, self.shape, self.parts
+        left_source, right_source = (
+            Source(n, problem, self.program) for n in (("q", "do") if self.reverse else ("k", "v"))
+        )
+        grid = tiled(problem.dim, dim) * parts, problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block_index, head, batch):
+            left = RawTile(left_source, tile.chunk, dim)
+            weighed = WeighedTile("left", problem, tile.chunk, dim)
+            right = ModifiedTile(right_source, tile.chunk, dim_v)
+            sums = sums_tile(tile.chunk, dim)
             kept = T.alloc_shared([dim], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
             held = state.sum
             d0, v0 = (block_index // parts) * dim, (block_index % parts) * dim_v
-            if starts:
+            if self.starts:
                 T.copy(buffers["first"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v], held)
             else:
                 T.fill(held, 0)
             for step in loop(sizes.chunks, 0):
-                index = sizes.chunks - 1 - step if reverse else step
-                block = Block(buffers, sizes, batch, head, index * chunk)
+                index = sizes.chunks - 1 - step if self.reverse else step
+                block = Block(buffers, sizes, batch, head, index * tile.chunk)
                 T.copy(held, buffers["kept"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v])
                 left.load(block, d0)
                 right.load(block, v0)
                 load_sums(sums, block, d0, dim)
                 for i in T.Parallel(dim):
-                    kept[i] = T.exp2(sums[chunk - 1, i])
-                if overlaps:
-                    note_overlap(buffers, held, kept, batch, head, index, block_index)
-                weigh(left, weighed, sums)
+                    kept[i] = T.exp2(sums[tile.chunk - 1, i])
+                if self.overlaps:
+                    self.note_overlap(block, held, kept, index, block_index)
+                self.weigh(left, weighed, sums)
                 for i, j in T.Parallel(dim, dim_v):
                     held[i, j] *= kept[i]
                 accumulate(weighed.operand, right.operand, state, transpose_A=True, whole_rows=False)
             T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
 
-    return build("channel_states_backward" if reverse else "channel_states", parameters, body)
+    def weigh(self, left: RawTile, weighed: WeighedTile, sums: Any) -> None:
+        """Each token's share of the state, as decay leaves it."""
+        last = self.tile.chunk - 1
+        weighed.fill(left.value, lambda i, d: sums[i, d] if self.reverse else sums[last, d] - sums[i, d])
+
+    @macro_method
+    def note_overlap(self, block: Block, held: Any, kept: Any, index: Any, block_index: Any) -> None:
+        """What the decays of all tokens of a chunk get from states."""
+        buffers, (dim, dim_v), parts = block.buffers, self.shape, self.parts
+        batch, head = block.batch, block.head
+        other = T.alloc_shared([dim, dim_v], self.problem.state_dtype)
+        products = T.alloc_fragment([dim, dim_v], FLOAT)
+        of_rows = T.alloc_fragment([dim], FLOAT)
+        d0, v0 = (block_index // parts) * dim, (block_index % parts) * dim_v
+        T.copy(buffers["other"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v], other)
+        for i, j in T.Parallel(dim, dim_v):
+            products[i, j] = held[i, j] * state_before(block, self.initial, index, (d0 + i, v0 + j), other[i, j])
+        T.reduce_sum(products, of_rows, dim=1)
+        for i in T.Parallel(dim):
+            of_rows[i] *= kept[i]
+        T.copy(of_rows, buffers["overlap"][batch, head, index, block_index % parts, d0 : d0 + dim])

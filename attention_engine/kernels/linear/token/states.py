@@ -7,6 +7,8 @@ kept for chunk c is the gradient of the state after it. g: sums of decays in the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tilelang.language as T
@@ -15,6 +17,7 @@ from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile,
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
+    Buffers,
     Operand,
     accumulate,
     build,
@@ -35,6 +38,7 @@ from attention_engine.kernels.linear.common import (
     share_sm,
     state_before,
 )
+from attention_engine.kernels.methods import macro_method
 from attention_engine.plan import linear_buffers
 
 
@@ -55,59 +59,60 @@ def states(
     tile, which is what all tokens of the chunk's decays get from states. initial: the state that the forward walk began
     with, unrounded, where `initial`: all that the first chunk's overlap is made of.
     """
-    sizes = LinearSizes(problem, tile.chunk)
-    names = ("q", "do") if reverse else ("k", "v")
-    left_source, right_source = (Source(n, problem, program) for n in names)
-    dim, dim_v = tile_of_state(problem, tile)
-    dim_v_tiles, tiles = tiled(problem.dim_v, dim_v), state_tiles(problem, tile)
-    decays = program.decays
-    parameters = sizes.declare(linear_buffers.states_walk(problem, program, tile, reverse, starts, overlaps, initial))
+    return _States(problem, program, tile, reverse, starts, overlaps, initial).build()
 
-    def weigh(block: Block, sums: Any, weights: Any) -> None:
-        """The factor of each token's k^T v (or q^T do): what decay leaves of it, and the row factors of both mods."""
-        whole = product_of(left_source, right_source)
 
-        def entry(i: Any) -> Any:
-            (value,) = block.splice(i)(whole)
-            return value * T.exp2(sums.upto(i) if reverse else sums.between(i, tile.chunk - 1)) if decays else value
+@dataclass(frozen=True)
+class _Part:
+    """The tile of a state that a block has: its number, and its first row and column."""
 
-        block.rows(weights, entry)
+    number: Any
+    d0: Any
+    v0: Any
 
-    def weigh_right(block: Block, raw: Any, weights: Any, weighted: Any, v0: Any) -> None:
-        def entry(i: Any, d: Any) -> None:
-            x = T.cast(raw[i, d], FLOAT)
-            if right_source.elementwise:
-                (x,) = block.splice(i, x)(right_source.mod)
-                x = T.if_then_else(block.inside(right_source, i, v0 + d, dim_v), x, 0.0)
-            store(weighted, x * weights[i], i, d)
 
-        over_pairs(tile.chunk, dim_v, entry)
+@dataclass(frozen=True)
+class _States:
+    """The kernel under construction: what all its parts know."""
 
-    @T.macro
-    def note_overlap(
-        buffers: Any, held: Any, sums: Any, batch: Any, head: Any, chunk: Any, part: Any, d0: Any, v0: Any
-    ) -> None:
-        other = T.alloc_shared([dim, dim_v], problem.state_dtype)
-        products = T.alloc_fragment([dim, dim_v], FLOAT)
-        of_rows = T.alloc_fragment([dim], FLOAT)
-        across = T.alloc_shared([dim], FLOAT)  # from the state's layout to one that sums over rows
-        each = T.alloc_fragment([dim], FLOAT)
-        whole = T.alloc_fragment([1], FLOAT)
-        T.copy(buffers["other"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v], other)
-        for i, j in T.Parallel(dim, dim_v):
-            products[i, j] = held[i, j] * state_before(
-                buffers, batch, head, chunk, d0 + i, v0 + j, other[i, j], problem, initial
-            )
-        T.reduce_sum(products, of_rows, dim=1)
-        T.copy(of_rows, across)
-        T.copy(across, each)
-        T.reduce_sum(each, whole, dim=0)
-        for i in T.Parallel(1):
-            buffers["overlap"][batch, head, chunk, part] = whole[i] * T.exp2(sums.upto(tile.chunk - 1))
+    problem: LinearProblem
+    program: LinearProgram
+    tile: LinearTile
+    reverse: bool
+    starts: bool
+    overlaps: bool
+    initial: bool
 
-    @T.macro
-    def body(buffers: Any) -> None:
-        with T.Kernel(tiles, problem.heads, sizes.batch, threads=tile.threads) as (part, head, batch):
+    @cached_property
+    def sizes(self) -> LinearSizes:
+        """The lengths."""
+        return LinearSizes(self.problem, self.tile.chunk)
+
+    @cached_property
+    def sources(self) -> tuple[Source, Source]:
+        """The tensors whose products are summed."""
+        left, right = (Source(n, self.problem, self.program) for n in (("q", "do") if self.reverse else ("k", "v")))
+        return left, right
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a block's state."""
+        return tile_of_state(self.problem, self.tile)
+
+    def build(self) -> Any:
+        """The PrimFunc."""
+        arguments = linear_buffers.states_walk(
+            self.problem, self.program, self.tile, self.reverse, self.starts, self.overlaps, self.initial
+        )
+        return build("states_backward" if self.reverse else "states", self.sizes.declare(arguments), self.run)
+
+    @macro_method
+    def run(self, buffers: Buffers) -> None:
+        """A block for a tile of a head's state."""
+        problem, tile, sizes, (dim, dim_v) = self.problem, self.tile, self.sizes, self.shape
+        dim_v_tiles, (left_source, right_source) = tiled(problem.dim_v, dim_v), self.sources
+        grid = state_tiles(problem, tile), problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (part, head, batch):
             share_sm(tile)
             left = SourceTile(left_source, tile.chunk, dim)
             raw = T.alloc_shared([tile.chunk, dim_v], problem.dtype)
@@ -119,28 +124,73 @@ def states(
             staged = T.alloc_shared([dim, dim_v], problem.state_dtype)  # from there rows leave whole
             held = state.sum
             d0, v0 = (part // dim_v_tiles) * dim, (part % dim_v_tiles) * dim_v
-            if starts:
+            at = _Part(part, d0, v0)
+            if self.starts:
                 T.copy(buffers["first"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v], held)
             else:
                 T.fill(held, 0)
             for step in loop(sizes.chunks, tile.stages):
-                chunk = sizes.chunks - 1 - step if reverse else step
+                chunk = sizes.chunks - 1 - step if self.reverse else step
                 block = Block(buffers, sizes, batch, head, chunk * tile.chunk)
                 T.copy(held, staged)
                 T.copy(staged, buffers["kept"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v])
                 load_source(left, block, d0)
                 T.copy(block.window(right_source, v0, dim_v), raw)
-                if decays:
+                if self.program.decays:
                     load_decays(sums, buffers, batch, head, chunk)
-                if overlaps:
-                    note_overlap(buffers, held, sums, batch, head, chunk, part, d0, v0)
-                weigh(block, sums, weights)
-                weigh_right(block, raw, weights, weighted, v0)
+                if self.overlaps:
+                    self.note_overlap(block, held, sums, chunk, at)
+                self.weigh(block, sums, weights)
+                self.weigh_right(block, raw, weights, weighted, v0)
                 load(right, weighted)
-                if decays:
+                if self.program.decays:
                     for i, j in T.Parallel(dim, dim_v):
                         held[i, j] *= T.exp2(sums.upto(tile.chunk - 1))
                 accumulate(left.operand, right, state, transpose_A=True, whole_rows=False)
             T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
 
-    return build("states_backward" if reverse else "states", parameters, body)
+    def weigh(self, block: Block, sums: DecaySums, weights: Any) -> None:
+        """The factor of each token's k^T v (or q^T do): what decay leaves of it, and the row factors of both mods."""
+        whole, last = product_of(*self.sources), self.tile.chunk - 1
+
+        def entry(i: Any) -> Any:
+            (value,) = block.splice(i)(whole)
+            if not self.program.decays:
+                return value
+            return value * T.exp2(sums.upto(i) if self.reverse else sums.between(i, last))
+
+        block.rows(weights, entry)
+
+    def weigh_right(self, block: Block, raw: Any, weights: Any, weighted: Any, v0: Any) -> None:
+        """The right tensor after its mod, each token with its factor."""
+        (_, right), (_, dim_v) = self.sources, self.shape
+
+        def entry(i: Any, d: Any) -> None:
+            x = T.cast(raw[i, d], FLOAT)
+            if right.elementwise:
+                (x,) = block.splice(i, x)(right.mod)
+                x = T.if_then_else(block.inside(right, i, v0 + d, dim_v), x, 0.0)
+            store(weighted, x * weights[i], i, d)
+
+        over_pairs(self.tile.chunk, dim_v, entry)
+
+    @macro_method
+    def note_overlap(self, block: Block, held: Any, sums: DecaySums, chunk: Any, at: _Part) -> None:
+        """What the decays of all tokens of a chunk get from states."""
+        buffers, (dim, dim_v) = block.buffers, self.shape
+        batch, head, part, d0, v0 = block.batch, block.head, at.number, at.d0, at.v0
+        other = T.alloc_shared([dim, dim_v], self.problem.state_dtype)
+        products = T.alloc_fragment([dim, dim_v], FLOAT)
+        of_rows = T.alloc_fragment([dim], FLOAT)
+        across = T.alloc_shared([dim], FLOAT)  # from the state's layout to one that sums over rows
+        each = T.alloc_fragment([dim], FLOAT)
+        whole = T.alloc_fragment([1], FLOAT)
+        T.copy(buffers["other"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v], other)
+        for i, j in T.Parallel(dim, dim_v):
+            products[i, j] = held[i, j] * state_before(block, self.initial, chunk, (d0 + i, v0 + j), other[i, j])
+        T.reduce_sum(products, of_rows, dim=1)
+        T.copy(of_rows, across)
+        T.copy(across, each)
+        T.reduce_sum(each, whole, dim=0)
+        for i in T.Parallel(1):
+            buffers["overlap"][batch, head, chunk, part] = whole[i] * T.exp2(sums.upto(self.tile.chunk - 1))
