@@ -24,7 +24,6 @@ PACKAGE = ROOT / "attention_engine"
 FILES = sorted(PACKAGE.rglob("*.py"))
 CODE = sorted([*FILES, *(ROOT / "attn_script").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
-LONGEST_KERNEL = 150  # a kernel in straight lines is read from top to bottom
 
 # What each part may import of the package, besides itself. A level may use all levels below it.
 LEVELS = [
@@ -139,13 +138,11 @@ def test_a_module_opens_with_a_sentence(path):
 def test_files_and_functions_are_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= LONGEST_FILE, f"{name_of(path)} has {len(text.splitlines())} lines"
-    is_kernel = path.is_relative_to(PACKAGE / "kernels") and not path.is_relative_to(PACKAGE / "kernels" / "hopper")
-    longest = LONGEST_KERNEL if is_kernel else LONGEST_FUNCTION
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             length = node.end_lineno - node.lineno + 1
-            assert length <= longest, f"{name_of(path)}:{node.lineno}: {node.name} has {length} lines"
+            assert length <= LONGEST_FUNCTION, f"{name_of(path)}:{node.lineno}: {node.name} has {length} lines"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -55,10 +55,8 @@ def backward_pairs(
     def body(buffers: Any) -> None:
         grid = T.ceildiv(sizes.kv, tile.kv), T.ceildiv(count, tile.q), owners[0] * owners[1]
         with T.Kernel(*grid, threads=tile.threads) as (kv_tile, q_tile, owner):
-            q = Operand("q", problem, (tile.q, dim))
-            k = Operand("k", problem, (tile.kv, dim))
-            v = Operand("v", problem, (tile.kv, dim_v))
-            do = Operand("do", problem, (tile.q, dim_v))
+            q, k = Operand("q", problem, (tile.q, dim)), Operand("k", problem, (tile.kv, dim))
+            v, do = Operand("v", problem, (tile.kv, dim_v)), Operand("do", problem, (tile.q, dim_v))
             products = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             weights = T.alloc_fragment([tile.q, tile.kv], FLOAT) if keeps_products(schedule) else products
             gradients = T.alloc_fragment([tile.q, tile.kv], FLOAT)

@@ -17,6 +17,7 @@ that pairs which lie within cancel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -27,6 +28,7 @@ from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
+    Buffers,
     Operand,
     accumulate,
     build,
@@ -61,6 +63,7 @@ from attention_engine.kernels.linear.common import (
     copy,
     load_state,
 )
+from attention_engine.kernels.methods import macro_method
 from attention_engine.passes.mods import differentiate_mod
 from attention_engine.plan import linear_buffers
 
@@ -77,6 +80,16 @@ def channel_gradients(
     decay. reads: of q, k and decay, as in rows.py.
     """
     return _Gradients(problem, program, tile, of_decay, parts, reads).build()
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Where a level's pairs meet: their weights, as an operand and in registers; tokens as they meet; what moves."""
+
+    weights: ExactOperand
+    masked: Any
+    tile: WeighedTile
+    moved: Any
 
 
 class _Gradients:
@@ -102,73 +115,78 @@ class _Gradients:
         return self.sizes.declare(arguments)
 
     def build(self) -> Any:
+        return build("channel_gradients", self.parameters(), self.run)
+
+    @macro_method
+    def run(self, buffers: Buffers) -> None:
+        """A block for a chunk of tokens and a tile of channels of a head."""
         problem, sizes, chunk, inner, width = self.problem, self.sizes, self.chunk, self.inner, self.width
-
-        @T.macro
-        def body(buffers: Any) -> None:
-            with T.Kernel(self.tiles * sizes.chunks, problem.heads, sizes.batch, threads=self.tile.threads) as (
-                block_index,
-                head,
-                batch,
-            ):
-                index, part = block_index // self.tiles, block_index % self.tiles
-                d0 = part * width
-                block = Block(buffers, sizes, batch, head, index * chunk)
-                do, v = (ModifiedTile(self.sources[n], chunk, inner) for n in ("do", "v"))
-                before, after = (StateOperand(n, problem, (width, inner)) for n in ("before", "after"))
-                q, k = (RawTile(self.sources[n], chunk, width) for n in ("q", "k"))
-                weights = Accumulator("weights", problem, (chunk, chunk))
-                dq, dk = (Accumulator(n, problem, (chunk, width)) for n in ("dq", "dk"))
-                level_weights = ExactOperand("level_weights", problem, (chunk, chunk))
-                masked = named("masked", T.alloc_fragment([chunk, chunk], FLOAT))
-                meeting = WeighedTile("meeting", problem, chunk, width)
-                moved = named("moved", T.alloc_fragment([chunk, width], FLOAT))
-                sums = sums_tile(chunk, width)
-                own = named("own_weights", T.alloc_shared([chunk], FLOAT))
-                levels, decays = Levels(chunk, sums), _Decays(self, block) if self.of_decay else None
-                T.clear(weights.sum)
-                T.clear(dq.sum)
-                T.clear(dk.sum)
-                for step in loop(tiled(problem.dim_v, inner), 0):
-                    v0 = step * inner
-                    do.load(block, v0)
-                    v.load(block, v0)
-                    load_state(before, buffers["states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
-                    load_state(after, buffers["d_states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
-                    accumulate(do.operand, v.operand, weights, transpose_B=True)
-                    add_state_product(do.operand, before, dq, transpose_B=True)
-                    add_state_product(v.operand, after, dk, transpose_B=True)
-                q.load(block, d0)
-                k.load(block, d0)
-                load_sums(sums, block, d0, width)
-                self.weigh_states(dq.sum, dk.sum, sums)
+        grid = self.tiles * sizes.chunks, problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=self.tile.threads) as (block_index, head, batch):
+            index, part = block_index // self.tiles, block_index % self.tiles
+            d0 = part * width
+            block = Block(buffers, sizes, batch, head, index * chunk)
+            do, v = (ModifiedTile(self.sources[n], chunk, inner) for n in ("do", "v"))
+            before, after = (StateOperand(n, problem, (width, inner)) for n in ("before", "after"))
+            q, k = (RawTile(self.sources[n], chunk, width) for n in ("q", "k"))
+            weights = Accumulator("weights", problem, (chunk, chunk))
+            dq, dk = (Accumulator(n, problem, (chunk, width)) for n in ("dq", "dk"))
+            level_weights = ExactOperand("level_weights", problem, (chunk, chunk))
+            masked = named("masked", T.alloc_fragment([chunk, chunk], FLOAT))
+            meeting = WeighedTile("meeting", problem, chunk, width)
+            moved = named("moved", T.alloc_fragment([chunk, width], FLOAT))
+            sums = sums_tile(chunk, width)
+            met = _Meeting(level_weights, masked, meeting, moved)
+            own = named("own_weights", T.alloc_shared([chunk], FLOAT))
+            levels, decays = Levels(chunk, sums), _Decays(self, block) if self.of_decay else None
+            T.clear(weights.sum)
+            T.clear(dq.sum)
+            T.clear(dk.sum)
+            for step in loop(tiled(problem.dim_v, inner), 0):
+                v0 = step * inner
+                do.load(block, v0)
+                v.load(block, v0)
+                load_state(before, buffers["states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
+                load_state(after, buffers["d_states"][batch, head, index, d0 : d0 + width, v0 : v0 + inner])
+                accumulate(do.operand, v.operand, weights, transpose_B=True)
+                add_state_product(do.operand, before, dq, transpose_B=True)
+                add_state_product(v.operand, after, dk, transpose_B=True)
+            q.load(block, d0)
+            k.load(block, d0)
+            load_sums(sums, block, d0, width)
+            self.weigh_states(dq.sum, dk.sum, sums)
+            if decays is not None:
+                decays.start(q, k, dq.sum, dk.sum)
+            for i, j in T.Parallel(chunk, chunk):
+                if i == j:
+                    own[i] = weights.sum[i, j]
+            for level in loop(levels.count, 0):
+                self.meet(levels, level, met, weights, (q, k))
+                self.add_level(levels, level, moved, dq.sum, dk.sum)
                 if decays is not None:
-                    decays.start(q, k, dq.sum, dk.sum)
-                for i, j in T.Parallel(chunk, chunk):
-                    if i == j:
-                        own[i] = weights.sum[i, j]
-                for level in loop(levels.count, 0):
-                    for i, j in T.Parallel(chunk, chunk):
-                        masked[i, j] = T.if_then_else(levels.meet(level, i, j), weights.sum[i, j], 0.0)
-                    load_exact(level_weights, masked)
-                    levels.fill(meeting, level, q, k)
-                    T.clear(moved)
-                    multiply_exact(level_weights, meeting.operand, moved)
-                    multiply_exact(level_weights, meeting.operand, moved, transpose_A=True)
-                    self.add_level(levels, level, moved, dq.sum, dk.sum)
-                    if decays is not None:
-                        decays.add_level(levels, level, moved, meeting.operand)
-                self.add_own(own, q, k, dq.sum, dk.sum)
-                sums_of_rows = self.row_sums()
-                if decays is not None:
-                    decays.finish(index, d0, sums_of_rows, part)
-                self.of_q.finish(q, dq.sum, sums_of_rows, part)
-                self.of_k.finish(k, dk.sum, sums_of_rows, part)
-                stop, end = (index + 1) * chunk, d0 + width
-                T.copy(dq.sum, buffers["dq"][batch, index * chunk : stop, head, d0:end])
-                T.copy(dk.sum, buffers["dk"][batch, index * chunk : stop, head, d0:end])
+                    decays.add_level(levels, level, moved, meeting.operand)
+            self.add_own(own, q, k, dq.sum, dk.sum)
+            sums_of_rows = self.row_sums()
+            if decays is not None:
+                decays.finish(index, d0, sums_of_rows, part)
+            self.of_q.finish(q, dq.sum, sums_of_rows, part)
+            self.of_k.finish(k, dk.sum, sums_of_rows, part)
+            stop, end = (index + 1) * chunk, d0 + width
+            T.copy(dq.sum, buffers["dq"][batch, index * chunk : stop, head, d0:end])
+            T.copy(dk.sum, buffers["dk"][batch, index * chunk : stop, head, d0:end])
 
-        return build("channel_gradients", self.parameters(), body)
+    @macro_method
+    def meet(
+        self, levels: Levels, level: Any, of: _Meeting, weights: Accumulator, qk: tuple[RawTile, RawTile]
+    ) -> None:  # fmt: skip
+        """What the pairs of a level move, each token from the other."""
+        for i, j in T.Parallel(self.chunk, self.chunk):
+            of.masked[i, j] = T.if_then_else(levels.meet(level, i, j), weights.sum[i, j], 0.0)
+        load_exact(of.weights, of.masked)
+        levels.fill(of.tile, level, *qk)
+        T.clear(of.moved)
+        multiply_exact(of.weights, of.tile.operand, of.moved)
+        multiply_exact(of.weights, of.tile.operand, of.moved, transpose_A=True)
 
     def row_sums(self) -> RowSums | None:
         """Room for sums of rows, where any are asked for."""

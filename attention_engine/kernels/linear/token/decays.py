@@ -86,6 +86,23 @@ def sum_decays(problem: LinearProblem, program: LinearProgram, chunk: int, threa
     return build("sum_decays", parameters, body)
 
 
+def _add_parts(block: Block, tiles: tuple[int, int, int], queries: Any, keys: Any) -> None:
+    """What the queries' and keys' rows of some chunks add, from the parts that those came in."""
+    parts = {"of_queries": tiles[0], "of_query_pairs": tiles[0], "of_keys": tiles[1], "of_key_pairs": tiles[1]}
+    buffers, sizes, chunk = block.buffers, block.sizes, block.sizes.chunk
+
+    def entry(n: Any, c: Any) -> None:
+        token = T.min(block.token0 + n * chunk + c, sizes.chunks * chunk - 1)
+        total = {
+            name: sum(buffers[name][p, block.batch, block.head, token] for p in range(count))
+            for name, count in parts.items()
+        }
+        store(queries, total["of_queries"] + (total["of_query_pairs"] - total["of_key_pairs"]), n, c)
+        store(keys, total["of_keys"], n, c)
+
+    over_pairs(CHUNKS, chunk, entry)
+
+
 def decay_gradients(
     problem: LinearProblem, program: LinearProgram, chunk: int, tiles: tuple[int, int, int], reads: tuple[Expr, ...],
     threads: int = 128,
@@ -100,21 +117,8 @@ def decay_gradients(
     """
     sizes = LinearSizes(problem, chunk)
     parameters = sizes.declare(linear_buffers.decay_gradients(problem, chunk, tiles, len(reads)))
-    parts = {"of_queries": tiles[0], "of_query_pairs": tiles[0], "of_keys": tiles[1], "of_key_pairs": tiles[1]}
     by_x = differentiate_mod(program, "decay")
     wanted = [e for r, e in by_x.reads if r in reads]
-
-    def add_parts(buffers: Any, block: Block, queries: Any, keys: Any) -> None:
-        def entry(n: Any, c: Any) -> None:
-            token = T.min(block.token0 + n * chunk + c, sizes.chunks * chunk - 1)
-            total = {
-                name: sum(buffers[name][p, block.batch, block.head, token] for p in range(count))
-                for name, count in parts.items()
-            }
-            store(queries, total["of_queries"] + (total["of_query_pairs"] - total["of_key_pairs"]), n, c)
-            store(keys, total["of_keys"], n, c)
-
-        over_pairs(CHUNKS, chunk, entry)
 
     def write(buffers: Any, block: Block, first: Any, queries: Any, keys: Any) -> None:
         def entry(n: Any, c: Any) -> None:
@@ -148,7 +152,7 @@ def decay_gradients(
             queries, keys = T.alloc_shared([CHUNKS, chunk], FLOAT), T.alloc_shared([CHUNKS, chunk], FLOAT)
             first = part * CHUNKS
             block = Block(buffers, sizes, batch, head, first * chunk)
-            add_parts(buffers, block, queries, keys)
+            _add_parts(block, tiles, queries, keys)
             T.cumsum(queries, dim=1, reverse=True)
             T.cumsum(keys, dim=1)
             write(buffers, block, first, queries, keys)

@@ -6,6 +6,7 @@ in reverse. A block makes a tile of the result's columns, and the part of M that
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -16,6 +17,7 @@ from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
+    Buffers,
     Operand,
     accumulate,
     build,
@@ -38,6 +40,7 @@ from attention_engine.kernels.linear.common import (
     share_sm,
 )
 from attention_engine.kernels.linear.token.roles import RoleKernel, Rows
+from attention_engine.kernels.methods import macro_method
 from attention_engine.plan import linear_buffers
 
 
@@ -52,6 +55,17 @@ def walk(
     chunk.py, with no heads summed.
     """
     return _Walk(problem, program, ROLES[role], tile, starts, ends, reads).build()
+
+
+@dataclass(frozen=True)
+class _StateStep:
+    """What a state moves on by: the tiles of y and z; z as it is weighed, in registers and as an operand, if it is."""
+
+    y: SourceTile
+    z: SourceTile
+    values: Operand | None
+    weighted: Any
+    state: Accumulator
 
 
 class _Walk(RoleKernel):
@@ -74,69 +88,75 @@ class _Walk(RoleKernel):
         )
 
     def build(self) -> Any:
+        return build(f"walk_{self.role.name}" if self.role.own else "forward", self.parameters(), self.run)
+
+    @macro_method
+    def run(self, buffers: Buffers) -> None:
+        """A block for a tile of a head's columns."""
         tile, problem, sizes, chunk, width = self.tile, self.problem, self.sizes, self.tile.chunk, self.width
+        with T.Kernel(self.width_tiles, problem.heads, sizes.batch, threads=tile.threads) as (part, head, batch):
+            share_sm(tile)
+            x, y = (SourceTile(s, chunk, self.dim) for s in (self.x, self.y))
+            z = SourceTile(self.z, chunk, width)
+            own = self.held_own()
+            weighted = T.alloc_fragment([chunk, width], FLOAT) if self.weighs else None
+            values = Operand("values", problem, (chunk, width)) if self.weighs else None
+            weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
+            before = StateOperand("before", problem, (self.dim, width))
+            scores = Accumulator("scores", problem, (chunk, chunk))
+            result = Accumulator("result", problem, (chunk, width))
+            state = Accumulator("state", problem, (self.dim, width))
+            staged = self.way_out(values)
+            held, made = state.sum, result.sum
+            rows = Rows(problem, chunk, width, self.needs_own)
+            column_weights = named("column_weights", T.alloc_shared([chunk], FLOAT))
+            column0 = part * width
+            if self.starts:
+                self.first_state(buffers, held, batch, head, column0)
+            else:
+                T.fill(held, 0)
+            for step in loop(sizes.chunks, tile.stages):
+                index = sizes.chunks - 1 - step if self.role.over_keys else step
+                block = Block(buffers, sizes, batch, head, index * chunk)
+                load_source(x, block, 0)
+                load_source(y, block, 0)
+                load_source(z, block, column0)
+                if own is not None:
+                    T.copy(block.window(own.source, column0, width), own.held)
+                if self.decays:
+                    load_decays(rows.sums, buffers, batch, head, index)
+                self.find_factors(block, rows)
+                self.find_column_weights(block, rows, column_weights)
+                load_state(before, held)
+                T.clear(scores.sum)
+                accumulate(x.operand, y.operand, scores, transpose_B=True, whole_rows=tile.in_registers)
+                T.clear(made)
+                add_state_product(x.operand, before, result, whole_rows=tile.in_registers)
+                self.weigh_pairs(scores.sum, rows)
+                self.weigh_rows(made, rows)
+                load(weights, scores.sum)
+                accumulate(weights, z.operand, result, whole_rows=tile.in_registers)
+                self.move_state(_StateStep(y, z, values, weighted, state), rows, column_weights)
+                if len(self.reads) > 0:
+                    self.sum_reads(block, own, made, rows, part)
+                self.chain(block, own, made, rows, column0)
+                T.copy(made, staged)
+                T.copy(staged, self.result_window(buffers, block, column0))
+            if self.ends:
+                T.copy(held, buffers["last"][batch, head, 0 : self.dim, column0 : column0 + width])
 
-        @T.macro
-        def body(buffers: Any) -> None:
-            with T.Kernel(self.width_tiles, problem.heads, sizes.batch, threads=tile.threads) as (part, head, batch):
-                share_sm(tile)
-                x, y = (SourceTile(s, chunk, self.dim) for s in (self.x, self.y))
-                z = SourceTile(self.z, chunk, width)
-                own = self.held_own()
-                weighted = T.alloc_fragment([chunk, width], FLOAT) if self.weighs else None
-                values = Operand("values", problem, (chunk, width)) if self.weighs else None
-                weights = Operand("weights", problem, (chunk, chunk), fragment=tile.in_registers)
-                before = StateOperand("before", problem, (self.dim, width))
-                scores = Accumulator("scores", problem, (chunk, chunk))
-                result = Accumulator("result", problem, (chunk, width))
-                state = Accumulator("state", problem, (self.dim, width))
-                staged = self.way_out(values)
-                held, made = state.sum, result.sum
-                rows = Rows(problem, chunk, width, self.needs_own)
-                column_weights = named("column_weights", T.alloc_shared([chunk], FLOAT))
-                column0 = part * width
-                if self.starts:
-                    self.first_state(buffers, held, batch, head, column0)
-                else:
-                    T.fill(held, 0)
-                for step in loop(sizes.chunks, tile.stages):
-                    index = sizes.chunks - 1 - step if self.role.over_keys else step
-                    block = Block(buffers, sizes, batch, head, index * chunk)
-                    load_source(x, block, 0)
-                    load_source(y, block, 0)
-                    load_source(z, block, column0)
-                    if own is not None:
-                        T.copy(block.window(own.source, column0, width), own.held)
-                    if self.decays:
-                        load_decays(rows.sums, buffers, batch, head, index)
-                    self.find_factors(block, rows)
-                    self.find_column_weights(block, rows, column_weights)
-                    load_state(before, held)
-                    T.clear(scores.sum)
-                    accumulate(x.operand, y.operand, scores, transpose_B=True, whole_rows=tile.in_registers)
-                    T.clear(made)
-                    add_state_product(x.operand, before, result, whole_rows=tile.in_registers)
-                    self.weigh_pairs(scores.sum, rows)
-                    self.weigh_rows(made, rows)
-                    load(weights, scores.sum)
-                    accumulate(weights, z.operand, result, whole_rows=tile.in_registers)
-                    if self.weighs:
-                        self.weigh_others(z, column_weights if self.decays else rows.yz, weighted)
-                        load(values, weighted)
-                    if self.decays:
-                        for i, j in T.Parallel(self.dim, width):
-                            held[i, j] *= T.exp2(rows.sums.upto(chunk - 1))
-                    weighed = values if self.weighs else z.operand
-                    accumulate(y.operand, weighed, state, transpose_A=True, whole_rows=False)
-                    if len(self.reads) > 0:
-                        self.sum_reads(block, own, made, rows, part)
-                    self.chain(block, own, made, rows, column0)
-                    T.copy(made, staged)
-                    T.copy(staged, self.result_window(buffers, block, column0))
-                if self.ends:
-                    T.copy(held, buffers["last"][batch, head, 0 : self.dim, column0 : column0 + width])
-
-        return build(f"walk_{self.role.name}" if self.role.own else "forward", self.parameters(), body)
+    @macro_method
+    def move_state(self, step: _StateStep, rows: Rows, column_weights: Any) -> None:
+        """The state after the chunk, from the one before it."""
+        chunk, width = self.tile.chunk, self.width
+        if step.values is not None:
+            self.weigh_others(step.z, column_weights if self.decays else rows.yz, step.weighted)
+            load(step.values, step.weighted)
+        if self.decays:
+            for i, j in T.Parallel(self.dim, width):
+                step.state.sum[i, j] *= T.exp2(rows.sums.upto(chunk - 1))
+        weighed = step.z.operand if step.values is None else step.values
+        accumulate(step.y.operand, weighed, step.state, transpose_A=True, whole_rows=False)
 
     def held_own(self) -> HeldTile | None:
         """The own tensor's tile, where it is read."""
