@@ -24,6 +24,7 @@ def test_show_prints_the_program_and_the_kernel(capsys):
     assert "weight = exp2" in out and "T.prim_func" in out
 
 
+@pytest.mark.slow  # models of its family stand in tests/integrations
 def test_the_encoder_gives_the_same_embeddings_through_the_kernels(capsys):
     minilm = importlib.import_module("minilm")
     assert len(minilm.SENTENCES) == 20

@@ -7,7 +7,7 @@ import pytest
 from tests import exits
 
 
-@pytest.mark.parametrize("kind", ["reference", "tuner"])
+@pytest.mark.parametrize("kind", [pytest.param("reference", marks=pytest.mark.slow), "tuner"])
 def test_a_process_that_trains_a_step_ends_with_0(kind):
     assert exits.end_of(kind) == (kind, 0, "")
 

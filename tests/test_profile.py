@@ -87,6 +87,7 @@ def test_proton_starts_and_ends(monkeypatch):
     assert seen == ["trace", "end"]
 
 
+@pytest.mark.slow  # tests/codegen/test_compile.py reads what nvcc says of one kernel
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 def test_an_engine_says_what_its_kernels_take(monkeypatch):
     case = Case("mha-64", "softmax", "causal", 512)

@@ -27,6 +27,7 @@ def test_a_yardstick_that_takes_long_is_no_hang(capsys):
     assert "right      1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_draw_that_hangs_and_one_that_dies_are_told(capsys):
     assert main([*ON_CPU, "--draws", "2", "--limit", "2", "--plant", "0=hang", "1=crash"]) == 1
     said = capsys.readouterr().out
