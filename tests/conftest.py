@@ -27,7 +27,7 @@ SAMPLED = {
 # Files of many cases, each cheap, along backends, dtypes and layouts: one in so many, and of each test at least one.
 THINNED = {
     3: ("runtime/test_engine", "runtime/test_gradients", "runtime/test_defaults", "runtime/test_shared_keys",
-        "runtime/test_doubts", "runtime/test_wide_values", "kernels/test_items"),
+        "runtime/test_doubts", "runtime/test_wide_values", "kernels/test_items", "passes/test_widths"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
 ONE_OF_EACH = {f"tests/{name}.py" for names in THINNED.values() for name in names}

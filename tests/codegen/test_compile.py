@@ -90,7 +90,7 @@ def causal_sum(rows: int = 256, dim: int = 32, tile: int = 64):
 
 @needs_nvcc
 @pytest.mark.parametrize("gpu", [
-    arch.A100(), pytest.param(arch.RTX4090(), marks=pytest.mark.slow), arch.H100(),
+    arch.A100(), *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in (arch.RTX4090(), arch.H100())),
 ], ids=lambda gpu: gpu.target)  # fmt: skip
 def test_a_dynamic_extent_with_two_stages_compiles(gpu: arch.Arch) -> None:
     lowered = codegen_compile.lower_kernel(causal_sum(), gpu)

@@ -97,6 +97,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow  # its text alone is looked at below
 def test_who_uses_tilelang_beside_us_finds_it_as_it_is():
     """Before and after our kernels are traced and lowered: its modules, classes and registry, and the text it makes."""
     done = subprocess.run([sys.executable, "-c", SNAPSHOT], cwd=ROOT, capture_output=True, text=True)

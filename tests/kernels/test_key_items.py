@@ -148,6 +148,7 @@ def walks():
     return "record" in script_over_keys()
 
 
+@pytest.mark.slow  # above, they give what a grid gives
 def test_persistent_blocks_keep_the_rule(kernels):
     """Of programs with rows, products that are kept, no rows and gradients of indices; groups of heads, two batches."""
     kernels.update(backward=key_tile(64, persistent=True))

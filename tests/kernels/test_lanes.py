@@ -124,7 +124,9 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", NEEDED)
+@pytest.mark.parametrize("what", [
+    name if number < 2 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(NEEDED)
+])  # fmt: skip
 def test_a_warp_that_does_not_meet_before_a_lane_goes_on_is_a_hazard(what, of_documents):
     before, count, message = NEEDED[what]
     kernel, left_out = without_meetings(of_documents[0], before)
