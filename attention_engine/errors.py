@@ -133,6 +133,10 @@ class WrongRank(BadInput):
     """q, k or v with another number of dimensions than four."""
 
 
+class WrongShape(BadInput):
+    """A decay or a state of another shape than q, k and v ask for."""
+
+
 class WrongHeads(BadInput):
     """Heads or head dims that aren't those the engine was built for, often the other layout."""
 

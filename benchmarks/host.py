@@ -73,7 +73,7 @@ def calls(backend: str, device: str) -> dict[str, Callable[[], object]]:
 
 def bare_launch(engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
     """The forward kernel on arguments that are ready."""
-    launcher = op.ATTENTIONS[engine._seen[signature(q, k, v)].key].launcher
+    launcher = op.ATTENTIONS[engine._seen[None, signature(q, k, v)].key].launcher
     assert launcher is not None
     bound = launcher.bound(q, k, v, ())
     memory = bound.memory(q, k, v, ())

@@ -170,6 +170,9 @@ MISTAKES = [
         call("*(t.transpose(1, 2) for t in (q, k, v))", "")[0],
         'engine = AttentionEngine(qkv_meta, layout="bhsd")\nengine(*(t.transpose(1, 2) for t in (q, k, v)))')),
     Mistake(E.WrongRank, "a missing dimension", *call("q[0], k[0], v[0]", "q[:1], k[:1], v[:1]")),
+    Mistake(E.WrongShape, "decays of another shape", *(
+        "from attention_engine import LinearAttentionEngine\n\nengine = LinearAttentionEngine(qkv_meta)\n"
+        f"engine(q, k, v, -torch.rand({shape}))" for shape in ("1, 2, 8", "1, 8, 2"))),
     Mistake(E.DtypesDiffer, "two dtypes in one call", *call("q, k.half(), v", "q, k, v")),
     Mistake(E.NotFloating, "integer tensors", *call("q.int(), k.int(), v.int()", "q, k, v")),
     Mistake(E.LengthsDiffer, "keys and values of different lengths", *call("q, k, v[:, :7]", "q, k[:, :7], v[:, :7]")),

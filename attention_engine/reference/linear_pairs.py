@@ -5,6 +5,8 @@ Products are made in the tensors' dtype; decays, and what they multiply, at leas
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -12,14 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.reference.linear import Custom, apply_mods
 
+Product = Callable[[Tensor, Tensor], Tensor]
 QUERIES = 16  # so many at once: with a decay for each channel a pair has a number for each of them
 
 
 def attend_pairs(
     program: LinearProgram, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Custom,
-    initial_state: Tensor | None,
+    initial_state: Tensor | None, product: Product = torch.matmul,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, the last state) of tensors as reference/linear.py takes them; differentiable."""
+    """(o, the last state) of tensors as reference/linear.py takes them; differentiable. product: of matrices."""
     dtype, rows = v.dtype, torch.promote_types(v.dtype, torch.float32)
     made = apply_mods(program, q, k, v, decay, custom, rows)
     queries, keys, values = (x.to(dtype) for x in made[:3])
@@ -31,23 +34,23 @@ def attend_pairs(
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
         tensors = (queries[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop], sums[:, :, :stop], state)
-        outputs.append(checkpoint(_some_queries, *tensors, use_reentrant=False))
+        outputs.append(checkpoint(_some_queries, product, *tensors, use_reentrant=False))
     if not outputs:
         return values.transpose(1, 2), state
     left = (keys.to(rows) * (sums[:, :, -1:] - sums).exp()).to(dtype)
-    last = state * sums[:, :, -1, :, None].exp() + (left.transpose(-1, -2) @ values).to(rows)
+    last = state * sums[:, :, -1, :, None].exp() + product(left.transpose(-1, -2), values).to(rows)
     return torch.cat(outputs, 2).transpose(1, 2), last
 
 
-def _some_queries(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, state: Tensor) -> Tensor:
+def _some_queries(product: Product, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, state: Tensor) -> Tensor:
     """The outputs of the last queries."""
     dtype, rows = v.dtype, sums.dtype
     start = k.shape[2] - q.shape[2]
     earlier = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=v.device).tril(start)[..., None]
     since = torch.where(earlier, sums[:, :, start:, None] - sums[:, :, None], -torch.inf).exp()
     if sums.shape[3] == 1:
-        weights = ((q @ k.transpose(-1, -2)).to(rows) * since[..., 0]).to(dtype)
+        weights = (product(q, k.transpose(-1, -2)).to(rows) * since[..., 0]).to(dtype)
     else:
         weights = torch.einsum("bhijd,bhjd->bhij", (q.to(rows)[:, :, :, None] * since).to(dtype), k)
-    of_state = (q.to(rows) * sums[:, :, start:].exp()).to(dtype) @ state.to(dtype)
-    return weights @ v + of_state
+    of_state = product((q.to(rows) * sums[:, :, start:].exp()).to(dtype), state.to(dtype))
+    return product(weights, v) + of_state

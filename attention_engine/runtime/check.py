@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,7 @@ def compare(
     d_output = torch.randn_like(output)
     d_rows = _through_rows(engine, rows)
     exact = _dense(engine, leaves, d_output, d_rows, torch.float64, blocks)
-    with _Tf32() if q.dtype is torch.float32 and q.device.type == "cpu" and allows_tf32() else nullcontext():
+    with _Tf32() if rounds_products(q) else nullcontext():
         eager = _dense(engine, leaves, d_output, d_rows, q.dtype, blocks)
     ours = [output, *rows.values()]
     try:
@@ -186,6 +186,16 @@ def _formulas(
         method = written[0] if name == "dv" else written[-1]
         if name != "dv" or "forward" in written:
             yield Formula(method, name, float((ours - want).norm() / want.norm().clamp_min(1e-300)))
+
+
+def rounds_products(q: Tensor) -> bool:
+    """Must eager PyTorch be told to take tf32 products where kernels do? On a CPU it doesn't heed the switch."""
+    return q.dtype is torch.float32 and q.device.type == "cpu" and allows_tf32()
+
+
+def product_as_kernels(q: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Matrix products of eager PyTorch for tensors like q."""
+    return _Tf32Product.apply if rounds_products(q) else torch.matmul
 
 
 class _Tf32(TorchFunctionMode):

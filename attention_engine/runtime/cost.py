@@ -1,4 +1,4 @@
-"""What one call must do at least: `engine.cost()`."""
+"""What one call must do at least: `cost()` of both engines."""
 
 from __future__ import annotations
 
@@ -24,6 +24,30 @@ class Cost:
     backward_flops: int
     forward_bytes: int
     backward_bytes: int
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Tokens of all batches and heads; FLOPs of their products with the state (forward k^T v and q h; backward 5: the
+    state and its gradient, and of both dQ, dK and dV); bytes of q, k, v, decay, states, o and their gradients, each
+    read or written once."""
+
+    tokens: int
+    forward_flops: int
+    backward_flops: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+def linear_cost_of(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, ends: bool
+) -> LinearCost:
+    """The cost of a call with these tensors, (batch, length, heads, ...). ends: the last state is returned."""
+    tokens, product = v.shape[0] * v.shape[1] * v.shape[2], 2 * q.shape[3] * v.shape[3]
+    moved = sum(t.element_size() * t.numel() for t in (q, k, v, v, decay, initial) if t is not None)
+    state = 8 if v.dtype is torch.float64 else 4
+    moved += state * v.shape[0] * v.shape[2] * q.shape[3] * v.shape[3] if ends else 0
+    return LinearCost(tokens, 2 * tokens * product, 5 * tokens * product, moved, 2 * moved)
 
 
 def cost_of(program: Program, q: Tensor, k: Tensor, v: Tensor, custom: Mapping[str, Tensor]) -> Cost:

@@ -12,7 +12,6 @@ from attention_engine.plan.forms import KernelName, Tile, words
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Asked, Tuning, look_up
 from attention_engine.tuner.defaults import default_tiles, where_from
-from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.problems import gpu_name
 from attention_engine.tuner.store import Entry, name_of
 
@@ -50,9 +49,15 @@ def explain_linear(asked: LinearAsked, tuning: Tuning) -> str:
     """The same of a linear attention."""
     batch, length = asked.lengths
     lines = [f"{asked.problem.dtype}, a batch of {batch} and {length} tokens, on {gpu_name(asked.target)}"]
-    tiles = default_linear_tiles(asked.program, asked.problem, asked.target)
+    tiles = asked.default_tiles
+    names = [n for backward in (False, True) for n in asked.kernels(backward, tiles)]
+    if asked.problem.per_channel:
+        why = "the default; this version tunes no linear attention with a decay for each channel"
+        return "\n".join(
+            [*lines, *(f"linear {n}: {spell(asked.tile(tiles, n))}\n  {why}" for n in dict.fromkeys(names))]
+        )
     known = look_up(tuning, asked, tiles)
-    for name in [n for backward in (False, True) for n in asked.kernels(backward, tiles)]:
+    for name in names:
         lines += _of_kernel(asked, tuning, name, tiles, known.get(name), "the default")
     return "\n".join(lines)
 

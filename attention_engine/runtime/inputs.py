@@ -152,6 +152,8 @@ def stand_ins(specs: Iterable[CustomSpec], types: Mapping[str, Type], device: to
 
 def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
     """Custom inputs in declared order, from those given by position and by name."""
+    if not named and len(given) == len(io.in_order) and all([isinstance(t, Tensor) for t in given]):
+        return list(given)
     names = [spec.name for spec in io.in_order]
     known = ", ".join(map(repr, names)) or "none"
     if len(given) > len(names):
@@ -163,10 +165,11 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
         if name in found:
             raise CustomInputMissing(f"custom input {name!r} was given twice, by position and by name.")
         found[name] = tensor
-    if missing := [n for n in names if n not in found]:
-        raise CustomInputMissing(
-            f"custom input {missing[0]!r} is missing. Declared: {known}; give them after q, k, v, or by name."
-        )
+    for name in names:
+        if name not in found:
+            raise CustomInputMissing(
+                f"custom input {name!r} is missing. Declared: {known}; give them after q, k, v, or by name."
+            )
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor):
             given_as = type(tensor).__name__
@@ -204,8 +207,13 @@ def check_ranks(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise WrongRank(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give {ORDERS[layout]}.")
 
 
-def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """BadInput unless q, k, v, as (batch, length, heads, dim), fit the description (the dtype too, for kernels)."""
+def check_qkv(
+    metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: Tensor, v: Tensor, one_length: bool = False
+) -> None:
+    """BadInput unless q, k, v, as (batch, length, heads, dim), fit the description (the dtype too, for kernels).
+
+    one_length: must q be as long as k and v?
+    """
     for name, tensor, meta in zip("qkv", (q, k, v), metas, strict=True):
         heads, dim = tensor.shape[2], tensor.shape[3]
         if (heads, dim) != (meta.heads, meta.dim):
@@ -217,7 +225,9 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
             raise DevicesDiffer(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
         if tensor.dtype != q.dtype:
             raise DtypesDiffer(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
-    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
+    if one_length:
+        _check_one_length(q, k, v)
+    elif q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
         batches, lengths = (", ".join(str(t.shape[n]) for t in (q, k, v)) for n in (0, 1))
         raise LengthsDiffer(
             f"q, k, v have batches {batches} and lengths {lengths}.\n"
@@ -231,6 +241,15 @@ def check_qkv(metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: T
         raise WrongDtype(
             f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
         )
+
+
+def _check_one_length(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[:2] != q.shape[:2]:
+            raise LengthsDiffer(
+                f"q has batch {q.shape[0]} and length {q.shape[1]}, {name} has {tensor.shape[0]} and "
+                f"{tensor.shape[1]}. They must be equal, but k and v may have one batch for all."
+            )
 
 
 def check_lengths(*lengths: int) -> None:

@@ -52,7 +52,7 @@ def stride_unit(*dims: int) -> int:
 
 
 Choose = Callable[[tuple[str, ...], Problem, Target, Lengths, torch.device, Tiles, bool, Sequence[Tensor]], Tiles]
-Direct = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
+Direct = Callable[..., tuple[Tensor, ...]]  # a launch that is known: of what a call is made of, the op's results
 
 
 class Bound:
@@ -103,19 +103,23 @@ class Bound:
         host time."""
         of_q, of_k, of_v = self.strides
         if of_q is None or of_k is None or of_v is None or self.kernels.problem.staged:
-            return self.forward
+            return self._flat
         run, empty_like = self.kernels.forward.run, torch.empty_like
         output, *rows = self.ready.results(["o", *self.rows])
         misaligned = 0 if self.unit == 1 else ALIGNED - 1
 
-        def launch(q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        def launch(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
             if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & misaligned:
-                return self.forward(q, k, v, custom)
-            found = empty_like(output), [empty_like(row) for row in rows]
-            run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), found[0], *found[1])
+                return self._flat(q, k, v, *custom)
+            found = (empty_like(output), *[empty_like(row) for row in rows])
+            run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), *found)
             return found
 
         return launch
+
+    def _flat(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+        output, rows = self.forward(q, k, v, custom)
+        return (output, *rows)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from attention_engine.reference.linear import recur
 from attention_engine.reference.linear_pairs import attend_pairs
 from attention_engine.runtime.captured import tensors_now
-from attention_engine.runtime.check import LIMITS, CheckReport, check_row
+from attention_engine.runtime.check import LIMITS, CheckReport, check_row, product_as_kernels
 from attention_engine.runtime.doubts import linear_doubts_of
 from attention_engine.runtime.inputs import type_of
 
@@ -53,7 +54,9 @@ def compare_linear(
 
     ours = _results(run_engine, inputs, inputs)
     double = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
-    exact, eager = _results(maths(recur), double, inputs), _results(maths(attend_pairs), inputs, inputs)
+    exact = _results(maths(recur), double, inputs)
+    pairs = functools.partial(attend_pairs, product=product_as_kernels(q))
+    eager = _results(maths(pairs), inputs, inputs)
     rows = tuple(check_row(n, ours[n], exact[n], eager[n]) for n in ours)
     first = engine._tokens_first(q.detach(), k.detach(), v.detach(), None if decay is None else decay.detach())
     with torch.no_grad():

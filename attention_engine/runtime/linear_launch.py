@@ -23,8 +23,8 @@ from attention_engine.plan.targets import Target
 from attention_engine.plan.verify import verify_steps
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
-from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, with_strides
-from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
+from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
+from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, Direct, allows_tf32, stride_unit
 from attention_engine.runtime.run import Kept, Memory, Ready, sum_parts, tensor_of
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
@@ -173,8 +173,7 @@ class LinearLauncher:
         memory |= {f"custom_{s.name}": c for s, c in zip(self.specs, custom, strict=True)}
         memory |= {name: s.to(torch.float32).contiguous() for name, s in states.items() if s is not None}
         if decay is not None:
-            steps = [s if n > 1 else 1 for n, s in zip(decay.shape, decay.stride(), strict=True)]
-            memory["decay"] = [*steps, decay]
+            memory["decay"] = [*_decay_steps(decay), decay]
         return memory
 
     def _run(
@@ -182,6 +181,13 @@ class LinearLauncher:
         steps: Callable[[], Sequence[Step]],
     ) -> None:  # fmt: skip
         """Runs the steps of a form of call on the tensors in memory."""
+        self._steps(kernels, form, v, custom, steps)(memory)
+
+    def _steps(
+        self, kernels: LinearKernels, form: tuple[object, ...], v: Tensor, custom: Sequence[Tensor],
+        steps: Callable[[], Sequence[Step]],
+    ) -> Ready:  # fmt: skip
+        """The steps of a form of call, ready for tensors of these shapes."""
         key = (kernels, form, v.shape[:2], v.device, *[c.shape for c in custom])
         ready = self._ready.get(key)
         if ready is None:
@@ -190,7 +196,29 @@ class LinearLauncher:
             lengths = {"batch": v.shape[0], "length": v.shape[1]}
             valid = checked(verify_steps, steps())
             ready = self._ready[key] = Ready(valid, kernels.kernel, lengths, {}, v.device, self._kept)
-        ready(memory)
+        return ready
+
+    def direct(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor],
+        steps: bool, ends: bool,
+    ) -> Direct | None:  # fmt: skip
+        """`step` or `forward` of all tensors with these shapes, strides and dtypes, nothing left to look up.
+
+        None where a call must look at more: torch's switch for tf32, strides that don't fit, or no entries.
+        """
+        unit = stride_unit(q.shape[3], v.shape[3])
+        strides = [stride_steps(t.shape, t.stride(), unit) for t in (q, k, v)]
+        if q.dtype is torch.float32 or None in strides or not (q.numel() and k.numel() and v.numel()):
+            return None
+        params, of_decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
+        kernels, starts = self.kernels(q, k, v, of_decay, params, "step" if steps else "forward"), initial is not None
+        plan, sizes = kernels.plan, v.shape[:2]
+        if steps:
+            ready = self._steps(kernels, ("step", starts), v, params, lambda: plan.step_steps(starts))
+        else:
+            made = ("forward", starts, ends)
+            ready = self._steps(kernels, made, v, params, lambda: plan.forward_steps(*sizes, starts, ends))
+        return _Direct(self, ready, strides, of_decay, ends, steps).run
 
     def _of_custom(
         self, reads: Sequence[tuple[Expr, str, bool]], v: Tensor, custom: Sequence[Tensor], memory: Memory
@@ -208,3 +236,43 @@ class LinearLauncher:
             total = torch.zeros(shape, dtype=torch.float32, device=v.device) if total is None else total
             found[read.name] = add_at(total, read, row[:, :, :length, None], evaluate)
         return found
+
+
+def _decay_steps(decay: Tensor) -> list[int]:
+    """The strides of a decay tensor as kernels take them."""
+    return [s if n > 1 else 1 for n, s in zip(decay.shape, decay.stride(), strict=True)]
+
+
+class _Direct:
+    """A forward pass or a step of tensors of one signature."""
+
+    def __init__(
+        self, launcher: LinearLauncher, ready: Ready, strides: Sequence[tuple[int, ...] | None], decay: Tensor | None,
+        ends: bool, steps: bool,
+    ) -> None:  # fmt: skip
+        self.launcher, self.ready, self.ends, self.steps = launcher, ready, ends, steps
+        self.strides, self.of_decay = strides, None if decay is None else _decay_steps(decay)
+        self.custom = [f"custom_{s.name}" for s in launcher.specs]
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, *custom: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The output and, where it ends with one, the state."""
+        launcher, (of_q, of_k, of_v) = self.launcher, self.strides
+        assert of_q is not None and of_k is not None and of_v is not None
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
+            if self.steps:
+                return launcher.step(q, k, v, decay, initial, custom)
+            return launcher.forward(q, k, v, decay, initial, custom, self.ends)
+        memory: Memory = {"q": (*of_q, q), "k": (*of_k, k), "v": (*of_v, v)}
+        if custom:
+            memory |= zip(self.custom, map(as_parameter, custom), strict=True)
+        if initial is not None:
+            memory["initial"] = initial.to(torch.float32).contiguous()
+        if self.of_decay is not None:
+            of_decay = launcher.decay_of(decay, v)
+            assert of_decay is not None
+            memory["decay"] = (*self.of_decay, of_decay)
+        self.ready(memory)
+        output = tensor_of(memory, "o")
+        return (output, tensor_of(memory, "last")) if self.ends else (output,)

@@ -18,6 +18,9 @@ from attention_engine.plan.targets import Target
 from attention_engine.reference.linear import recur
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.trials import CHECKED, Tensors
+from attention_engine.runtime.tuning import Tuning, look_up
+from attention_engine.tuner.linear import default_linear_tiles
+from attention_engine.tuner.linear_channels import default_channel_tiles
 from attention_engine.tuner.linear_space import (
     is_walk,
     linear_key,
@@ -43,6 +46,22 @@ class LinearAsked:
     lengths: tuple[int, int]
     device: str
     wanted: tuple[str, ...] = ()
+
+    @property
+    def default_tiles(self) -> LinearTiles:
+        """The tiles of a problem that nothing is known of."""
+        if self.problem.per_channel:
+            return default_channel_tiles(self.problem, self.target)
+        return default_linear_tiles(self.program, self.problem, self.target)
+
+    def kernels_as_known(self, tuning: Tuning, direction: str) -> LinearKernels:
+        """The kernels of "forward", "backward" or "step" with the tiles that are known without measuring."""
+        tiles = self.default_tiles
+        if direction != "step" and not self.problem.per_channel:
+            known = look_up(tuning, self, tiles)
+            for kernel in self.kernels(direction == "backward", tiles):
+                tiles = self.with_tile(tiles, kernel, known[kernel].tile) if kernel in known else tiles
+        return LinearKernels(self.program, self.problem, tiles, self.target)
 
     def kernels(self, backward: bool, tiles: LinearTiles) -> list[str]:
         """The tuned kernels of a direction, walks of states first, whose chunk is others' too."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from attention_engine.arch import Arch
 from attention_engine.errors import (
     OptionsClash,
 )
-from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of
 from attention_engine.frontend.online_func import OnlineFunc
@@ -30,14 +27,14 @@ from attention_engine.passes.maths import Maths, analyse
 from attention_engine.plan.attention import Tiles
 from attention_engine.plan.choice import hints_matter
 from attention_engine.plan.targets import Target
-from attention_engine.runtime import op, parts, transforms  # noqa: F401 - registers what transforms need
+from attention_engine.runtime import op, parts
+from attention_engine.runtime.attention_op import PairAttention
+from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.captured import (
     Axes,
     axes_now,
-    capturing,
     check_captured,
     sizes_of,
-    specs_of,
     tensors_now,
 )
 from attention_engine.runtime.inputs import (
@@ -56,17 +53,13 @@ from attention_engine.runtime.inputs import (
     is_cast,
     order_custom,
     share_keys,
-    signature,
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
-from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, Tuning, choose
-from attention_engine.runtime.watching import unwatched, watched
 
-MOST_SEEN = 4096
-OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again")
+Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for all batches? one for all heads?
 
 
 class AttentionEngine(Shown):
@@ -88,6 +81,9 @@ class AttentionEngine(Shown):
 
     Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotOnline, and what tracing finds wrong in the functions.
     """
+
+    ORDINARY: ClassVar[Blocks] = None
+    TURNED: ClassVar[int] = 3
 
     def __init__(
         self, qkv_meta: Sequence[Meta], custom_fwd_inputs: CustomIO | None = None,
@@ -123,65 +119,23 @@ class AttentionEngine(Shown):
         self.block_size = (block_size[0], block_size[1])
         self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.register_buffer("block_mask", block_mask, persistent=False)
-        self._keys: dict[object, str] = {}
-        self._seen: dict[object, Seen] = {}  # by the signatures of calls that passed every check
-        self._again: Again | None = None  # the last of them
+        self._begin()
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, None))
-        self._first: tuple[Program, tuple[Captured, ...]] | None = self._traced(self._types, None)
         check_online(self._program)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What was given; the traced program's nodes are one of a kind in a process, so they stay in theirs."""
-        return {n: value for n, value in super().__getstate__().items() if n not in OF_THIS_PROCESS}
+    def _trace_functions(self, types: Mapping[str, Type], variant: Blocks) -> Program:
+        return trace(self.score_mod, self._mask(variant), self.online_func, self._io(variant), types, self.scale)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._keys, self._seen, self._again, self._first = {}, {}, None, None
-
-    @property
-    def _program(self) -> Program:
-        return self._whole()[0]
-
-    @property
-    def _captured(self) -> tuple[Captured, ...]:
-        """The tensors that the functions captured, in the order met."""
-        return self._whole()[1]
-
-    def _whole(self) -> tuple[Program, tuple[Captured, ...]]:
-        """What tracing found."""
-        self._has_traced()
-        assert self._first is not None
-        return self._first
-
-    def _has_traced(self) -> bool:
-        """True. A copy traces when first asked, as the objects that its functions read must be whole."""
-        if self._first is None:
-            self._first = self._traced(self._types, None)
-        return True
-
-    _has_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # as _key is
-
-    def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
-        return self._traced(types, blocks)[0]
-
-    def _traced(
-        self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None
-    ) -> tuple[Program, tuple[Captured, ...]]:
-        io = self._io(blocks)
-        with capturing(tuple(io.specs), types) as capture:
-            program = trace(self.score_mod, self._mask(blocks), self.online_func, io, types, self.scale)
-        return replace(program, custom=(*program.custom, *capture.names)), tuple(capture.captured.values())
-
-    def _io(self, blocks: tuple[bool, bool] | None) -> CustomIO:
-        if blocks is None:
+    def _io(self, variant: Blocks) -> CustomIO:
+        if variant is None:
             return self.custom_io
         io = CustomIO()
-        axes = (1 if blocks[0] else "batch", 1 if blocks[1] else "heads", "q_blocks", "kv_blocks")
+        axes = (1 if variant[0] else "batch", 1 if variant[1] else "heads", "q_blocks", "kv_blocks")
         io.specs = MappingProxyType({**self.custom_io.specs, BLOCKS: CustomSpec(BLOCKS, axes)})
         io.in_order = tuple(io.specs.values())
         return io
 
-    def _mask(self, blocks: tuple[bool, bool] | None) -> Callable[..., Any] | None:
+    def _mask(self, blocks: Blocks) -> Callable[..., Any] | None:
         """The user's mask and, with an outside block mask, the existence of the pair's block."""
         if blocks is None:
             return self.mask_mod
@@ -203,31 +157,20 @@ class AttentionEngine(Shown):
         """Which backend runs on this device; NoDevice where the one asked for can't."""
         return backend_for(self.backend, device)
 
-    def _key(
-        self, backend: str, types: tuple[tuple[str, Type], ...], blocks: tuple[bool, bool] | None, axes: Axes
-    ) -> str:
-        """The key of the attention that runs these calls; registered when first needed. axes: of captured tensors."""
-        variant = (backend, types, blocks, axes)
-        if variant not in self._keys:
-            program = self._trace(dict(types), blocks)
-            specs = [*self._io(blocks).specs.values(), *specs_of(self._captured, axes)]
-            device = self.device.name if self.device else ""
-            hints = hints_of(self.qkv_meta) if hints_matter(*(m.dim for m in self.qkv_meta[1:])) else ""
-            inputs = [(s.name, s.axes) for s in specs]
-            options = f"{backend} {device} {self.deterministic} {inputs} {self.tuning}{hints}"
-            key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
-            if key not in op.ATTENTIONS:
-                maths = analyse(program)
-                launcher, trained = None, None
-                if backend != "reference":
-                    launcher = self._launcher(maths, specs, backend == "interpret")
-                if maths.bent is not None and launcher is not None:
-                    trained, inner = f"{key} trained", maths.bent.maths
-                    of_inner = self._launcher(inner, specs, backend == "interpret")
-                    op.ATTENTIONS[trained] = op.Attention(inner, specs, of_inner, bend=maths.bent.bend)
-                op.ATTENTIONS[key] = op.Attention(maths, specs, launcher, trained)
-            self._keys[variant] = key
-        return self._keys[variant]
+    def _options(self, variant: Blocks) -> str:
+        hints = hints_of(self.qkv_meta) if hints_matter(*(m.dim for m in self.qkv_meta[1:])) else ""
+        return f"{self.deterministic} {hints}"
+
+    def _register(self, key: str, program: Program, specs: Sequence[CustomSpec], backend: str, variant: Blocks) -> None:
+        maths = analyse(program)
+        launcher, trained = None, None
+        if backend != "reference":
+            launcher = self._launcher(maths, specs, backend == "interpret")
+        if maths.bent is not None and launcher is not None:
+            trained, inner = f"{key} trained", maths.bent.maths
+            of_inner = self._launcher(inner, specs, backend == "interpret")
+            ATTENTIONS[trained] = PairAttention(trained, inner, specs, of_inner, bend=maths.bent.bend)
+        ATTENTIONS[key] = PairAttention(key, maths, specs, launcher, trained)
 
     def _launcher(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> Launcher:
         def choose_tiles(
@@ -241,10 +184,6 @@ class AttentionEngine(Shown):
         chosen = choose_tiles if tuning.matters else None
         return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)
 
-    # torch.compile asks for the key and looks no further; torch.compiler.assume_constant_result sets this too, after
-    # a second's import of the compiler
-    _key._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                 return_rowscales: bool = False, **named: Tensor) -> Any:  # fmt: skip
         """o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}).
@@ -252,7 +191,8 @@ class AttentionEngine(Shown):
         q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
         order, or by name; what the functions captured is read where it is. Raises BadInput for tensors that don't fit.
         """
-        captured = tensors_now(self._captured)
+        captured = self._captured
+        captured = tensors_now(captured) if captured else ()
         return self._call(q, k, v, custom, captured, block_mask, return_rowscales, named)
 
     def _call(
@@ -260,32 +200,19 @@ class AttentionEngine(Shown):
         block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor],
     ) -> Any:  # fmt: skip
         """A call with these tensors in place of the captured ones."""
-        asked, given = None, custom
-        if block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling():
-            custom = (*custom, *captured)
-            again = self._again
-            alike = again is not None and again.count == 3 + len(custom) and again.fits(q, k, v, *custom)
-            if again is not None and alike and not watched():
-                if self.layout == "bhsd":
-                    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                wanted = again.requires_grad and torch.is_grad_enabled()
-                found = op.run_unwatched(again.key, q, k, v, custom, return_rowscales, again.direct, wanted)
-                return self._results(*found, return_rowscales)
-            asked = signature(q, k, v, *custom)
-            seen = self._seen.get(asked)
-            if seen is not None and not torch.is_autocast_enabled(seen.device):  # as a call that all checks let pass
-                self._again = seen.again(q, k, v, *custom) if unwatched() else None
-                if self.layout == "bhsd":
-                    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                found = op.run(seen.key, q, k, v, custom, return_rowscales, seen.direct)
-                return self._results(*found, return_rowscales)
-        tensors = order_custom(self.custom_io, given, named)
+        given = (q, k, v, *custom, *captured)
+        alone = block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling()
+        if alone:
+            found = self._repeat(None, return_rowscales, given, given)
+            if found is not None:
+                return self._results(found, return_rowscales)
+        tensors = order_custom(self.custom_io, custom, named)
         check_ranks(self.layout, q, k, v)
         cast, q, k, v = is_cast(q), *follow_autocast(q, k, v)
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
-            (k, v), asked = share_keys(q, k, v), None  # what is seen is not what runs
+            (k, v), alone = share_keys(q, k, v), False  # what is seen is not what runs
         backend = self._backend_for(q.device)
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         blocks = self._blocks(block_mask, q, k)
@@ -302,16 +229,16 @@ class AttentionEngine(Shown):
         types = tuple((n, type_of(t)) for n, t in zip(names, tensors, strict=True))
         key = self._key(backend, types, variant, axes)
         if backend != "reference" and v.shape[3] > parts.WIDEST:
-            return self._results(*parts.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
-        if asked is not None and not cast and unwatched():  # nothing that others look at may be kept, nor fakes
-            if len(self._seen) >= MOST_SEEN:
-                self._seen.clear()
-            launcher = op.ATTENTIONS[key].launcher
+            return self._results(parts.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
+        direct = None
+        if alone and not cast and op.unwatched():  # nothing that others look at may be kept, nor fakes
+            launcher = ATTENTIONS[key].launcher
             direct = launcher.direct(q, k, v, tensors) if launcher is not None else None
-            self._seen[asked] = Seen(key, q.device.type, direct)
-        return self._results(*op.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
+            self._remember(None, given, key, direct)
+        return self._results(op.run(key, return_rowscales, (q, k, v, *tensors), direct), return_rowscales)
 
-    def _results(self, output: Tensor, rows: Sequence[Tensor], return_rowscales: bool) -> Any:
+    def _results(self, found: Sequence[Tensor], return_rowscales: bool) -> Any:
+        output, *rows = found
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         if not return_rowscales:
             return output

@@ -1,221 +1,151 @@
-"""The torch.library ops: one pair for all programs, told apart by a key, and the autograd function around them.
+"""The torch.library ops of both engines, told apart by a key, and the autograd functions around them.
 
-Tensors are (batch, length, heads, dim) here; rows are (batch, heads, queries), fp32 (float64 for float64 inputs).
+An attention (attentions.py) says what its ops take and do; all that torch asks of an op besides is here and in
+transforms.py, once.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled as _profiles
 from torch._C._functorch import unwrap_if_dead
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils.flop_counter import register_flop_formula
 
-from attention_engine.errors import RowNotDifferentiable
-from attention_engine.reference.dense import attend, attend_backward, compute_dtype
-from attention_engine.runtime.attentions import ATTENTIONS, Attention, find
+from attention_engine.runtime import attention_op, linear_op
+from attention_engine.runtime.attentions import ATTENTIONS, Attention, Given
 from attention_engine.runtime.batched import gradients_of, takes_batches
-from attention_engine.runtime.bent import bend_output, bent_gradients
-from attention_engine.runtime.inputs import is_cast
-from attention_engine.runtime.launch import Direct
-from attention_engine.runtime.watching import in_forward_mode, unwatched
+from attention_engine.runtime.transforms import vmap_rule
 
 LIBRARY = torch.library.Library("attention_engine", "DEF")
-LIBRARY.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])")
-LIBRARY.define(
-    "backward(Tensor q, Tensor k, Tensor v, Tensor[] custom, Tensor o, Tensor[] rows, Tensor d_o, Tensor[] d_rows, "
-    "int[] given, int[] wanted, str key) -> (Tensor, Tensor, Tensor, Tensor[])"
-)
+OPS: dict[str, Callable[..., Any]] = {}
 
 
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [t.transpose(1, 2) for t in tensors]
+def _define(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], flops: Callable[..., int],
+    custom: int, of_gradients: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """Registers an op with all that torch asks of it. custom: which argument holds the custom inputs."""
+    LIBRARY.define(name + schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attention_engine::{name}", fake, lib=LIBRARY)
+    packet = getattr(torch.ops.attention_engine, name)
+    op: Callable[..., Any] = packet.default
+    torch.library.register_vmap(op, vmap_rule(op, custom, of_gradients), lib=LIBRARY)
+    register_flop_formula(packet)(flops)
+    OPS[name] = op
+    return op
 
 
-def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """q, k, v were cast where the engine was called; the reference's own products keep their dtype."""
-
-    @functools.wraps(run)
-    def plain(q: Tensor, *rest: Any) -> Any:
-        if not is_cast(q):
-            return run(q, *rest)
-        with torch.autocast(q.device.type, enabled=False):
-            return run(q, *rest)
-
-    return plain
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = find(key)
-    if attention.launcher is None or not (q.numel() and k.numel() and v.numel()):
-        return _forward_dense(q, k, v, custom, attention)
-    if attention.bend is None:
-        return attention.launcher.forward(q, k, v, custom)
-    inner, rows = attention.launcher.forward_in_range(q, k, v, custom)
-    output = bend_output(attention.bend, inner, attention.named_rows(rows), attention.named(custom))
-    return output.to(q.dtype), [*rows, inner]
-
-
-@_outside_autocast
-def _forward_dense(
-    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], attention: Attention
-) -> tuple[Tensor, list[Tensor]]:
-    every = attention.maths.program.returning(attention.maths.forward_schedule.rows)
-    output, rows = attend(every, *_heads_first(q, k, v), attention.named(custom))
-    output, rows = output.transpose(1, 2).contiguous(), [r.contiguous() for r in rows]
-    return output, rows if attention.bend is None else [*rows, torch.zeros_like(output, dtype=attention.inner_dtype(q))]
+FORWARD = _define(
+    "forward", "(Tensor q, Tensor k, Tensor v, Tensor[] custom, str key) -> (Tensor, Tensor[])",
+    attention_op.forward, attention_op.forward_fake, attention_op.forward_flops, 3,
+)  # fmt: skip
+BACKWARD = _define(
+    "backward",
+    "(Tensor q, Tensor k, Tensor v, Tensor[] custom, Tensor o, Tensor[] rows, Tensor d_o, Tensor[] d_rows, "
+    "int[] given, int[] wanted, str key) -> (Tensor, Tensor, Tensor, Tensor[])",
+    attention_op.backward, attention_op.backward_fake, attention_op.backward_flops, 3, True,
+)  # fmt: skip
+_LINEAR = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? initial, Tensor[] custom"
+_define(
+    "linear_forward", f"({_LINEAR}, bool ends, str key) -> (Tensor, Tensor)",
+    linear_op.forward, linear_op.forward_fake, linear_op.forward_flops, 5,
+)  # fmt: skip
+_define(
+    "linear_backward",
+    f"({_LINEAR}, Tensor d_o, Tensor? d_last, bool[] wanted, str key) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    linear_op.backward, linear_op.backward_fake, linear_op.backward_flops, 5, True,
+)  # fmt: skip
+STEP = _define(
+    "linear_step", f"({_LINEAR.replace('initial', 'state')}, str key) -> (Tensor, Tensor)",
+    linear_op.step, linear_op.step_fake, linear_op.forward_flops, 5,
+)  # fmt: skip
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> tuple[Tensor, list[Tensor]]:
-    attention = find(key)
-    rows = (
-        compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
-    )
-    output = q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
-    made = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=rows) for _ in attention.row_names]
-    return output, made if attention.bend is None else [*made, torch.empty_like(output, dtype=attention.inner_dtype(q))]
+def unwatched() -> bool:
+    """May kernels be launched without the dispatcher (a third of a call's host time)? Not where something watches ops:
+    a compiler, a dispatch mode, a functorch transform, a profiler."""
+    return not (is_compiling() or watched() or _are_functorch_transforms_active())
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
-    d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
-    attention = find(key)
-    d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)} if given else {}
-    if attention.launcher is not None and q.numel() and k.numel() and v.numel():
-        names = [attention.specs[n].name for n in wanted]
-        if attention.bend is not None:
-            *rows, o = rows
-            bent = bent_gradients(attention.bend, o, attention.named_rows(rows), attention.named(custom), d_o)
-            d_o, d_finals = bent.output, d_finals | {n: d + d_finals.get(n, 0.0) for n, d in bent.rows.items()}
-        dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals, names)
-        if attention.bend is not None:
-            found |= {n: d + found.get(n, 0.0) for n, d in bent.custom.items()}
-        d_custom = [
-            found[s.name].to(c.dtype) if s.name in found else torch.zeros_like(c)
-            for s, c in zip(attention.specs, custom, strict=True)
-            if s.name in names
-        ]
-        return dq, dk, dv, _spread([d.contiguous() for d in d_custom], custom, wanted)
-    return _backward_dense(q, k, v, custom, d_o, d_finals, wanted, attention)
+def watched() -> bool:
+    """Does a dispatch mode, a profiler or forward-mode autograd watch? Guards see what else may: it changes keys."""
+    return bool(_len_torch_dispatch_stack() or _profiles() or forward_ad._current_level >= 0)
 
 
-@_outside_autocast
-def _backward_dense(
-    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor],
-    wanted: list[int], attention: Attention,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    leaves = (q, k, v, *custom)
-    with torch.no_grad():
-        gradients = differentiable_gradients(attention, leaves, d_o, d_finals)
-    dq, dk, dv, *d_custom = (torch.zeros_like(t) if g is None else g for g, t in zip(gradients, leaves, strict=True))
-    asked = [d_custom[n].contiguous() for n in wanted]
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), _spread(asked, custom, wanted)
-
-
-def _spread(gradients: Sequence[Tensor], custom: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
-    """One tensor for each custom input: an empty one where no gradient is wanted."""
-    asked = dict(zip(wanted, gradients, strict=True))
-    return [asked[n] if n in asked else c.new_empty(0) for n, c in enumerate(custom)]
-
-
-def _backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], o: Tensor, rows: list[Tensor], d_o: Tensor,
-    d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    return dq, dk, dv, _spread([custom[n].new_empty(custom[n].shape) for n in wanted], custom, wanted)
-
-
-for _name, _run, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"attention_engine::{_name}", _fake, lib=LIBRARY)
-FORWARD = torch.ops.attention_engine.forward.default
-BACKWARD = torch.ops.attention_engine.backward.default
+def in_forward_mode(*tensors: Tensor | None) -> bool:
+    """Does forward-mode autograd follow these tensors? Kernels have no derivative of that kind: the reference has."""
+    if forward_ad._current_level < 0:
+        return False
+    if _are_functorch_transforms_active():  # whose wrapped tensors don't tell
+        return True
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def skips_dispatch(attention: Attention) -> bool:
     """Are kernels launched without the dispatcher?"""
-    return attention.launcher is not None and unwatched()
+    return attention.by_kernels and unwatched()
 
 
-def runs_opaque() -> bool:
+def _runs_opaque() -> bool:
     """May the reference run inside an op? Under a dispatch mode that is below autograd, by which it differentiates."""
     return is_compiling() or not _len_torch_dispatch_stack()
 
 
-def differentiable_gradients(
-    attention: Attention, leaves: Sequence[Tensor], d_o: Tensor, d_finals: Mapping[str, Tensor]
-) -> list[Tensor | None]:
-    """Gradients of q, k, v and the custom inputs by the reference, which can be differentiated too."""
-    q, k, v, *custom = leaves
-    program, named, heads = attention.program, attention.named(custom), _heads_first(q, k, v)
-    if program.backward is not None and attention.maths.backward is not None:
-        backward = attention.maths.backward
-        output, saved = attend(program.returning(backward.saved), *heads, named)
-        delta = (output.to(saved[0].dtype if saved else output.dtype) * d_o.transpose(1, 2)).sum(-1)
-        found = attend_backward(program, backward, *heads, named, saved, delta, d_o.transpose(1, 2), d_finals)
-        return [*_heads_first(found.q, found.k, found.v), *(found.custom.get(s.name) for s in attention.specs)]
-    finals = [n for n, _ in program.finals]
+def _made(attention: Attention, form: bool, given: Given) -> tuple[Tensor, ...]:
+    """All that the forward op returns."""
+    run = attention.forward if skips_dispatch(attention) else OPS[attention.forward_op]
+    first, rest = run(*attention.arguments(form, given))
+    return (first, *rest) if isinstance(rest, (list, tuple)) else (first, rest)
 
-    def make(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> list[Tensor]:
-        output, rows = attend(program, *_heads_first(q, k, v), attention.named(custom))
-        return [output, *rows]
 
-    arriving = [d_o.transpose(1, 2), *(d_finals.get(n) for n in finals)]
-    return gradients_of(make, leaves, [t.is_floating_point() for t in leaves], arriving)
+def _gradients(
+    attention: Attention, given: Given, kept: Sequence[Tensor], arriving: Given, wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of `given`; what isn't there, or isn't wanted, may have an empty one."""
+    opaque = attention.by_kernels or _runs_opaque()
+    run = OPS[attention.backward_op] if opaque and not skips_dispatch(attention) else attention.backward
+    *first, d_custom = run(*attention.backward_arguments(given, kept, arriving, wanted))
+    return (*first, *d_custom)
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(key, with the program's rows?, the launch or None, q, k, v, custom inputs...) -> (o, rows...)."""
+    """(key, form, the launch or None, what the call is made of...) -> the results that it returns."""
 
     @staticmethod
     def forward(
-        ctx: Any, key: str, with_rows: bool, direct: Direct | None, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
+        ctx: Any, key: str, form: bool, direct: Callable[..., Any] | None, *given: Tensor | None
     ) -> tuple[Tensor, ...]:
         attention = ATTENTIONS[key]
-        if direct is not None:
-            output, rows = direct(q, k, v, custom)
+        made = _made(attention, form, given) if direct is None else direct(*given)
+        ctx.key, ctx.count = key, len(given)
+        if attention.keeps:
+            ctx.save_for_backward(*given, *made)
         else:
-            run_forward = _forward if skips_dispatch(attention) else FORWARD
-            output, rows = run_forward(q, k, v, list(custom), key)
-        ctx.save_for_backward(q, k, v, *custom, output, *rows)
-        ctx.key, ctx.customs = key, len(custom)
+            ctx.save_for_backward(*given)
         ctx.set_materialize_grads(False)
-        return (output, *rows[: attention.returned]) if with_rows else (output,)
+        return made[: attention.counts[form]]  # type: ignore[no-any-return]
 
     @staticmethod
     @takes_batches
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
-        attention = ATTENTIONS[ctx.key]
-        q, k, v, *rest = ctx.saved_tensors
-        custom, output, rows = rest[: ctx.customs], rest[ctx.customs], rest[ctx.customs + 1 :]
-        d_o, *d_rows = arriving
-        given = [n for n, d in enumerate(d_rows) if d is not None]
-        if attention.maths.backward is None and attention.launcher is not None:
-            assert attention.maths.refusal is not None
-            raise attention.maths.refusal
-        wanted = ctx.needs_input_grad[6:]
-        numbers = [n for n, want in enumerate(wanted) if want]
-        if given:
-            _refuse_rows(attention, given)
-        if d_o is None:
-            d_o = torch.zeros_like(output)
-        arrived = [d_rows[n] for n in given]
+        attention, saved = ATTENTIONS[ctx.key], ctx.saved_tensors
+        given, kept, wanted = saved[: ctx.count], saved[ctx.count :], ctx.needs_input_grad[3:]
+        arrived = attention.arrived(given, kept, arriving)
         if torch.is_grad_enabled() and not is_compiling():  # create_graph=True
-            dq, dk, dv, *d_custom = GradientFunction.apply(
-                ctx.key, tuple(given), tuple(numbers), q, k, v, d_o, output, *custom, *arrived, *rows
-            )
+            counts = len(given), len(arrived)
+            found = GradientFunction.apply(ctx.key, tuple(wanted), counts, *given, *arrived, *kept)
         else:
-            dq, dk, dv, d_custom = _gradients(
-                attention, q, k, v, custom, output, rows, d_o, arrived, given, numbers, ctx.key
-            )
-        return (None, None, None, dq, dk, dv, *[d if w else None for d, w in zip(d_custom, wanted, strict=True)])
+            found = _gradients(attention, given, kept, arrived, wanted)
+        return (None, None, None, *[d if w else None for d, w in zip(found, wanted, strict=True)])
 
 
 class TransformableFunction(torch.autograd.Function):
@@ -224,19 +154,17 @@ class TransformableFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        key: str, with_rows: bool, direct: None, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor
-    ) -> tuple[Tensor, ...]:
-        output, rows = FORWARD(q, k, v, list(custom), key)
-        return (output, *rows)
+    def forward(key: str, form: bool, direct: None, *given: Tensor | None) -> tuple[Tensor, ...]:
+        return _made(ATTENTIONS[key], form, given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        key, _, _, *tensors = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.key, ctx.customs = key, len(tensors) - 3
+        key, form, _, *given = inputs
+        attention = ATTENTIONS[key]
+        ctx.save_for_backward(*given, *(output if attention.keeps else ()))
+        ctx.key, ctx.count = key, len(given)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1 + ATTENTIONS[key].returned :])
+        ctx.mark_non_differentiable(*output[attention.counts[form] :])
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -244,117 +172,79 @@ class TransformableFunction(torch.autograd.Function):
 
 
 class GradientFunction(torch.autograd.Function):
-    """(key, given, wanted, q, k, v, d_o, o, custom..., d_rows..., rows...) -> (dq, dk, dv, d_custom...).
+    """(key, which gradients are wanted, how many are given and arrive, given..., arriving..., kept...) -> gradients.
 
-    given: which rows have gradients; wanted: the custom inputs that want one. Its own gradient is the reference's:
-    dense, and differentiable as often as is asked for.
+    Its own gradient is the reference's: dense, and differentiable as often as is asked for.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(key: str, given: tuple[int, ...], wanted: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, d_o: Tensor,
-                output: Tensor, *others: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
-        attention = ATTENTIONS[key]
-        custom, d_rows, rows = _parted(others, len(attention.specs), len(given))
-        dq, dk, dv, d_custom = _gradients(
-            attention, q, k, v, custom, output, rows, d_o, d_rows, list(given), list(wanted), key
-        )
-        return (dq, dk, dv, *d_custom)
+    def forward(key: str, wanted: tuple[bool, ...], counts: tuple[int, int], *tensors: Any) -> tuple[Tensor, ...]:
+        given, rest = tensors[: counts[0]], tensors[counts[0] :]
+        return _gradients(ATTENTIONS[key], given, rest[counts[1] :], rest[: counts[1]], wanted)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        key, given, _, q, k, v, d_o, _, *others = inputs
-        custom, d_rows, rows = _parted(others, len(ATTENTIONS[key].specs), len(given))
-        ctx.save_for_backward(q, k, v, d_o, *custom, *d_rows)
-        ctx.key, ctx.given, ctx.rows = key, given, len(rows)
+        key, _, counts, *tensors = inputs
+        ctx.save_for_backward(*tensors[: sum(counts)])
+        ctx.key, ctx.given, ctx.kept = key, counts[0], len(tensors) - sum(counts)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @takes_batches
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
-        attention = ATTENTIONS[ctx.key]
-        saved = ctx.saved_tensors
-        wanted = (*ctx.needs_input_grad[3:7], *ctx.needs_input_grad[8 : 4 + len(saved)])
+        attention, saved = ATTENTIONS[ctx.key], ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3 : 3 + len(saved)]
 
-        def make(q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, *others: Tensor) -> list[Tensor | None]:
-            custom, d_rows, _ = _parted(others, len(attention.specs), len(ctx.given))
-            d_finals = {attention.row_names[n]: d for n, d in zip(ctx.given, d_rows, strict=True)}
-            return differentiable_gradients(attention, (q, k, v, *custom), d_o, d_finals)
+        def make(*tensors: Tensor | None) -> list[Tensor | None]:
+            return attention.differentiable(tensors[: ctx.given], tensors[ctx.given :])
 
         with torch.autocast(saved[0].device.type, enabled=False):
-            gradients = gradients_of(make, saved, wanted, arriving)
-        return (None, None, None, *gradients[:4], None, *gradients[4:], *[None] * ctx.rows)
+            found = gradients_of(make, saved, wanted, arriving)
+        return (None, None, None, *found, *[None] * ctx.kept)
 
 
-def _parted(others: Sequence[Tensor], customs: int, given: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Custom inputs, gradients of rows, rows."""
-    return list(others[:customs]), list(others[customs : customs + given]), list(others[customs + given :])
+def _transformed() -> bool:
+    return not is_compiling() and _are_functorch_transforms_active()
 
 
-def _gradients(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], output: Tensor, rows: list[Tensor],
-    d_o: Tensor, d_rows: list[Tensor], given: list[int], wanted: list[int], key: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    opaque = attention.launcher is not None or runs_opaque()
-    run_backward = BACKWARD if opaque and not skips_dispatch(attention) else _backward
-    return run_backward(q, k, v, custom, output, rows, d_o, d_rows, given, wanted, key)  # type: ignore[no-any-return]
+def follows(given: Given) -> bool:
+    """Does autograd follow a call with these tensors? Those that a transform has wrapped don't tell."""
+    if not torch.is_grad_enabled():
+        return False
+    return _transformed() or any([t is not None and t.requires_grad for t in given])
 
 
-def _refuse_rows(attention: Attention, given: Sequence[int]) -> None:
-    by_torch = attention.launcher is None and attention.program.backward is None  # autograd knows every gradient
-    if attention.maths.backward is None or by_torch:
-        return
-    reasons = dict(attention.maths.backward.undifferentiated)
-    for number in given:
-        name = attention.row_names[number]
-        if name in reasons:
-            raise RowNotDifferentiable(
-                f"a gradient arrived at the returned row '{name}', which has none: {reasons[name]}.\n"
-                "  Detach the row before it joins the loss."
-            )
-
-
-def run(
-    key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool = True,
-    direct: Direct | None = None,
-) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
-    """The output and, where asked for, the program's rows; differentiable. direct: the launch, where it is known."""
-    transformed = not is_compiling() and _are_functorch_transforms_active()  # whose wrapped tensors don't tell
-    wanted = transformed or q.requires_grad or k.requires_grad or v.requires_grad
-    wanted = (wanted or any([t.requires_grad for t in custom])) and torch.is_grad_enabled()
+def run(key: str, form: bool, given: Given, direct: Callable[..., Any] | None = None) -> tuple[Tensor, ...]:
+    """The results of a call, differentiable. direct: the launch, where it is known."""
+    transformed = _transformed()
+    wanted = torch.is_grad_enabled() and (transformed or any([t is not None and t.requires_grad for t in given]))
     trained = ATTENTIONS[key].trained if wanted else None
     if direct is not None and trained is None and unwatched():
         if wanted:
-            q, k, v, *custom = map(unwrap_if_dead, (q, k, v, *custom))
-        return run_unwatched(key, q, k, v, custom, with_rows, direct, wanted)
+            given = [t if t is None else unwrap_if_dead(t) for t in given]
+        return run_unwatched(key, form, given, direct, wanted)
     attention = ATTENTIONS[key]
-    if in_forward_mode(q, k, v, *custom):
-        output, rows = _forward_dense(q, k, v, list(custom), attention)
-        return output, rows[: attention.returned]
+    if in_forward_mode(*given):
+        return attention.densely(form, given)
     if trained is not None:
         key, attention = trained, ATTENTIONS[trained]
     if wanted:
         function = TransformableFunction if transformed else AttentionFunction
-        output, *rows = function.apply(key, with_rows, None, q, k, v, *custom)
-        return output, rows[: attention.returned]
-    run_forward = _forward if skips_dispatch(attention) else FORWARD
-    output, rows = run_forward(q, k, v, list(custom), key)
-    return output, rows[: attention.returned]
+        return function.apply(key, form, None, *given)[: attention.counts[form]]  # type: ignore[no-any-return]
+    return _made(attention, form, given)[: attention.counts[form]]
 
 
 def run_unwatched(
-    key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool, direct: Direct,
-    with_gradients: bool,
-) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
+    key: str, form: bool, given: Given, direct: Callable[..., Any], with_gradients: bool
+) -> tuple[Tensor, ...]:
     """The same by a launch that is known, of tensors that no transform has wrapped, where nothing watches."""
     if with_gradients:
         if ATTENTIONS[key].trained is not None:
-            return run(key, q, k, v, custom, with_rows)
-        output, *rows = _apply_once(key, with_rows, direct, q, k, v, *custom)
-        return output, rows
-    output, rows = direct(q, k, v, custom)
-    return output, rows[: ATTENTIONS[key].returned]
+            return run(key, form, given)
+        return _apply_once(key, form, direct, *given)  # type: ignore[no-any-return]
+    return direct(*given)[: ATTENTIONS[key].counts[form]]  # type: ignore[no-any-return]
 
 
 # apply without the look for functorch's transforms, of which there are none: 4 of its 13 us

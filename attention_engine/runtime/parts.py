@@ -17,11 +17,9 @@ def width(dim_v: int) -> int:
     return -(-dim_v // -(-dim_v // WIDEST))
 
 
-def run(
-    key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], return_rows: bool
-) -> tuple[Tensor, list[Tensor]]:
+def run(key: str, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], return_rows: bool) -> tuple[Tensor, ...]:
     """An attention over wide values, some columns at a time: a column of the output asks for no other's, and gradients
     are sums over columns. Rows are alike in all parts; those of the first are returned."""
     first, *others = v.split(width(v.shape[3]), -1)
-    output, rows = op.run(key, q, k, first, custom, return_rows)
-    return torch.cat([output, *(op.run(key, q, k, part, custom, False)[0] for part in others)], -1), rows
+    output, *rows = op.run(key, return_rows, (q, k, first, *custom))
+    return (torch.cat([output, *(op.run(key, False, (q, k, part, *custom))[0] for part in others)], -1), *rows)

@@ -24,6 +24,7 @@ class Again(NamedTuple):
     a fifth of the time that it takes Python; not at whether autograd is on. count: of tensors.
     """
 
+    form: object
     fits: Callable[..., bool]
     count: int
     key: str
@@ -40,7 +41,7 @@ class Seen:
     direct: Direct | None
     kinds: dict[tuple[bool, ...], Again] = field(default_factory=dict, compare=False)
 
-    def again(self, *tensors: Tensor) -> Again | None:
+    def again(self, form: object, *tensors: Tensor) -> Again | None:
         """The call of tensors like these, which nothing watches."""
         if self.direct is None or TensorGuards is None:
             return None
@@ -48,5 +49,5 @@ class Seen:
         kind = (torch.is_inference_mode_enabled(), *required)
         if kind not in self.kinds:
             fits = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            self.kinds[kind] = Again(fits, len(tensors), self.key, self.direct, any(required))
+            self.kinds[kind] = Again(form, fits, len(tensors), self.key, self.direct, any(required))
         return self.kinds[kind]

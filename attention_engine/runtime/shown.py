@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,8 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, Kernels
-from attention_engine.errors import NoDevice, UnknownOption
-from attention_engine.frontend.captured import Captured
-from attention_engine.frontend.custom_io import CustomIO
-from attention_engine.frontend.meta import Meta, hints_of, lengths_of
+from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
-from attention_engine.ir.expr import Type
 from attention_engine.ir.pretty import lines
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths, analyse
@@ -25,42 +21,22 @@ from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.cost import Cost, cost_of
+from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
-from attention_engine.runtime.tuning import Asked, Tuning
+from attention_engine.runtime.tuning import Asked
 
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
 
 
-class Shown(torch.nn.Module):
+class Shown(Engine):
     """The half of an AttentionEngine that looks at it; the other half runs calls."""
 
-    qkv_meta: Sequence[Meta]
-    custom_io: CustomIO
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
     online_func: OnlineFunc
     scale: float
-    layout: str
-    device: Arch | None
-    deterministic: bool
-    tuning: Tuning
-    _types: dict[str, Type]
-
-    @property
-    def _program(self) -> Program:
-        raise NotImplementedError
-
-    @property
-    def _captured(self) -> tuple[Captured, ...]:
-        raise NotImplementedError
-
-    def _trace(self, types: Mapping[str, Type], blocks: tuple[bool, bool] | None) -> Program:
-        raise NotImplementedError
-
-    def _io(self, blocks: tuple[bool, bool] | None) -> CustomIO:
-        raise NotImplementedError
 
     def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise NotImplementedError
@@ -95,25 +71,16 @@ class Shown(torch.nn.Module):
 
             print(engine.source("backward", form="cuda"))
         """
-        if form not in ("tilelang", "cuda"):
-            raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
         return self._source_kernel(kernel, form).source(form)
 
     def _source_kernel(self, kernel: str, form: str) -> Kernel:
         kernels, trained = self._kernels(form), self._kernels(form, trained=True)
         found = dict(kernels.of_forward)
         found |= {} if trained.maths.backward is None else trained.of_backward
-        if kernel not in found:
-            raise UnknownOption(f"no kernel is called {kernel!r}. Choose {', '.join(map(repr, found))}.")
-        return found[kernel]
+        return kernel_of(found, kernel)
 
     def _kernels(self, form: str, trained: bool = False) -> Kernels:
-        interpret = form == "tilelang" and self.device is None and not torch.cuda.is_available()
-        if form == "cuda" and self.device is None and not torch.cuda.is_available():
-            raise NoDevice(
-                "there is no GPU to compile for. Say which: AttentionEngine(..., device=attention_engine.arch.H100())."
-            )
-        asked = self._asked(self.device, interpret)
+        asked = self._asked(self.device, device_to_show(self, form) is None)
         return (asked.trained if trained else asked).kernels_as_known(self.tuning)
 
     def _asked(self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = ()) -> Asked:
@@ -143,8 +110,7 @@ class Shown(torch.nn.Module):
 
     def explain(self) -> str:
         """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""
-        interpret = self.device is None and not torch.cuda.is_available()
-        return explain(self._asked(self.device, interpret), self.tuning)
+        return explain(self._asked(self.device, device_to_show(self, "tilelang") is None), self.tuning)
 
     def compile_for(self, device: Arch, *custom: Tensor, **named: Tensor) -> list[str]:
         """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.

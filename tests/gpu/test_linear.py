@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
+from attention_engine.runtime.attentions import ATTENTIONS
 from tests import plain
 from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors
 
@@ -69,7 +69,7 @@ def test_warps_that_copy_a_head_ahead_change_no_bit(name):
     ahead = engine_results(engine, inputs)
     again = engine_results(engine, inputs)
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
-    launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
+    launcher = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
     tiles = launcher.kernels(*tensors, custom).tiles
     assert all(tiles.rows[role].specialize for role in ("dq", "dk"))
     stepping = {role: replace(tiles.rows[role], stages=0, specialize=False, blocks=1) for role in ("dq", "dk")}

@@ -10,7 +10,7 @@ import torch
 
 from attention_engine import LinearAttentionEngine, meta_tensor
 from attention_engine.ir.linear import LinearTile
-from attention_engine.runtime.linear_op import LINEAR_ATTENTIONS
+from attention_engine.runtime.attentions import ATTENTIONS
 from tests.linear_cases import CASES, Shape, engine_for, engine_results, errors, plain_results
 from tests.plain import compare, worst_ratio
 from tests.plain_linear import parallel, recurrence
@@ -46,7 +46,7 @@ def with_tiles(case, shape, change, **inputs_changed):
     engine = engine_for(case, shape, FP32, backend="interpret")
     inputs = {**shape.inputs(case, FP32), **inputs_changed}
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
-    launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
+    launcher = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
     launcher.tiles = change(launcher.kernels(*tensors, custom).tiles)
     launcher._kernels.clear()
     try:
@@ -150,7 +150,7 @@ def test_gradients_by_walks_and_by_chunks_agree(name):
     case, shape = CASES[name], Shape(2, 150, 2, 2, 2, 40, 96)
     engine, inputs = engine_for(case, shape, FP32, backend="interpret"), shape.inputs(case, FP32)
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
-    launcher = LINEAR_ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
+    launcher = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
     tile, tiles = LinearTile(64, 0, 32, 128, 0), launcher.kernels(*tensors, custom).tiles
     found = []
     for plan in ("walk", "chunks"):
@@ -222,4 +222,4 @@ def test_fp16_states_beyond_its_range_are_right(plan, channels):
 
 
 def launcher_of(engine, q, k, v, decay, first):
-    return LINEAR_ATTENTIONS[engine._check(q, k, v, decay, first, [])].launcher
+    return ATTENTIONS[engine._check(q, k, v, decay, first, [])].launcher

@@ -37,7 +37,7 @@ from attention_engine.errors import (
     WrongIndex,
 )
 from attention_engine.library import OnlineSoftmax
-from attention_engine.runtime.captured import tensors_now
+from attention_engine.runtime.captured import axes_now, sizes_of, specs_of, tensors_now
 from attention_engine.runtime.linear_launch import LinearLauncher
 from tests.runtime.engines import BACKENDS, DIM, HEADS, build, close, qkv
 
@@ -556,7 +556,8 @@ def test_kernels_of_captured_tensors_are_compiled_ahead_as_calls_launch_them(per
     held = [t.detach() for t in tensors_now(captured)]
     learned = frozenset(["decay", *(c.name for c in captured)])
     assert len(learned) == 3
-    program, specs = engine._trace(engine._types, True), engine._specs(v, held)
+    program = engine._trace(engine._types, True)
+    specs = specs_of(captured, axes_now(captured, held, sizes_of(v, v)))
     launcher = LinearLauncher(program, specs, False, arch.H100(), per_channel=per == "channel")
     launcher.forward(q, k, v, decay, None, held, False)
     launcher.backward(q, k, v, decay, None, held, v, None, learned)

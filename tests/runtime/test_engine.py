@@ -311,13 +311,13 @@ def test_check_names_what_is_wrong(capsys, monkeypatch):
     from attention_engine.runtime import op
 
     engine = build(dtype=torch.float16)
-    run = op._forward
+    run = op.run
 
     def broken(*arguments):
-        output, rows = run(*arguments)
-        return output + 0.25 * (torch.arange(output.shape[1]) == 7)[:, None, None].to(output.dtype), rows
+        output, *rows = run(*arguments)
+        return (output + 0.25 * (torch.arange(output.shape[1]) == 7)[:, None, None].to(output.dtype), *rows)
 
-    monkeypatch.setattr(op, "_forward", broken)
+    monkeypatch.setattr(op, "run", broken)
     report = engine.check(*(t.half() for t in qkv()))
     wrong = [row for row in report.rows if row.ratio > report.limit]
     assert not report.ok and wrong[0].name == "o" and wrong[0].worst[1] == 7

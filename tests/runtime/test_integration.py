@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from attention_engine import library
 from attention_engine.errors import UnknownProgram
 from attention_engine.library import OnlineSoftmax, alibi, and_masks, causal, or_masks, prefix_lm, scale, sliding_window
-from attention_engine.runtime import op
+from attention_engine.runtime import attention_op, op
 from tests import plain
 from tests.runtime.engines import BACKENDS, DIM, DIM_V, HEADS, build, close, exactly, qkv, results, same, weighted_sum
 
@@ -214,7 +214,7 @@ def test_create_graph_runs_the_kernels_and_makes_no_pairs_until_the_graph_is_use
     o = engine(*inputs)
     plain_gradients = torch.autograd.grad(weighted_sum(o, {}), inputs, retain_graph=True)
     with monkeypatch.context() as patched:
-        patched.setattr(op, "differentiable_gradients", None)
+        patched.setattr(attention_op, "differentiable_gradients", None)
         found = torch.autograd.grad(weighted_sum(o, {}), inputs, create_graph=True)
     close([g.detach() for g in found], list(plain_gradients), 1e-6)
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention_engine import AttentionEngine, CustomIO, document_ids, meta_tensor
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, prefix_lm, scale
 from attention_engine.plan.forms import padded_rows
-from attention_engine.runtime import op
+from attention_engine.runtime import attention_op, op
 from tests.cases import Shape
 from tests.mask_cases import PAIRS, errors
 from tests.plain import worst_ratio
@@ -76,7 +76,7 @@ class Allocations(TorchDispatchMode):
     """The largest tensor that any operation makes, inside the package's own operations too."""
 
     largest = 0
-    insides: ClassVar = {op.FORWARD: op._forward, op.BACKWARD: op._backward}
+    insides: ClassVar = {op.FORWARD: attention_op.forward, op.BACKWARD: attention_op.backward}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in self.insides:

@@ -70,7 +70,7 @@ def test_a_call_like_the_last_is_not_looked_up(monkeypatch):
     results(engine, *given)
     with torch.no_grad():
         engine(*given)
-    monkeypatch.setattr("attention_engine.runtime.module.signature", None)
+    monkeypatch.setattr("attention_engine.runtime.engine.signature", None)
     first = results(engine, *given)  # with gradients: that autograd was off in the last call is not taken over
     with torch.no_grad():
         o, rows = engine(*given, return_rowscales=True)
@@ -226,7 +226,7 @@ def test_rows_are_returned_where_they_are_asked_for_only():
 
 
 def test_too_many_signatures_are_forgotten_not_kept(monkeypatch):
-    monkeypatch.setattr("attention_engine.runtime.module.MOST_SEEN", 3)
+    monkeypatch.setattr("attention_engine.runtime.engine.MOST_SEEN", 3)
     monkeypatch.setattr("attention_engine.runtime.launch.MOST_PLANS", 3)
     engine = build()
     for length in range(1, 9):

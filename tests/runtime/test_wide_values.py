@@ -46,9 +46,9 @@ def test_only_wide_values_run_in_parts(monkeypatch):
     widths = []
     run = parts.op.run
 
-    def counted(key, q, k, v, *rest):
-        widths.append(v.shape[3])
-        return run(key, q, k, v, *rest)
+    def counted(key, form, given, *rest):
+        widths.append(given[2].shape[3])
+        return run(key, form, given, *rest)
 
     monkeypatch.setattr(parts.op, "run", counted)
     for dim_v in (32, 33):

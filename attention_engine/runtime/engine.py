@@ -1,0 +1,197 @@
+"""What both engines share: what tracing found, the keys of what runs, and calls that need no check again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from attention_engine.arch import Arch, detect
+from attention_engine.compiler import Kernel
+from attention_engine.errors import NoDevice, UnknownOption
+from attention_engine.frontend.captured import Captured
+from attention_engine.frontend.custom_io import CustomIO, CustomSpec
+from attention_engine.frontend.meta import Meta
+from attention_engine.ir.expr import Type
+from attention_engine.runtime import op
+from attention_engine.runtime.attentions import ATTENTIONS, Given
+from attention_engine.runtime.captured import Axes, capturing, specs_of
+from attention_engine.runtime.inputs import signature
+from attention_engine.runtime.launch import Direct
+from attention_engine.runtime.seen import Again, Seen
+from attention_engine.runtime.tuning import Tuning
+
+MOST_SEEN = 4096
+OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again")
+
+
+class Engine(torch.nn.Module):
+    """A user's functions, traced once a process, as a module that knows the calls it has seen.
+
+    A call is made of tensors (`Given`), a form (all that the call says beside them, a value) and whether it returns
+    more than the output. A variant is what a call says of the program: whether there are blocks, or decays.
+    """
+
+    qkv_meta: Sequence[Meta]
+    custom_io: CustomIO
+    layout: str
+    device: Arch | None
+    backend: str
+    deterministic: bool
+    tuning: Tuning
+    _types: dict[str, Type]  # of custom inputs, as far as the constructor can know
+    ORDINARY: ClassVar[Any]  # the variant that is traced where no call says more
+    TURNED: ClassVar[int]  # so many of the first tensors of a call have a length and heads, in the order of the layout
+
+    def _begin(self) -> None:
+        """What a process finds out of an engine; nothing so far."""
+        self._keys: dict[object, str] = {}
+        self._seen: dict[object, Seen] = {}  # by the signatures of calls that passed every check
+        self._again: Again | None = None  # the last of them
+        self._first: tuple[Any, tuple[Captured, ...]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was given; the traced program's nodes are one of a kind in a process, so they stay in theirs."""
+        return {n: value for n, value in super().__getstate__().items() if n not in OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
+
+    # ---- what tracing found
+
+    @property
+    def _program(self) -> Any:
+        return self._whole()[0]
+
+    @property
+    def _captured(self) -> tuple[Captured, ...]:
+        """The tensors that the functions captured, in the order met."""
+        if is_compiling() or self._first is None:  # a compiler that reads None here doesn't see what tracing puts there
+            return self._whole()[1]
+        return self._first[1]
+
+    def _whole(self) -> tuple[Any, tuple[Captured, ...]]:
+        """What tracing found."""
+        self._has_traced()
+        assert self._first is not None
+        return self._first
+
+    def _has_traced(self) -> bool:
+        """True. A copy traces when first asked, as the objects that its functions read must be whole."""
+        if self._first is None:
+            self._first = self._traced(self._types, self.ORDINARY)
+        return True
+
+    _has_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # as _key is
+
+    def _trace(self, types: Mapping[str, Type], variant: Any) -> Any:
+        return self._traced(types, variant)[0]
+
+    def _traced(self, types: Mapping[str, Type], variant: Any) -> tuple[Any, tuple[Captured, ...]]:
+        with capturing(tuple(self._io(variant).specs), types) as capture:
+            program = self._trace_functions(types, variant)
+        return replace(program, custom=(*program.custom, *capture.names)), tuple(capture.captured.values())
+
+    def _trace_functions(self, types: Mapping[str, Type], variant: Any) -> Any:
+        """The program of the user's functions, captured tensors left out."""
+        raise NotImplementedError
+
+    def _io(self, variant: Any) -> CustomIO:
+        """The declared custom inputs, and what a variant adds."""
+        return self.custom_io
+
+    # ---- the keys of what runs
+
+    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], variant: Any, axes: Axes) -> str:
+        """The key of the attention that runs these calls; registered when first needed. axes: of captured tensors."""
+        asked = (backend, types, variant, axes)
+        if asked not in self._keys:
+            program = self._trace(dict(types), variant)
+            specs = [*self._io(variant).specs.values(), *specs_of(self._captured, axes)]
+            device = self.device.name if self.device else ""
+            inputs = [(s.name, s.axes) for s in specs]
+            options = f"{backend} {device} {self._options(variant)} {inputs} {self.tuning}"
+            key = program.fingerprint + hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
+            if key not in ATTENTIONS:
+                self._register(key, program, specs, backend, variant)
+            self._keys[asked] = key
+        return self._keys[asked]
+
+    # torch.compile asks for the key and looks no further; torch.compiler.assume_constant_result sets this too, after
+    # a second's import of the compiler
+    _key._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _options(self, variant: Any) -> str:
+        """What of an engine and a variant changes kernels beside the program."""
+        raise NotImplementedError
+
+    def _register(self, key: str, program: Any, specs: Sequence[CustomSpec], backend: str, variant: Any) -> None:
+        """Puts what runs under the key."""
+        raise NotImplementedError
+
+    # ---- calls that need no check again
+
+    def _repeat(
+        self, form: object, returns: bool, given: Given, present: Sequence[Tensor]
+    ) -> tuple[Tensor, ...] | None:
+        """The results of a call that every check let pass before; None where it must be checked.
+
+        given: as the caller gave it, with None for what is left out; present: without those.
+        """
+        again = self._again
+        alike = again is not None and again.form == form and again.count == len(present) and again.fits(*present)
+        if again is not None and alike and not op.watched():
+            if self.layout == "bhsd":
+                given = self._turned(given)
+            wanted = again.requires_grad and torch.is_grad_enabled()
+            return op.run_unwatched(again.key, returns, given, again.direct, wanted)
+        seen = self._seen.get((form, signature(*present)))
+        if seen is None or torch.is_autocast_enabled(seen.device):
+            return None
+        self._again = seen.again(form, *present) if seen.direct is not None and op.unwatched() else None
+        return self._run(seen.key, form, returns, self._turned(given) if self.layout == "bhsd" else given, seen.direct)
+
+    def _remember(self, form: object, present: Sequence[Tensor], key: str, direct: Direct | None) -> None:
+        """That every check let this call pass."""
+        if len(self._seen) >= MOST_SEEN:
+            self._seen.clear()
+        self._seen[form, signature(*present)] = Seen(key, present[0].device.type, direct)
+
+    def _turned(self, given: Given) -> Given:
+        """Length and heads the other way round."""
+        turned = [t if t is None else t.transpose(1, 2) for t in given[: self.TURNED]]
+        return [*turned, *given[self.TURNED :]]
+
+    def _run(self, key: str, form: object, returns: bool, given: Given, direct: Direct | None) -> tuple[Tensor, ...]:
+        """The results of a call of tensors (batch, length, heads, ...). direct: the launch, where it is known."""
+        return op.run(key, returns, given, direct)
+
+
+def device_to_show(engine: Engine, form: str) -> Arch | None:
+    """The GPU whose kernels are shown as "tilelang" or "cuda": the engine's, else this machine's; None: the
+    interpreter's. Raises UnknownOption, NoDevice."""
+    if form not in ("tilelang", "cuda"):
+        raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
+    if engine.device is not None:
+        return engine.device
+    if torch.cuda.is_available():
+        return detect(torch.device("cuda"))
+    if form == "cuda":
+        raise NoDevice(
+            f"there is no GPU to compile for. Say which: {type(engine).__name__}(..., "
+            "device=attention_engine.arch.H100())."
+        )
+    return None
+
+
+def kernel_of(kernels: Mapping[str, Kernel], name: str) -> Kernel:
+    """The kernel of this name; UnknownOption where there is none."""
+    if name not in kernels:
+        raise UnknownOption(f"no kernel is called {name!r}. Choose {', '.join(map(repr, kernels))}.")
+    return kernels[name]
