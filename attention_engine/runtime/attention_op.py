@@ -28,15 +28,15 @@ Forward = tuple[Tensor, list[Tensor]]
 Backward = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [t.transpose(1, 2) for t in tensors]
+def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> Forward:
     """The output, and the rows that the program returns or the backward pass asks for."""
     attention = find(key, PairAttention)
     if attention.launcher is None or not (q.numel() and k.numel() and v.numel()):
-        return _forward_dense(q, k, v, custom, attention)  # type: ignore[no-any-return]
+        return _forward_dense(q, k, v, custom, attention)
     if attention.bend is None:
         return attention.launcher.forward(q, k, v, custom)
     inner, rows = attention.launcher.forward_in_range(q, k, v, custom)
@@ -47,7 +47,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> 
 @outside_autocast
 def _forward_dense(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], attention: PairAttention) -> Forward:
     every = attention.maths.program.returning(attention.maths.forward_schedule.rows)
-    output, rows = attend(every, *_heads_first(q, k, v), attention.named(custom))
+    heads = (*_heads_first(q, k, v), attention.named(custom))
+    output, rows = attend(every, *heads)
     output, rows = output.transpose(1, 2).contiguous(), [r.contiguous() for r in rows]
     return output, rows if attention.bend is None else [*rows, torch.zeros_like(output, dtype=attention.inner_dtype(q))]
 
@@ -85,7 +86,7 @@ def backward(
             if s.name in names
         ]
         return dq, dk, dv, _spread([d.contiguous() for d in d_custom], custom, wanted)
-    return _backward_dense(q, k, v, custom, d_o, d_finals, wanted, attention)  # type: ignore[no-any-return]
+    return _backward_dense(q, k, v, custom, d_o, d_finals, wanted, attention)
 
 
 @outside_autocast
@@ -121,17 +122,19 @@ def differentiable_gradients(
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and the custom inputs by the reference, which can be differentiated too."""
     q, k, v, *custom = leaves
-    program, named, heads = attention.program, attention.named(custom), _heads_first(q, k, v)
+    program, named, (heads_q, heads_k, heads_v) = attention.program, attention.named(custom), _heads_first(q, k, v)
     if program.backward is not None and attention.maths.backward is not None:
         backward = attention.maths.backward
-        output, saved = attend(program.returning(backward.saved), *heads, named)
+        output, saved = attend(program.returning(backward.saved), heads_q, heads_k, heads_v, named)
         delta = (output.to(saved[0].dtype if saved else output.dtype) * d_o.transpose(1, 2)).sum(-1)
-        found = attend_backward(program, backward, *heads, named, saved, delta, d_o.transpose(1, 2), d_finals)
+        given = (heads_q, heads_k, heads_v, named, saved, delta, d_o.transpose(1, 2), d_finals)
+        found = attend_backward(program, backward, *given)
         return [*_heads_first(found.q, found.k, found.v), *(found.custom.get(s.name) for s in attention.specs)]
     finals = [n for n, _ in program.finals]
 
     def make(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> list[Tensor]:
-        output, rows = attend(program, *_heads_first(q, k, v), attention.named(custom))
+        given = (*_heads_first(q, k, v), attention.named(custom))
+        output, rows = attend(program, *given)
         return [output, *rows]
 
     arriving = [d_o.transpose(1, 2), *(d_finals.get(n) for n in finals)]
@@ -215,7 +218,7 @@ class PairAttention(Attention):
         return q, k, v, custom, self.key
 
     def densely(self, form: bool, given: Given) -> tuple[Tensor, ...]:
-        q, k, v, *custom = given
+        q, k, v, *custom = [t for t in given if t is not None]
         output, rows = _forward_dense(q, k, v, custom, self)
         return (output, *rows[: self.returned])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.runtime.inputs import is_cast
 
 Kind = TypeVar("Kind", bound="Attention")
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
 Given: TypeAlias = Sequence[Tensor | None]  # what a call is made of: q, k, v, what else the family has, custom inputs
 
 
@@ -87,14 +89,14 @@ def find(key: str, kind: type[Kind]) -> Kind:
     return found
 
 
-def outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+def outside_autocast(run: Callable[Concatenate[Tensor, Rest], Result]) -> Callable[Concatenate[Tensor, Rest], Result]:
     """q, k, v were cast where the engine was called; the reference's own products keep their dtype."""
 
     @functools.wraps(run)
-    def plain(q: Tensor, *rest: Any) -> Any:
+    def plain(q: Tensor, /, *rest: Rest.args, **named: Rest.kwargs) -> Result:
         if not is_cast(q):
-            return run(q, *rest)
+            return run(q, *rest, **named)
         with torch.autocast(q.device.type, enabled=False):
-            return run(q, *rest)
+            return run(q, *rest, **named)
 
     return plain

@@ -23,9 +23,9 @@ def _is_batched(tensor: Tensor | None) -> bool:
     return tensor is not None and is_legacy_batchedtensor(tensor)
 
 
-def _unwrapped(tensor: Tensor | None, level: int, count: int) -> Tensor | None:
+def _unwrapped(tensor: Tensor, level: int, count: int) -> Tensor:
     """The tensor with this level's entries as its first dim; so many of one that all entries share."""
-    return None if tensor is None else torch._remove_batch_dim(tensor, level, count, 0)
+    return torch._remove_batch_dim(tensor, level, count, 0)
 
 
 def _innermost(tensors: list[Tensor]) -> tuple[int, int]:
@@ -59,8 +59,8 @@ def takes_batches(backward: Backward) -> Backward:
             missing[:] = [d is None for d in found]
             return tuple(d for d in found if d is not None)
 
-        given = [_unwrapped(arriving[n], level, count) for n in places]
-        found = iter(torch.func.vmap(of_an_entry)(*given))
+        unwrapped = [_unwrapped(d, level, count) for d in arriving if d is not None]
+        found = iter(torch.func.vmap(of_an_entry)(*unwrapped))
         return tuple(None if none else torch._add_batch_dim(next(found), 0, level) for none in missing)
 
     return backward_of_any
@@ -85,7 +85,7 @@ def gradients_of(
         pairs = [(m, a) for m, a in zip(made, arriving, strict=True) if a is not None]
         return tuple(torch.zeros_like(a) if m is None else m for m, a in pairs)
 
-    outputs, pull = torch.func.vjp(made_of, *asked)
+    outputs, pull = torch.func.vjp(made_of, *asked)[:2]
     found = iter(pull(tuple(
         a.to(o.dtype) for o, a in zip(outputs, [a for a in arriving if a is not None], strict=True)
     )))  # fmt: skip

@@ -21,7 +21,7 @@ from attention_engine.runtime.doubts import doubts_of
 from attention_engine.runtime.launch import allows_tf32
 
 if TYPE_CHECKING:
-    from attention_engine.runtime.module import AttentionEngine
+    from attention_engine.runtime.shown import Shown
 
 RANDOM_CUTS = 50
 FAR = 1e29  # a row this far from 0 is as it began: it kept nothing
@@ -88,7 +88,7 @@ class CheckReport:
 
 
 def compare(
-    engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None
+    engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None
 ) -> CheckReport:
     """Runs the engine, the dense maths in float64, and the dense maths in the tensors' dtype, on the same gradients.
 
@@ -100,7 +100,7 @@ def compare(
     named |= dict(zip((c.name for c in engine._captured), tensors_now(engine._captured), strict=True))
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *named.values())]
     given, captured = leaves[3 : 3 + len(custom)], leaves[3 + len(custom) :]
-    output, rows = engine._call(*leaves[:3], given, captured, blocks, True, {})
+    output, rows = engine._call(leaves[0], leaves[1], leaves[2], given, captured, blocks, True, {})
     torch.manual_seed(0)
     d_output = torch.randn_like(output)
     d_rows = _through_rows(engine, rows)
@@ -120,16 +120,16 @@ def compare(
     names = ["o", *rows, *gradients, *(f"{g} of {row}" for row in d_rows for g in gradients)][: len(ours)]
     every = zip(names, ours, exact, eager, strict=True)
     seen = [(n, *three) for n, *three in every if " of " not in n or any(t.any() for t in three)]  # lse reads no v
-    made = [check_row(*row) for row in seen]
+    made = [check_row(name, a, b, c) for name, a, b, c in seen]
     formulas = tuple(_formulas(engine, leaves, d_output, blocks))
-    program, every, extra = engine._dense_program(leaves, blocks)
-    heads = [t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:2]]
+    program, inputs, extra = engine._dense_program(leaves, blocks)
+    first, second = (t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:2])
     with torch.no_grad():
-        notes += doubts_of(program, *heads, dict(zip(every, [*leaves[3:], *extra], strict=True)))
+        notes += doubts_of(program, first, second, dict(zip(inputs, [*leaves[3:], *extra], strict=True)))
     return CheckReport(tuple(made), LIMITS.get(q.dtype, 10.0), formulas, tuple(notes))
 
 
-def _through_rows(engine: AttentionEngine, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _through_rows(engine: Shown, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What is sent back through each returned row that has a gradient; nothing through rows that keep no pair."""
     backward = engine._maths().trained.backward
     lacking = dict(backward.undifferentiated) if backward is not None else {}
@@ -146,22 +146,20 @@ def _gradients(output: Tensor, leaves: Sequence[Tensor], d_output: Tensor) -> li
 
 
 def _dense(
-    engine: AttentionEngine, tensors: Sequence[Tensor], d_output: Tensor, d_rows: Mapping[str, Tensor],
+    engine: Shown, tensors: Sequence[Tensor], d_output: Tensor, d_rows: Mapping[str, Tensor],
     dtype: torch.dtype, blocks: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     leaves = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in tensors]
     program, names, extra = engine._dense_program(tensors, blocks)
-    heads = [t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:3]]
-    output, rows = attend(program, *heads, dict(zip(names, [*leaves[3:], *extra], strict=True)), dtype=dtype)
+    q, k, v = (t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:3])
+    output, rows = attend(program, q, k, v, dict(zip(names, [*leaves[3:], *extra], strict=True)), dtype=dtype)
     output = output if engine.layout == "bhsd" else output.transpose(1, 2)
     named = dict(zip((n for n, _ in program.finals), rows, strict=True))
     through = [g for n, d in d_rows.items() for g in _gradients(named[n], leaves, d.to(named[n].dtype))]
     return [output, *rows, *_gradients(output, leaves, d_output.to(dtype)), *through]
 
 
-def _formulas(
-    engine: AttentionEngine, tensors: Sequence[Tensor], d_output: Tensor, blocks: Tensor | None
-) -> Iterator[Formula]:
+def _formulas(engine: Shown, tensors: Sequence[Tensor], d_output: Tensor, blocks: Tensor | None) -> Iterator[Formula]:
     """Gradients by the user's `forward` and `backward`, beside autograd's through the row as `online_fwd` makes it."""
     program, names, extra = engine._dense_program(tensors, blocks)
     written = [name for name in ("forward", "backward") if getattr(program, name) is not None]
@@ -203,7 +201,7 @@ class _Tf32(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
-            return _Tf32Product.apply(*args)
+            return _Tf32Product.apply(*args)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 

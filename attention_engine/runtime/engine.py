@@ -57,10 +57,11 @@ class Engine(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What was given; the traced program's nodes are one of a kind in a process, so they stay in theirs."""
-        return {n: value for n, value in super().__getstate__().items() if n not in OF_THIS_PROCESS}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {n: value for n, value in state.items() if n not in OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
 
     # ---- what tracing found
@@ -145,7 +146,7 @@ class Engine(torch.nn.Module):
         given: as the caller gave it, with None for what is left out; present: without those.
         """
         again = self._again
-        alike = again is not None and again.form == form and again.count == len(present) and again.fits(*present)
+        alike = again is not None and again.form == form and again.size == len(present) and again.fits(*present)
         if again is not None and alike and not op.watched():
             if self.layout == "bhsd":
                 given = self._turned(given)

@@ -12,8 +12,8 @@ from attention_engine.plan.forms import KernelName, Tile, words
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Asked, Tuning, look_up
 from attention_engine.tuner.defaults import default_tiles, where_from
+from attention_engine.tuner.entries import Entry, name_of
 from attention_engine.tuner.problems import gpu_name
-from attention_engine.tuner.store import Entry, name_of
 
 
 def explain(asked: Asked, tuning: Tuning) -> str:

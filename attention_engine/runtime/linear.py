@@ -50,6 +50,7 @@ from attention_engine.runtime.linear_shown import RANKS, LinearShown
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Tuning, choose
 
+Step = Callable[..., tuple[Tensor, Tensor]]
 ROWS = {
     "bshd": "(batch, length, heads) or (batch, length, heads, dim)",
     "bhsd": "(batch, heads, length) or (batch, heads, length, dim)",
@@ -149,7 +150,7 @@ class LinearAttentionEngine(LinearShown):
         initial_state: Tensor | None, output_final_state: bool,
     ) -> Any:  # fmt: skip
         """A call with these custom inputs, and these tensors in place of the captured ones behind them."""
-        output, *last = self._held(False, output_final_state, (q, k, v, decay, initial_state, *tensors))
+        output, *last = self._held(False, output_final_state, q, k, v, decay, initial_state, tensors)
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         return (output, *last) if output_final_state else output
 
@@ -167,20 +168,23 @@ class LinearAttentionEngine(LinearShown):
             axis = ORDERS[self.layout].split(", ").index("length")
             q, k, v = (t.unsqueeze(axis) if isinstance(t, Tensor) else t for t in (q, k, v))
             decay = decay.unsqueeze(axis) if isinstance(decay, Tensor) and decay.ndim in (2, 3) else decay
-        output, last = self._held(True, True, (q, k, v, decay, state, *tensors))
+        output, last = self._held(True, True, q, k, v, decay, state, tensors)
         if single:
             return output[:, 0], last
         return output.transpose(1, 2) if self.layout == "bhsd" else output, last
 
-    def _held(self, steps: bool, returns: bool, given: Given) -> tuple[Tensor, ...]:
+    def _held(
+        self, steps: bool, returns: bool, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None,
+        tensors: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """The results of a call, held against the description unless one like it was. steps: one token of decoding."""
-        form, alone = (steps, returns, given[3] is None, given[4] is None), not is_compiling()
+        form, alone = (steps, returns, decay is None, state is None), not is_compiling()
+        given = (q, k, v, decay, state, *tensors)
         present = [t for t in given if t is not None] if alone else []
         if alone:
             found = self._repeat(form, returns, given, present)
             if found is not None:
                 return found
-        q, k, v, decay, state, *tensors = given
         check_ranks(self.layout, q, k, v)
         alone = alone and not is_cast(q) and (q.shape[0] == 1 or 1 not in (k.shape[0], v.shape[0]))
         q, k, v, decay = self._tokens_first(q, k, v, decay)
@@ -199,8 +203,8 @@ class LinearAttentionEngine(LinearShown):
         known = direct is not None and op.unwatched()
         if form[0] and not known and not op.follows(given) and not op.in_forward_mode(*given):
             q, k, v, decay, state, *tensors = given
-            run = linear_op.step if op.skips_dispatch(ATTENTIONS[key]) else op.STEP
-            return run(q, k, v, decay, state, tensors, key)  # type: ignore[no-any-return]
+            run: Step = linear_op.step if op.skips_dispatch(ATTENTIONS[key]) else op.STEP
+            return run(q, k, v, decay, state, tensors, key)
         return op.run(key, returns, given, direct)
 
     def _tokens_first(

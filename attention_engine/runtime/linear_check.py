@@ -17,13 +17,13 @@ from attention_engine.runtime.doubts import linear_doubts_of
 from attention_engine.runtime.inputs import type_of
 
 if TYPE_CHECKING:
-    from attention_engine.runtime.linear import LinearAttentionEngine
+    from attention_engine.runtime.linear_shown import LinearShown
 
 Run = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
 def compare_linear(
-    engine: LinearAttentionEngine, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor],
+    engine: LinearShown, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor],
     initial_state: Tensor | None,
 ) -> CheckReport:  # fmt: skip
     """The engine, the recurrence in float64 and all pairs at once in the tensors' dtype, on the same gradients."""
@@ -43,13 +43,10 @@ def compare_linear(
         return run
 
     def run_engine(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        first = [tensors.get(n) for n in ("q", "k", "v", "decay")]
         found: tuple[Tensor, Tensor] = engine._call(
-            *first,
-            [tensors[n] for n in specs],
-            tensors.get("initial_state"),
-            True,  # type: ignore[arg-type]
-        )
+            tensors["q"], tensors["k"], tensors["v"], tensors.get("decay"), [tensors[n] for n in specs],
+            tensors.get("initial_state"), True,
+        )  # fmt: skip
         return found
 
     ours = _results(run_engine, inputs, inputs)

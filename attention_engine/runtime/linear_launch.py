@@ -212,12 +212,12 @@ class LinearLauncher:
             return None
         params, of_decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
         kernels, starts = self.kernels(q, k, v, of_decay, params, "step" if steps else "forward"), initial is not None
-        plan, sizes = kernels.plan, v.shape[:2]
+        plan, batch, length = kernels.plan, v.shape[0], v.shape[1]
         if steps:
             ready = self._steps(kernels, ("step", starts), v, params, lambda: plan.step_steps(starts))
         else:
             made = ("forward", starts, ends)
-            ready = self._steps(kernels, made, v, params, lambda: plan.forward_steps(*sizes, starts, ends))
+            ready = self._steps(kernels, made, v, params, lambda: plan.forward_steps(batch, length, starts, ends))
         return _Direct(self, ready, strides, of_decay, ends, steps).run
 
     def _of_custom(

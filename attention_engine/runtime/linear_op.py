@@ -189,7 +189,8 @@ class LinearAttention(Attention):
         return q, k, v, decay, initial, custom, form, self.key
 
     def densely(self, form: bool, given: Given) -> tuple[Tensor, ...]:
-        q, k, v, decay, initial, *custom = given
+        (q, k, v), (decay, initial) = [t for t in given[:3] if t is not None], given[3:5]
+        custom = [t for t in given[5:] if t is not None]
         output, last = outside_autocast(self.recur)(q, k, v, decay, initial, custom)
         return (output, last) if form else (output,)
 

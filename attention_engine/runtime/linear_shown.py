@@ -36,6 +36,12 @@ class LinearShown(Engine):
 
     mods: dict[str, Callable[..., Any] | None]
 
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, tensors: Sequence[Tensor],
+        initial_state: Tensor | None, output_final_state: bool,
+    ) -> Any:  # fmt: skip
+        raise NotImplementedError
+
     def _tokens_first(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -60,7 +60,8 @@ class LinearAsked:
         if direction != "step" and not self.problem.per_channel:
             known = look_up(tuning, self, tiles)
             for kernel in self.kernels(direction == "backward", tiles):
-                tiles = self.with_tile(tiles, kernel, known[kernel].tile) if kernel in known else tiles
+                tile = known[kernel].tile if kernel in known else None
+                tiles = self.with_tile(tiles, kernel, tile) if isinstance(tile, LinearTile) else tiles
         return LinearKernels(self.program, self.problem, tiles, self.target)
 
     def kernels(self, backward: bool, tiles: LinearTiles) -> list[str]:
@@ -171,7 +172,8 @@ class LinearPrepared(Tensors):
         *leaves, do = [t.double() for t in given]
         named = self.exactly(custom)
         if not self.job.backward:
-            return given, custom, [recur(self.job.program, *leaves, named, None)[0]]
+            q, k, v, decay = leaves
+            return given, custom, [recur(self.job.program, q, k, v, decay, named, None)[0]]
         of_decay = LinearKernels(self.job.program, self.job.problem, self.job.tiles, self.job.target).plan.of_decay
         q, k, v, decay = (t.requires_grad_() for t in leaves)
         with torch.enable_grad():

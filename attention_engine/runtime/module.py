@@ -82,6 +82,7 @@ class AttentionEngine(Shown):
     Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotOnline, and what tracing finds wrong in the functions.
     """
 
+    block_mask: Tensor | None
     ORDINARY: ClassVar[Blocks] = None
     TURNED: ClassVar[int] = 3
 
@@ -178,7 +179,8 @@ class AttentionEngine(Shown):
             device: torch.device, tiles: Tiles, backward: bool, custom: Sequence[Tensor],
         ) -> Tiles:  # fmt: skip
             asked = Asked(maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted)
-            return choose(tuning, asked, tiles, backward, custom)
+            chosen: Tiles = choose(tuning, asked, tiles, backward, custom)
+            return chosen
 
         tuning, deterministic, hints = self.tuning, self.deterministic, hints_of(self.qkv_meta)
         chosen = choose_tiles if tuning.matters else None
@@ -192,8 +194,8 @@ class AttentionEngine(Shown):
         order, or by name; what the functions captured is read where it is. Raises BadInput for tensors that don't fit.
         """
         captured = self._captured
-        captured = tensors_now(captured) if captured else ()
-        return self._call(q, k, v, custom, captured, block_mask, return_rowscales, named)
+        held = tensors_now(captured) if captured else ()
+        return self._call(q, k, v, custom, held, block_mask, return_rowscales, named)
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],

@@ -21,22 +21,24 @@ from torch.utils.flop_counter import register_flop_formula
 from attention_engine.runtime import attention_op, linear_op
 from attention_engine.runtime.attentions import ATTENTIONS, Attention, Given
 from attention_engine.runtime.batched import gradients_of, takes_batches
+from attention_engine.runtime.launch import Direct
 from attention_engine.runtime.transforms import vmap_rule
 
 LIBRARY = torch.library.Library("attention_engine", "DEF")
+Apply = Callable[..., tuple[Tensor, ...]]
 OPS: dict[str, Callable[..., Any]] = {}
 
 
 def _define(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], flops: Callable[..., int],
     custom: int, of_gradients: bool = False,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Registers an op with all that torch asks of it. custom: which argument holds the custom inputs."""
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attention_engine::{name}", fake, lib=LIBRARY)
     packet = getattr(torch.ops.attention_engine, name)
-    op: Callable[..., Any] = packet.default
+    op = packet.default
     torch.library.register_vmap(op, vmap_rule(op, custom, of_gradients), lib=LIBRARY)
     register_flop_formula(packet)(flops)
     OPS[name] = op
@@ -121,9 +123,7 @@ class AttentionFunction(torch.autograd.Function):
     """(key, form, the launch or None, what the call is made of...) -> the results that it returns."""
 
     @staticmethod
-    def forward(
-        ctx: Any, key: str, form: bool, direct: Callable[..., Any] | None, *given: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, key: str, form: bool, direct: Direct | None, *given: Tensor | None) -> tuple[Tensor, ...]:
         attention = ATTENTIONS[key]
         made = _made(attention, form, given) if direct is None else direct(*given)
         ctx.key, ctx.count = key, len(given)
@@ -132,7 +132,7 @@ class AttentionFunction(torch.autograd.Function):
         else:
             ctx.save_for_backward(*given)
         ctx.set_materialize_grads(False)
-        return made[: attention.counts[form]]  # type: ignore[no-any-return]
+        return made[: attention.counts[form]]
 
     @staticmethod
     @takes_batches
@@ -142,7 +142,8 @@ class AttentionFunction(torch.autograd.Function):
         arrived = attention.arrived(given, kept, arriving)
         if torch.is_grad_enabled() and not is_compiling():  # create_graph=True
             counts = len(given), len(arrived)
-            found = GradientFunction.apply(ctx.key, tuple(wanted), counts, *given, *arrived, *kept)
+            apply: Apply = GradientFunction.apply
+            found = apply(ctx.key, tuple(wanted), counts, *given, *arrived, *kept)
         else:
             found = _gradients(attention, given, kept, arrived, wanted)
         return (None, None, None, *[d if w else None for d, w in zip(found, wanted, strict=True)])
@@ -216,7 +217,7 @@ def follows(given: Given) -> bool:
     return _transformed() or any([t is not None and t.requires_grad for t in given])
 
 
-def run(key: str, form: bool, given: Given, direct: Callable[..., Any] | None = None) -> tuple[Tensor, ...]:
+def run(key: str, form: bool, given: Given, direct: Direct | None = None) -> tuple[Tensor, ...]:
     """The results of a call, differentiable. direct: the launch, where it is known."""
     transformed = _transformed()
     wanted = torch.is_grad_enabled() and (transformed or any([t is not None and t.requires_grad for t in given]))
@@ -231,21 +232,19 @@ def run(key: str, form: bool, given: Given, direct: Callable[..., Any] | None = 
     if trained is not None:
         key, attention = trained, ATTENTIONS[trained]
     if wanted:
-        function = TransformableFunction if transformed else AttentionFunction
-        return function.apply(key, form, None, *given)[: attention.counts[form]]  # type: ignore[no-any-return]
+        apply: Apply = TransformableFunction.apply if transformed else AttentionFunction.apply
+        return apply(key, form, None, *given)[: attention.counts[form]]
     return _made(attention, form, given)[: attention.counts[form]]
 
 
-def run_unwatched(
-    key: str, form: bool, given: Given, direct: Callable[..., Any], with_gradients: bool
-) -> tuple[Tensor, ...]:
+def run_unwatched(key: str, form: bool, given: Given, direct: Direct, with_gradients: bool) -> tuple[Tensor, ...]:
     """The same by a launch that is known, of tensors that no transform has wrapped, where nothing watches."""
     if with_gradients:
         if ATTENTIONS[key].trained is not None:
             return run(key, form, given)
-        return _apply_once(key, form, direct, *given)  # type: ignore[no-any-return]
-    return direct(*given)[: ATTENTIONS[key].counts[form]]  # type: ignore[no-any-return]
+        return _apply_once(key, form, direct, *given)
+    return direct(*given)[: ATTENTIONS[key].counts[form]]
 
 
 # apply without the look for functorch's transforms, of which there are none: 4 of its 13 us
-_apply_once = super(torch.autograd.Function, AttentionFunction).apply
+_apply_once: Apply = super(torch.autograd.Function, AttentionFunction).apply

@@ -80,9 +80,11 @@ class Ready:
         self.steps: list[_Launch | _Trim | _Sum] = []
         made: set[str] = set()
         for step in steps:
+            if isinstance(step, Trim):
+                self.steps.append(_Trim(step.source, step.target.place, lengths["q_length"]))
+            elif isinstance(step, Sum):
+                self.steps.append(_Sum(step))
             if not isinstance(step, Launch):
-                trims = isinstance(step, Trim)
-                self.steps.append(_Trim(step.source, step.target.place, lengths["q_length"]) if trims else _Sum(step))
                 made.add(step.target.place)
                 continue
             new = [b for b in buffers_of(step.arguments) if b.role is not Role.GIVEN and b.place not in made]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +12,23 @@ from torch import Tensor
 from attention_engine.runtime.launch import Direct
 
 try:
-    from torch._C._dynamo.guards import TensorGuards
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 except ImportError:  # torch's own, and not public: without them a call is looked up by its signature
-    TensorGuards = None
+    TensorGuards: Any = None
+else:
+    TensorGuards = _TensorGuards
 
 
 class Again(NamedTuple):
     """A seen call of tensors of which some, or none, ask for gradients.
 
     fits: torch's guards, which look at dtype, device, shape, strides, requires_grad and dispatch keys of all tensors in
-    a fifth of the time that it takes Python; not at whether autograd is on. count: of tensors.
+    a fifth of the time that it takes Python; not at whether autograd is on. size: how many tensors.
     """
 
     form: object
     fits: Callable[..., bool]
-    count: int
+    size: int
     key: str
     direct: Direct
     requires_grad: bool

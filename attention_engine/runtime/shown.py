@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,12 @@ class Shown(Engine):
     mask_mod: Callable[..., Any] | None
     online_func: OnlineFunc
     scale: float
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
+        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor],
+    ) -> Any:  # fmt: skip
+        raise NotImplementedError
 
     def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise NotImplementedError

@@ -22,12 +22,13 @@ from attention_engine.ir.program import Program
 from attention_engine.passes.maths import analyse
 from attention_engine.plan.attention import Tiles
 from attention_engine.plan.forms import KernelName, Tile
-from attention_engine.plan.targets import Target
+from attention_engine.plan.targets import Target, as_arch
 from attention_engine.reference.dense import attend, attend_backward
 from attention_engine.runtime.launch import Launcher
+from attention_engine.tuner.entries import AnyTile
 from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
 from attention_engine.tuner.search import Outcome, Trial
-from attention_engine.tuner.space import AnyTile, as_arch, judge
+from attention_engine.tuner.space import judge
 from attention_engine.tuner.worker import RemoteError, Worker, WorkerDied, WorkerTimeout, call_all, worker_count
 
 Call = Callable[[], list[Tensor]]
@@ -181,34 +182,37 @@ class Prepared(Tensors):
         made = [torch.randn(batch, *s, generator=generator, device=self.device).to(self.dtype) for s in sizes]
         return made, self.cut(batch, q_len, kv_len)
 
-    def _run(self, tiles: Tiles, given: list[Tensor], custom: list[Tensor], ahead: tuple[Tensor, list[Tensor]] | None):  # type: ignore[no-untyped-def]
+    def _run(
+        self, tiles: Tiles, given: list[Tensor], custom: list[Tensor], ahead: tuple[Tensor, list[Tensor]] | None
+    ) -> Callable[[], list[Tensor]]:
         """What the tuned direction makes: the output, or the gradients of q, k, v."""
         launcher = self._launcher(tiles)
-        *qkv, do = given
+        q, k, v, do = given
         if self.job.kernel == "forward":
-            return lambda: [launcher.forward(*qkv, custom)[0]]
+            return lambda: [launcher.forward(q, k, v, custom)[0]]
         assert ahead is not None
-        return lambda: list(launcher.backward(*qkv, custom, *ahead, do, {}, self.job.wanted)[:3])
+        return lambda: list(launcher.backward(q, k, v, custom, *ahead, do, {}, self.job.wanted)[:3])
 
     def _ahead(self, given: list[Tensor], custom: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
         """The forward pass that a backward pass needs before it."""
-        return None if self.job.kernel == "forward" else self._launcher(self.job.tiles).forward(*given[:3], custom)
+        q, k, v, _ = given
+        return None if self.job.kernel == "forward" else self._launcher(self.job.tiles).forward(q, k, v, custom)
 
     @functools.cached_property
     def _small(self) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, list[Tensor]] | None, list[Tensor]]:
         """A small problem with what is right by the dense maths in float64."""
         _, q_len, kv_len = self.job.lengths
         given, custom = self._tensors(1, min(q_len, CHECKED), min(kv_len, CHECKED))
-        heads = [t.double().transpose(1, 2) for t in given]
+        q, k, v, do = (t.double().transpose(1, 2) for t in given)
         named = self.exactly(custom)
         if self.job.kernel == "forward":
-            exact = [attend(self.job.program, *heads[:3], named)[0]]
+            exact = [attend(self.job.program, q, k, v, named)[0]]
         else:
             backward = self.maths.backward
             assert backward is not None
-            output, saved = attend(self.job.program.returning(backward.saved), *heads[:3], named)
-            delta = (output * heads[3]).sum(-1)
-            found = attend_backward(self.job.program, backward, *heads[:3], named, saved, delta, heads[3], {})
+            output, saved = attend(self.job.program.returning(backward.saved), q, k, v, named)
+            delta = (output * do).sum(-1)
+            found = attend_backward(self.job.program, backward, q, k, v, named, saved, delta, do, {})
             exact = [found.q, found.k, found.v]
         return given, custom, self._ahead(given, custom), [e.transpose(1, 2) for e in exact]
 

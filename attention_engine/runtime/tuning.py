@@ -23,14 +23,14 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.maths import Maths
 from attention_engine.plan.attention import Tiles
 from attention_engine.plan.forms import KernelName, Tile
-from attention_engine.plan.targets import Target
+from attention_engine.plan.targets import Target, as_arch
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, bench_for
 from attention_engine.tuner.cost import Work, cycles
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.entries import Entry, name_of
 from attention_engine.tuner.problems import mask_class, problem_key
 from attention_engine.tuner.search import Budget, Result, search
-from attention_engine.tuner.space import Space, as_arch, refusal, space
+from attention_engine.tuner.space import Space, refusal, space
 from attention_engine.tuner.store import TuneFile, now
 
 FOUND: dict[str, Entry] = {}  # what this process measured, by the key's name, for engines without a file
@@ -65,7 +65,7 @@ class Tuning:
         """The tune file of a kernel."""
         return self._files[not kernel.startswith("forward")]
 
-    def find(self, kernel: str, key: dict) -> Entry | None:
+    def find(self, kernel: str, key: dict[str, Any]) -> Entry | None:
         """What is known of a problem, without measuring."""
         file = self.file(kernel)
         if file is not None:
@@ -101,11 +101,12 @@ class Asked:
     def kernels_as_known(self, tuning: Tuning) -> Kernels:
         """The kernels with the tiles that are known without measuring."""
         tiles = default_tiles(self.problem, self.maths, self.target, self.hints)
-        known: dict[str, Tile] = {name: entry.tile for name, entry in look_up(tuning, self, tiles).items()}
-        tiles = dataclasses.replace(tiles, **known)
+        for name, entry in look_up(tuning, self, tiles).items():
+            assert isinstance(entry.tile, Tile)
+            tiles = self.with_tile(tiles, name, entry.tile)
         return Kernels(self.maths, self.problem, tiles, self.target, self.deterministic)
 
-    def key(self, kernel: KernelName, tiles: Tiles) -> dict:
+    def key(self, kernel: KernelName, tiles: Tiles) -> dict[str, Any]:
         """What the tune file calls it."""
         over_queries = kernel != "forward" and self.over_queries(tiles)
         return problem_key(kernel, self.maths, self.problem, self.target, self.lengths[1:], over_queries, self.wanted)
@@ -122,7 +123,7 @@ class Asked:
         batch, queries, keys = self.lengths
         kept = 0.5 if mask_class(analyse_mask(self.maths.program.mask)) == "causal" else 1.0
         arch, work = as_arch(self.target), Work(batch, queries, keys, kept)
-        default, *others = found.tiles
+        default, *others = (tile for tile in found.tiles if isinstance(tile, Tile))
         ranked = sorted(others, key=lambda tile: cycles(kernel, self.problem, arch, tile, work))
         return dataclasses.replace(found, tiles=(default, *ranked))
 
@@ -171,7 +172,7 @@ def look_up(tuning: Tuning, asked: Any, tiles: Any) -> dict[Any, Entry]:
     return found
 
 
-def _known(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any) -> Entry | None:
+def _known(tuning: Tuning, asked: Any, kernel: str, key: dict[str, Any], tiles: Any) -> Entry | None:
     """What is known of a kernel of a problem. Raises TuneFileUnreadable where a file holds what it can't run with."""
     entry, file = tuning.find(kernel, key), tuning.file(kernel)
     why = asked.refusal(kernel, tiles, entry.tile) if entry is not None and file is not None else None
@@ -180,7 +181,9 @@ def _known(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any) -> En
     return entry
 
 
-def _tune_once(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, custom: Sequence[Tensor]) -> Entry:
+def _tune_once(
+    tuning: Tuning, asked: Any, kernel: str, key: dict[str, Any], tiles: Any, custom: Sequence[Tensor]
+) -> Entry:
     """Measures, while other processes that want the same entry of the same file wait for it."""
     if asked.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
         raise NotWhileCapturing(
@@ -194,7 +197,7 @@ def _tune_once(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, c
         return _known(tuning, asked, kernel, key, tiles) or _tune(tuning, asked, kernel, key, tiles, custom)
 
 
-def _tune(tuning: Tuning, asked: Any, kernel: str, key: dict, tiles: Any, custom: Sequence[Tensor]) -> Entry:
+def _tune(tuning: Tuning, asked: Any, kernel: str, key: dict[str, Any], tiles: Any, custom: Sequence[Tensor]) -> Entry:
     if asked.device.startswith("cuda"):
         torch.cuda.synchronize(asked.device)  # else what still runs would be timed too
     bench = tuning.bench(asked.job(kernel, tiles), custom)
