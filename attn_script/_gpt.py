@@ -42,11 +42,13 @@ class GPT(nn.Module):
         return functional.linear(self.last(self.blocks(x)), self.bytes.weight)
 
     @torch.no_grad()
-    def write(self, start, length):
+    def write(self, start, length, dtype):
         """Bytes that may follow `start`."""
-        tokens = torch.tensor([list(start)], device=self.places.weight.device)
+        device = self.places.weight.device
+        tokens = torch.tensor([list(start)], device=device)
         for _ in range(length):
-            logits = self(tokens[:, -self.context :])[0, -1].float()
+            with torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
+                logits = self(tokens[:, -self.context :])[0, -1].float()
             tokens = torch.cat([tokens, logits.softmax(-1).multinomial(1)[None]], 1)
         return bytes(tokens[0].tolist())
 
@@ -92,12 +94,14 @@ def sdpa(q, k, v):
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def flex(context):
+def flex(context, device):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, context, context)
+    causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, context, context, device)
 
     def attention(q, k, v):
+        if q.shape[1] != context:  # while it writes: another length is another block mask
+            return sdpa(q, k, v)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return flex_attention(q, k, v, block_mask=causal).transpose(1, 2)
 

@@ -47,7 +47,7 @@ ATTENTIONS = {
     "sigmoid": sigmoid,
     "fading": lambda metas, context: Fading(metas),
     "sdpa": lambda metas, context: sdpa,
-    "flex": lambda metas, context: flex(context),
+    "flex": lambda metas, context: flex(context, "cuda" if torch.cuda.is_available() else "cpu"),
 }
 
 
@@ -71,7 +71,7 @@ def main(argv=None):
     losses = train(model, torch.frombuffer(bytearray(text), dtype=torch.uint8), batch, args.steps, dtype)
     if args.save:
         torch.save(model.state_dict(), args.save)
-    print(model.write(b"Attention ", 200).decode(errors="replace"))
+    print(model.write(b"Attention ", 200, dtype).decode(errors="replace"))
     return losses
 
 
