@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from attention_engine.plan.buffers import Buffer, Role, buffers_of
 from attention_engine.plan.launches import Launch, Step, Sum, Trim
 from attention_engine.runtime.arguments import template
 
-Value: TypeAlias = Tensor | int | Sequence[int | Tensor]
+Value: TypeAlias = Tensor | int | list[int | Tensor] | tuple[int | Tensor, ...]
 Memory: TypeAlias = dict[str, Value]
 KernelOf: TypeAlias = Callable[[Launch], Kernel]
 KEPT = 8  # results of launches that depend on lengths alone
@@ -29,10 +30,10 @@ def values_of(memory: Mapping[str, Value], places: Iterable[str]) -> list[int | 
     found: list[int | Tensor] = []
     for place in places:
         value = memory[place]
-        if isinstance(value, (Tensor, int)):
-            found.append(value)
-        else:
+        if isinstance(value, (list, tuple)):
             found += value
+        else:
+            found.append(value)
     return found
 
 
@@ -163,8 +164,13 @@ class _Launch:
         for place, like, zeroed in self.made:
             found[place] = torch.zeros_like(like) if zeroed else torch.empty_like(like)
         memory.update(found)
-        self.kernel_of(self.launch).run(*values_of(memory, self.places))
+        self._kernel.run(*values_of(memory, self.places))
         return found
+
+    @cached_property
+    def _kernel(self) -> Kernel:
+        """Its kernel, found at the first run: a launch's hash is that of all that its kernel is made of."""
+        return self.kernel_of(self.launch)
 
 
 def _is_capturing(device: torch.device) -> bool:
