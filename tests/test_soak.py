@@ -1,13 +1,17 @@
 """The GPU's soak, on a CPU: what is wrong, hangs or dies is told, and a right draw is right."""
 
+import threading
+
 import pytest
 import torch
 
+from tests.gpu.soak import workers
 from tests.gpu.soak.__main__ import main
 from tests.gpu.soak.check import Measured, run
 from tests.gpu.soak.draws import HARD, PACKINGS, Draw, draw
 from tests.gpu.soak.parts import lengths_of
 from tests.gpu.soak.programs import PACKED, PROGRAMS
+from tests.gpu.soak.workers import Setting, Worker
 
 ON_CPU = ["--tiny", "--backend", "reference", "--device", "cpu", "--workers", "1"]
 
@@ -22,9 +26,30 @@ def test_right_and_wrong_draws_are_told_apart(capsys):
     assert found["found"].outcome == "right"
 
 
-def test_a_yardstick_that_takes_long_is_no_hang(capsys):
-    assert main([*ON_CPU, "--draws", "1", "--limit", "3", "--plant", "0=late"]) == 0
-    assert "right      1" in capsys.readouterr().out
+@pytest.fixture
+def worker():
+    """One without a process."""
+    made = Worker(Setting("reference", "cpu", 60))
+    yield made
+    made.errors.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "outcome"), [("judging", "right"), ("compiling", "right"), ("running", "HUNG")]
+)  # fmt: skip
+def test_the_limit_is_that_of_our_kernels_alone(worker, stage, outcome):
+    """What a process says half a second after a stage began, where a draw has a tenth of one."""
+    worker.lines.put({"stage": stage})
+    later = threading.Timer(0.5, worker.lines.put, [{"outcome": "right"}])
+    later.start()
+    assert worker._await("outcome", 0.1)["outcome"] == outcome
+    later.join()
+
+
+def test_a_yardstick_that_does_not_end_is_no_hang(worker, monkeypatch):
+    monkeypatch.setitem(workers.APART, "judging", 0.1)
+    worker.lines.put({"stage": "judging"})
+    assert worker._await("outcome", 60)["outcome"] == "not judged"
 
 
 @pytest.mark.slow

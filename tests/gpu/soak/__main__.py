@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="*",
         default=[],
         metavar="NUMBER=FAULT",
-        help="faults to be found, in these draws: wrong, hang, crash; late: the yardstick takes long",
+        help="faults to be found, in these draws: wrong, hang, crash",
     )
     parser.add_argument("--compile", action="store_true", help="compile what draws need, and run none")
     parser.add_argument("--arch", default="H100", help="for --compile: of attention_engine.arch")

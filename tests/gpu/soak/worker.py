@@ -24,7 +24,6 @@ from attention_engine import compiler
 from tests.gpu.soak.check import Named, Outcome, run
 from tests.gpu.soak.draws import Draw
 
-LATE = 4.0  # seconds, of a planted yardstick that takes long
 BROKEN = 3  # exit status after an error, which may have left the GPU's context unusable
 
 
@@ -55,13 +54,8 @@ def _outcome(draw: Draw, backend: str, device: str, plant: str, judging: Callabl
         time.sleep(1e6)
     if plant == "crash":
         os.abort()
-
-    def judge() -> None:
-        judging()
-        time.sleep(LATE if plant == "late" else 0)
-
     try:
-        return run(draw, backend, device, _spoil if plant == "wrong" else None, judge)
+        return run(draw, backend, device, _spoil if plant == "wrong" else None, judging)
     except Exception:  # noqa: BLE001 - whatever it is, it is what came of the draw
         return Outcome("error", detail=traceback.format_exc())
 
