@@ -118,6 +118,7 @@ READS = """\
       tl::initialize_wgmma_descriptor<1, 1, 64>(desc_b, (&(((half_t*)k_tile)[0])));
       mbarrier[2].arrive();
       sums[0] = sums[0] * ((float*)weights)[thread] * ((float*)other)[thread];
+      sums[1] = sums[0];
       mbarrier[3].arrive();
       mbarrier[4].arrive();
       k_empty[0].arrive();

@@ -9,6 +9,8 @@ two parts: of a sum of -1000 alone, what is left of a token just before would ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tilelang.language as T
@@ -190,6 +192,24 @@ def load_decays(sums: DecaySums, buffers: Any, batch: Any, head: Any, index: Any
     else:
         T.copy(buffers["sums"][0, batch, head, index * sums.chunk : (index + 1) * sums.chunk], sums.whole)
         T.copy(buffers["sums"][1, batch, head, index * sums.chunk : (index + 1) * sums.chunk], sums.low)
+
+
+@dataclass(frozen=True)
+class StatesWalk:
+    """A walk along chunks that keeps states, or in reverse their gradients: what all parts of its kernel know."""
+
+    problem: LinearProblem
+    program: LinearProgram
+    tile: LinearTile
+    reverse: bool
+    starts: bool
+    overlaps: bool
+    initial: bool
+
+    @cached_property
+    def sizes(self) -> LinearSizes:
+        """The lengths."""
+        return LinearSizes(self.problem, self.tile.chunk)
 
 
 def state_before(block: Block, initial: bool, chunk: Any, at: tuple[Any, Any], kept: Any) -> Any:

@@ -7,7 +7,6 @@ what is kept for chunk c is the gradient of the state after it. g: sums of decay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +22,7 @@ from attention_engine.kernels.linear.channels.common import (
     load_sums,
     sums_tile,
 )
-from attention_engine.kernels.linear.common import Block, LinearSizes, Source, state_before
+from attention_engine.kernels.linear.common import Block, Source, StatesWalk, state_before
 from attention_engine.kernels.methods import macro_method
 from attention_engine.plan import linear_buffers
 
@@ -43,22 +42,8 @@ def states(
     return _States(problem, program, tile, reverse, starts, overlaps, initial).build()
 
 
-@dataclass(frozen=True)
-class _States:
-    """The kernel under construction: what all its parts know."""
-
-    problem: LinearProblem
-    program: LinearProgram
-    tile: LinearTile
-    reverse: bool
-    starts: bool
-    overlaps: bool
-    initial: bool
-
-    @cached_property
-    def sizes(self) -> LinearSizes:
-        """The lengths."""
-        return LinearSizes(self.problem, self.tile.chunk)
+class _States(StatesWalk):
+    """The kernel under construction."""
 
     @cached_property
     def shape(self) -> tuple[int, int]:

@@ -29,9 +29,9 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.linear.common import (
     Block,
     DecaySums,
-    LinearSizes,
     Source,
     SourceTile,
+    StatesWalk,
     load_decays,
     load_source,
     product_of,
@@ -71,22 +71,8 @@ class _Part:
     v0: Any
 
 
-@dataclass(frozen=True)
-class _States:
-    """The kernel under construction: what all its parts know."""
-
-    problem: LinearProblem
-    program: LinearProgram
-    tile: LinearTile
-    reverse: bool
-    starts: bool
-    overlaps: bool
-    initial: bool
-
-    @cached_property
-    def sizes(self) -> LinearSizes:
-        """The lengths."""
-        return LinearSizes(self.problem, self.tile.chunk)
+class _States(StatesWalk):
+    """The kernel under construction."""
 
     @cached_property
     def sources(self) -> tuple[Source, Source]:
