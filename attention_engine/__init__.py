@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attention_engine.runtime.linear import LinearAttentionEngine
     from attention_engine.runtime.masks import create_block_mask, create_mask, document_ids
     from attention_engine.runtime.module import AttentionEngine
+    from attention_engine.runtime.showing import show_mask, show_scores
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -34,11 +35,13 @@ _WHERE = {
     "create_mask": "runtime.masks",
     "document_ids": "runtime.masks",
     "meta_tensor": "frontend.meta",
+    "show_mask": "runtime.showing",
+    "show_scores": "runtime.showing",
     "where": "frontend.symbols",
 }
 __all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "LinearAttentionEngine", "OnlineFunc",
            "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask",
-           "document_ids", "library", "meta_tensor", "where"]  # fmt: skip
+           "document_ids", "library", "meta_tensor", "show_mask", "show_scores", "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

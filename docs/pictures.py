@@ -3,88 +3,41 @@
 python docs/pictures.py      writes docs/pictures/*.svg
 """
 
-import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from attention_engine import CustomIO, create_mask
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.evaluate import evaluate_all
 from attention_engine.ir.program import SCORE
 from attention_engine.library import OnlineSoftmax, causal, dilated, prefix_lm, sliding_window
+from attention_engine.runtime.pictures import (
+    FAINT,
+    INK,
+    KEPT,
+    TILES,
+    box,
+    kinds_of_tiles,
+    legend_of_tiles,
+    mask_cells,
+    picture,
+    text,
+)
 
 FOLDER = Path(__file__).parent / "pictures"
-INK, FAINT, KEPT, MASKED = "#263238", "#90a4ae", "#3f6fb5", "#eceff1"
-TILES = {"whole": "#2e7d32", "part": "#e07b00", "none": "#b0bec5"}
 CELL = 13
-
-
-def text(x: float, y: float, words: str, size: int = 12, anchor: str = "middle", color: str = INK) -> str:
-    """A line of text, its baseline at y."""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{color}">{words}</text>'
-
-
-def box(x: float, y: float, width: float, height: float, fill: str, line: str = "none", thick: float = 1) -> str:
-    """A rectangle."""
-    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-    return f'<rect {place} fill="{fill}" stroke="{line}" stroke-width="{thick:g}"/>'
-
-
-def picture(width: float, height: float, parts: list[str]) -> str:
-    """An SVG file on white, so that it reads on light and dark pages."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" font-family="sans-serif">'
-    )
-    return "\n".join([head, box(0, 0, width, height, "white"), *parts, "</svg>\n"])
-
-
-def kinds_of_tiles(mask: torch.Tensor, q_tile: int, kv_tile: int) -> list[list[str]]:
-    """For each tile of a mask (queries, keys): "whole" (no pair masked), "part", or "none" (all masked)."""
-    tiles = mask.unfold(0, q_tile, q_tile).unfold(1, kv_tile, kv_tile).flatten(2)
-    whole, some = tiles.all(-1).tolist(), tiles.any(-1).tolist()
-    return [
-        ["whole" if a else "part" if s else "none" for a, s in zip(row_whole, row_some, strict=True)]
-        for row_whole, row_some in zip(whole, some, strict=True)
-    ]
 
 
 def mask_panel(x: float, y: float, title: str, mask_mod: Callable[..., Any], length: int, q_tile: int, kv_tile: int):
     """One mask: pairs as cells, tiles as frames in the color of their kind."""
-    mask = create_mask(mask_mod, 1, 1, length, length)[0, 0]
-    side = length * CELL
-    parts = [text(x + side / 2, y - 8, title), box(x, y, side, side, MASKED)]
-    for i, row in enumerate(mask.tolist()):
-        start = 0
-        for kept, run in itertools.groupby(row):
-            count = len(list(run))
-            if kept:
-                parts.append(box(x + start * CELL, y + i * CELL, count * CELL, CELL, KEPT))
-            start += count
-    lines = [f"M{x + n * CELL:g} {y:g} v{side} M{x:g} {y + n * CELL:g} h{side}" for n in range(length + 1)]
-    parts.append(f'<path d="{" ".join(lines)}" stroke="white" stroke-width="2"/>')
-    frames = []
-    for i, row in enumerate(kinds_of_tiles(mask, q_tile, kv_tile)):
-        for j, kind in enumerate(row):
-            place = x + j * kv_tile * CELL + 1.5, y + i * q_tile * CELL + 1.5
-            size = kv_tile * CELL - 3, q_tile * CELL - 3
-            frame = box(*place, *size, "none", TILES[kind], 1 if kind == "none" else 2.5)
-            frames.append((kind != "none", frame))
-    return parts + [frame for _, frame in sorted(frames)]
+    return mask_cells(x, y, title, pairs_of(mask_mod, length), CELL, CELL, (q_tile, kv_tile))
 
 
-def legend(x: float, y: float) -> list[str]:
-    """What the colors of frames mean."""
-    parts = []
-    words = {"whole": "whole tile: no mask test", "part": "part: each pair tested", "none": "none kept: not visited"}
-    for n, (kind, what) in enumerate(words.items()):
-        parts.append(box(x + 205 * n, y - 10, 12, 12, "none", TILES[kind], 2.5))
-        parts.append(text(x + 18 + 205 * n, y, what, 12, "start"))
-    return parts
+def pairs_of(mask_mod: Callable[..., Any], length: int) -> list[list[float]]:
+    """1 for each pair that the mask keeps, 0 for the others."""
+    return create_mask(mask_mod, 1, 1, length, length)[0, 0].double().tolist()
 
 
 def tiles_of_causal() -> str:
@@ -93,8 +46,7 @@ def tiles_of_causal() -> str:
     parts = mask_panel(x, y, "keys", causal, length, q_tile, kv_tile)
     block = 3
     top = y + block * q_tile * CELL
-    mask = create_mask(causal, 1, 1, length, length)[0, 0]
-    steps = sum(kind != "none" for kind in kinds_of_tiles(mask, q_tile, kv_tile)[block])
+    steps = sum(kind != "none" for kind in kinds_of_tiles(pairs_of(causal, length), q_tile, kv_tile)[block])
     parts.append(text(x - 12, y + length * CELL / 2 - 70, "queries", anchor="end"))
     parts.append(text(x - 12, top + q_tile * CELL / 2, "one block", 12, "end"))
     parts.append(text(x - 12, top + q_tile * CELL / 2 + 15, f"{q_tile} queries", 11, "end", FAINT))
@@ -105,7 +57,7 @@ def tiles_of_causal() -> str:
     parts.append(f'<path d="M{end - 16} {middle - 6} L{end - 4} {middle} L{end - 16} {middle + 6} z" fill="{INK}"/>')
     parts.append(text(x + length * CELL + 14, middle - 4, f"walks over {steps} tiles", 12, "start"))
     parts.append(text(x + length * CELL + 14, middle + 12, f"of {kv_tile} keys, and stops", 12, "start"))
-    return picture(640, y + length * CELL + 45, parts + legend(20, y + length * CELL + 28))
+    return picture(640, y + length * CELL + 45, parts + legend_of_tiles(20, y + length * CELL + 28))
 
 
 def masks() -> str:
@@ -118,7 +70,7 @@ def masks() -> str:
     for n, (title, mask_mod) in enumerate(shown.items()):
         parts += mask_panel(20 + n * (length * CELL + 22), 30, title, mask_mod, length, tile, tile)
     width = 20 + 4 * (length * CELL + 22)
-    return picture(width, 30 + length * CELL + 40, parts + legend(width / 2 - 310, 30 + length * CELL + 28))
+    return picture(width, 30 + length * CELL + 40, parts + legend_of_tiles(width / 2 - 310, 30 + length * CELL + 28))
 
 
 def row_by_row() -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention_engine.errors import BadInput
+from attention_engine.errors import BadInput, NotATensor
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.tracing import trace
-from attention_engine.ir.program import KV_IDX, Q_IDX, B, H, Program
+from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.reference.evaluate import Evaluator
 from attention_engine.runtime.captured import capturing, tensors_now
+from attention_engine.runtime.inputs import type_of
 
 Place = torch.device | str | None
 
@@ -33,54 +35,88 @@ def document_ids(lengths: Sequence[int] | Tensor, total: int | None = None, devi
     return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]
 
 
-def _trace(mask_mod: Callable[..., Any]) -> tuple[Program, dict[str, Tensor]]:
-    """The mask's program, and the tensors that it captured by name."""
-    with capturing((), {}) as capture:
-        program = trace(None, mask_mod, None, CustomIO())
-    return program, dict(zip(capture.names, tensors_now(list(capture.captured.values())), strict=True))
+def io_of(custom: Mapping[str, Tensor], sizes: Sequence[int | None]) -> CustomIO:
+    """A declaration of these tensors. Only a mod that reads one without indices needs names of axes: a dimension has
+    one where it is as long as exactly one of the batch, the heads, the queries and the keys."""
+    names = ("batch", "heads", "seq_len", "seq_len_kv")
+
+    def axis(length: int) -> int | str:
+        fits = [name for name, size in zip(names, sizes, strict=True) if size == length]
+        return fits[0] if len(fits) == 1 and length != 1 else length
+
+    for name, tensor in custom.items():
+        if not isinstance(tensor, Tensor):
+            raise NotATensor(f"custom input '{name}' is {type(tensor).__name__}. Give a tensor.")
+    return CustomIO({name: tuple(map(axis, tensor.shape)) for name, tensor in custom.items()})
 
 
-def _evaluate(mask_mod: Callable[..., Any], batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    program, custom = _trace(mask_mod)
-    shape = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
-    if program.mask is None:
-        return torch.ones(shape, dtype=torch.bool, device=query.device)
-    values = {B: batch, H: head, Q_IDX: query, KV_IDX: key}
-    return Evaluator(values, custom, torch.float32, query.device)(program.mask).expand(shape)
+class TracedMask:
+    """A mask's condition, and the tensors that it reads by name: custom inputs and captured ones.
+
+    batch, heads: how many the mask differs in, 1 where it doesn't depend on them.
+    """
+
+    def __init__(self, condition: Expr | None, tensors: Mapping[str, Tensor], sizes: Sequence[int | None]) -> None:
+        """sizes: batch, heads, queries, keys."""
+        self.condition, self.tensors = condition, tensors
+        axes = condition.axes if condition is not None else frozenset[Axis]()
+        self.batch, self.heads = (
+            (size or 1) if variable.axes <= axes else 1 for variable, size in zip((B, H), sizes, strict=False)
+        )
+
+    def at(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Is the pair kept? Of indices that broadcast."""
+        shape = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
+        if self.condition is None:
+            return torch.ones(shape, dtype=torch.bool, device=query.device)
+        values = {B: batch, H: head, Q_IDX: query, KV_IDX: key}
+        return Evaluator(values, self.tensors, torch.float32, query.device)(self.condition).expand(shape)
 
 
-def _sizes(mask_mod: Callable[..., Any], B_: int | None, H_: int | None) -> tuple[int, int]:
-    """Batch and heads of a mask, 1 where it doesn't depend on them (or None was given)."""
-    mask = _trace(mask_mod)[0].mask
-    axes = mask.axes if mask is not None else frozenset()
-    return (B_ or 1) if B.axes <= axes else 1, (H_ or 1) if H.axes <= axes else 1
+def trace_mask(
+    mask_mod: Callable[..., Any], sizes: Sequence[int | None], custom: Mapping[str, Tensor]
+) -> TracedMask:  # fmt: skip
+    """The mask that a function writes. sizes: batch, heads, queries, keys."""
+    io = io_of(custom, sizes)
+    types = {name: type_of(tensor) for name, tensor in custom.items()}
+    with capturing(tuple(custom), types) as capture:
+        program = trace(None, mask_mod, None, io, types)
+    held = zip(capture.names, tensors_now(list(capture.captured.values())), strict=True)
+    return TracedMask(program.mask, {**custom, **dict(held)}, sizes)
 
 
 def create_mask(
-    mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None
-) -> Tensor:
-    """The mask as bool (B or 1, H or 1, Sq, Skv), True where a pair is kept: for looking at, not for the kernels."""
-    batch, heads = _sizes(mask_mod, B, H)
-    axes = [torch.arange(n, device=device) for n in (batch, heads, Sq, Skv)]
-    return _evaluate(mask_mod, *torch.meshgrid(*axes, indexing="ij"))
+    mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
+    **custom: Tensor,
+) -> Tensor:  # fmt: skip
+    """The mask as bool (B or 1, H or 1, Sq, Skv), True where a pair is kept: for looking at, not for the kernels.
+
+    custom: the custom inputs that the mask reads, by name. Tensors that it captures are read as they are.
+
+        create_mask(library.document(), 1, None, 6, 6, documents=document_ids([2, 4]))
+    """
+    mask = trace_mask(mask_mod, (B, H, Sq, Skv), custom)
+    axes = [torch.arange(n, device=device) for n in (mask.batch, mask.heads, Sq, Skv)]
+    return mask.at(*torch.meshgrid(*axes, indexing="ij"))
 
 
 def create_block_mask(
     mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
-    Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128,
+    Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128, **custom: Tensor,
 ) -> Tensor:  # fmt: skip
     """Which blocks hold a kept pair: int8 (B or 1, H or 1, ceil(Sq / Q_BLOCK_SIZE), ceil(Skv / KV_BLOCK_SIZE)).
 
-    Rows of blocks are made one after another, so memory stays at O(tiles) and one row of blocks.
+    custom: as `create_mask` takes them. Rows of blocks are made one after another, so memory stays at O(tiles) and one
+    row of blocks.
     """
-    batch, heads = _sizes(mask_mod, B, H)
+    mask = trace_mask(mask_mod, (B, H, Sq, Skv), custom)
     rows, columns = -(-Sq // Q_BLOCK_SIZE), -(-Skv // KV_BLOCK_SIZE)
-    blocks = torch.zeros(batch, heads, rows, columns, dtype=torch.int8, device=device)
-    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    blocks = torch.zeros(mask.batch, mask.heads, rows, columns, dtype=torch.int8, device=device)
+    b = torch.arange(mask.batch, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(mask.heads, device=device).view(1, -1, 1, 1)
     key = torch.arange(columns * KV_BLOCK_SIZE, device=device).view(1, 1, 1, -1)
     for row in range(rows):
         query = torch.arange(row * Q_BLOCK_SIZE, min((row + 1) * Q_BLOCK_SIZE, Sq), device=device).view(1, 1, -1, 1)
-        kept = (_evaluate(mask_mod, b, h, query, key) & (key < Skv)).any(2)
+        kept = (mask.at(b, h, query, key) & (key < Skv)).any(2)
         blocks[:, :, row] = kept.unflatten(-1, (columns, KV_BLOCK_SIZE)).any(-1)
     return blocks

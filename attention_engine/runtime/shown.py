@@ -25,6 +25,8 @@ from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.pictures import MaskPicture, ScorePicture
+from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine, name_of
 from attention_engine.runtime.tuning import Asked
 
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
@@ -183,6 +185,39 @@ class Shown(Engine):
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return cost_of(program, q, k, v, dict(zip(names, [*tensors[3:], *extra], strict=True)))
+
+    def show_mask(
+        self, *custom: Tensor, B: int | None = None, H: int | None = None, Sq: int | None = None,
+        Skv: int | None = None, block_mask: Tensor | None = None, batch: Choice = None, head: Choice = None,
+        tile: tuple[int, int] | None = None, **named: Tensor,
+    ) -> MaskPicture:  # fmt: skip
+        """A picture of the pairs that this engine keeps: SVG in a notebook, block characters where it is printed.
+
+        custom: as in a call; those that the mask doesn't read may be left out. B, H, Sq, Skv: batch, heads, queries and
+        keys; None: those of the custom inputs, else of the metas. The rest is what `show_mask` takes.
+
+            engine.show_mask(documents=ids, tile=(128, 128))
+        """
+        mask, queries, keys = mask_of_engine(self, custom, named, block_mask, (B, H, Sq, Skv))
+        title = "no mask" if self.mask_mod is None else name_of(self.mask_mod)
+        return draw_mask(mask, title, queries, keys, batch, head, tile)
+
+    def show_scores(
+        self, q: Tensor, k: Tensor, *custom: Tensor, block_mask: Tensor | None = None, weights: bool = False,
+        batch: Choice = None, head: Choice = None, **named: Tensor,
+    ) -> ScorePicture:  # fmt: skip
+        """A picture of the scores of q and k after score_mod, masked; with weights=True, of each row's final weights.
+
+        custom: as in a call. batch, head: which to draw, an index or several; None: the first few.
+        """
+        check_ranks(self.layout, q, k, k)
+        tensors = [q, k, k, *order_custom(self.custom_io, custom, named), *tensors_now(self._captured)]
+        program, names, extra = self._dense_program(tensors, block_mask)
+        q, k = (t if self.layout == "bhsd" else t.transpose(1, 2) for t in (q, k))
+        functions = [name_of(f) for f in (self.score_mod, self.mask_mod) if f is not None]
+        title = ", ".join([*functions, *([f"{type(self.online_func).__name__}()"] if weights else [])]) or "q . k"
+        inputs = dict(zip(names, [*tensors[3:], *extra], strict=True))
+        return draw_scores(program, inputs, title, q, k, weights, batch, head)
 
     def __repr__(self) -> str:
         parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]

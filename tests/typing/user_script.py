@@ -18,6 +18,8 @@ from attention_engine import (
     create_mask,
     library,
     meta_tensor,
+    show_mask,
+    show_scores,
     where,
 )
 from attention_engine.errors import AttentionEngineError, BadInput
@@ -55,6 +57,8 @@ assert_type(engine.source("forward", form="cuda"), str)
 assert_type(engine.check(q, q, q).ok, bool)
 assert_type(create_mask(causal, 1, 1, 8, 8), Tensor)
 assert_type(create_block_mask(library.causal, None, None, 8, 8), Tensor)
+assert_type(create_mask(library.document(), 1, 1, 8, 8, documents=q), Tensor)
+picture: str = show_mask(library.causal, Sq=8).svg() + engine.show_mask(Sq=8).svg() + show_scores(q, q).svg()
 try:
     engine(q, q, q)
 except BadInput as error:
