@@ -189,6 +189,10 @@ class UnknownOption(AttentionEngineError, ValueError):
     """An option has a value that means nothing."""
 
 
+class UnknownArgument(AttentionEngineError, TypeError):
+    """A constructor was given an argument that it doesn't have."""
+
+
 class OptionsClash(UnknownOption):
     """Two options that say the same thing, or against each other."""
 

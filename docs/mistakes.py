@@ -155,6 +155,8 @@ MISTAKES = [
     Mistake(E.UnknownOption, "a class in place of an instance", *option(
         "online_func=library.OnlineSoftmax", "online_func=library.OnlineSoftmax()")),
     Mistake(E.UnknownOption, "an option's value that means nothing", *option('backend="triton"', 'backend="tilelang"')),
+    Mistake(E.UnknownArgument, "an option that is spelled another way", *option(
+        "maskmod=library.causal", "mask_mod=library.causal")),
     Mistake(E.OptionsClash, "two options that say the same", *option(
         "mask_mod=library.causal, block_mask=library.sliding_window(4)",
         "mask_mod=library.and_masks(library.causal, library.sliding_window(4))")),

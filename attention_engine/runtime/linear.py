@@ -35,7 +35,6 @@ from attention_engine.runtime.inputs import (
     check_qkv,
     check_ranks,
     check_tuning,
-    check_type,
     follow_autocast,
     guess_types,
     is_cast,
@@ -48,6 +47,7 @@ from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_op import LinearAttention
 from attention_engine.runtime.linear_shown import RANKS, LinearShown
 from attention_engine.runtime.linear_tuning import LinearAsked
+from attention_engine.runtime.names import declared, either, explains_names
 from attention_engine.runtime.tuning import Tuning, choose
 
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -73,20 +73,23 @@ class LinearAttentionEngine(LinearShown):
     ORDINARY: ClassVar[int] = RANKS["token"]  # a variant is the rank of the decay, 0 without one
     TURNED: ClassVar[int] = 4
 
+    @explains_names
     def __init__(
         self, qkv_meta: Sequence[Meta], q_mod: Callable[..., Any] | None = None,
         k_mod: Callable[..., Any] | None = None, v_mod: Callable[..., Any] | None = None,
         decay_mod: Callable[..., Any] | None = None, custom_io: CustomIO | None = None, *,
         layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
-        tune_filename: str | None = None, tune_bwd: bool = False, deterministic: bool = False,
+        tune_file: str | None = None, tune_bwd: bool = False, tune_file_bwd: str | None = None,
+        deterministic: bool = False, custom_fwd_inputs: CustomIO | None = None, tune_filename: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.qkv_meta = check_linear_metas(qkv_meta)
-        self.custom_io = custom_io if custom_io is not None else CustomIO()
+        given = either("custom_io", custom_io, "custom_fwd_inputs", custom_fwd_inputs)
+        self.custom_io = declared(given, ("q_mod", "k_mod", "v_mod", "decay_mod"))
+        tune_file = either("tune_file", tune_file, "tune_filename", tune_filename)
         check_options(backend, layout, None, device, (1, 1))
-        check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_filename=tune_filename)
-        self.tuning = Tuning((tune, tune_bwd), (tune_filename, tune_filename))
-        check_type("custom_io", self.custom_io, CustomIO)
+        check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
+        self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.mods = {"q": q_mod, "k": k_mod, "v": v_mod, "decay": decay_mod}
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend

@@ -56,6 +56,7 @@ from attention_engine.runtime.inputs import (
     type_of,
 )
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.names import declared, either, explains_names
 from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 
@@ -65,7 +66,7 @@ Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for a
 class AttentionEngine(Shown):
     """An attention, from its maths.
 
-    qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v. custom_fwd_inputs: a CustomIO. score_mod(score, custom, b, h,
+    qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v. custom_io: a CustomIO. score_mod(score, custom, b, h,
     q_idx, kv_idx): elementwise on q . k (fp32) times scale. scale: a number; None is dim ** -0.5 where there is no
     score_mod, and 1 where there is one, which scales itself. mask_mod(b, h, q_idx, kv_idx[, custom]): True keeps;
     applied after score_mod, and a masked pair takes no part in anything. mask_value: None, "-inf" or "0", which mean
@@ -86,22 +87,24 @@ class AttentionEngine(Shown):
     ORDINARY: ClassVar[Blocks] = None
     TURNED: ClassVar[int] = 3
 
+    @explains_names
     def __init__(
-        self, qkv_meta: Sequence[Meta], custom_fwd_inputs: CustomIO | None = None,
+        self, qkv_meta: Sequence[Meta], custom_io: CustomIO | None = None,
         score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
         online_func: OnlineFunc | None = None, mask_value: str | None = None, *, scale: float | None = None,
         block_mask: Callable[..., Any] | Tensor | None = None, block_size: tuple[int, int] = (128, 128),
         layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
         tune_file: str | None = None, tune_bwd: bool = False, tune_file_bwd: str | None = None,
-        deterministic: bool = False,
+        deterministic: bool = False, custom_fwd_inputs: CustomIO | None = None, tune_filename: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.qkv_meta = check_metas(qkv_meta)
-        self.custom_io = custom_fwd_inputs if custom_fwd_inputs is not None else CustomIO()
+        given = either("custom_io", custom_io, "custom_fwd_inputs", custom_fwd_inputs)
+        self.custom_io = declared(given, ("score_mod", "mask_mod"))
+        tune_file = either("tune_file", tune_file, "tune_filename", tune_filename)
         check_options(backend, layout, mask_value, device, block_size)
         check_scale(scale)
         check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
-        check_type("custom_fwd_inputs", self.custom_io, CustomIO)
         check_type("online_func", online_func, OnlineFunc, optional=True)
         if callable(block_mask) and not isinstance(block_mask, Tensor):
             if mask_mod is not None:

@@ -122,7 +122,7 @@ class Case:
         maths = PROGRAMS[self.program]
         masks = {"full": None, "causal": library.causal, "window": library.sliding_window(WINDOW - 1)}
         return {
-            "custom_fwd_inputs": CustomIO(dict(maths.custom)),
+            "custom_io": CustomIO(dict(maths.custom)),
             "score_mod": maths.score_mod(self.shape.dim**-0.5),
             "mask_mod": masks[self.mask],
             "online_func": maths.online_func(),

@@ -147,7 +147,7 @@ def test_a_map_serves_every_kernel_that_asks_for_it():
 def test_names_stand_for_one_kernel_each():
     """compile_for, source, explain and the tuner ask by these names."""
     axes = CustomIO({"table": ("heads", 129)})
-    engine = build(None, custom_fwd_inputs=axes, score_mod=lambda s, c, b, h, i, j: s + c["table"][h, i - j + 64])
+    engine = build(None, custom_io=axes, score_mod=lambda s, c, b, h, i, j: s + c["table"][h, i - j + 64])
     made = engine._asked(arch.H100(), False).trained.kernels_as_known(engine.tuning)
     steps = [s for s in (*made.plan.forward_steps, *made.plan.backward_steps()) if isinstance(s, Launch)]
     assert len({s.name for s in steps}) == len({(s.builder, s.given) for s in steps}) == len(steps)
@@ -155,7 +155,7 @@ def test_names_stand_for_one_kernel_each():
 
 def test_zeroed_buffers_come_as_zeros_and_others_as_they_are():
     axes = CustomIO({"bias": ("batch", "seq_len_kv")})
-    engine = build(None, custom_fwd_inputs=axes, score_mod=lambda s, c, b, h, i, j: s + c["bias"])
+    engine = build(None, custom_io=axes, score_mod=lambda s, c, b, h, i, j: s + c["bias"])
     made = engine._asked(arch.H100(), False).trained.kernels_as_known(engine.tuning).plan
     over_keys = buffers_of(made.over_keys.arguments)
     assert {b.name for b in over_keys if b.role is Role.ZEROED} == {"key_sum0"}

@@ -348,7 +348,7 @@ def test_what_is_compiled_ahead_has_the_tiles_that_a_file_holds(tmp_path, monkey
     (kernel,) = [n for n in of_problem.kernels(False, tiles) if "walk" in n]
     tile = next(t for t in of_problem.space(kernel, tiles).tiles if t != of_problem.tile(tiles, kernel))
     TuneFile(file).add([Entry(of_problem.key(kernel, tiles), tile, 1.0, 1, "2026-01-01T00:00:00Z")])
-    LinearAttentionEngine(metas, device=gpu, tune_filename=str(file)).compile_for(gpu)
+    LinearAttentionEngine(metas, device=gpu, tune_file=str(file)).compile_for(gpu)
     held = {k.builder: {g for g in k.given if isinstance(g, type(tile))} for k in asked}
     assert held["linear.token.walk.walk"] == {tile}
 

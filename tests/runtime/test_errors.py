@@ -108,9 +108,9 @@ def test_an_option_that_means_nothing_is_refused(option, message):
 
 def test_custom_inputs_are_declared_by_a_custom_io():
     message = said(UnknownOption, AttentionEngine, metas(), {"x": (1,)})
-    assert message == "custom_fwd_inputs is {'x': (1,)}. Give an instance of CustomIO."
+    assert message == "custom_io is {'x': (1,)}. Write CustomIO({'x': (1,)})."
     assert said(UnknownOption, AttentionEngine, metas(), CustomIO) == (
-        f"custom_fwd_inputs is {CustomIO!r}. Give an instance of CustomIO (is it missing brackets: CustomIO()?)."
+        f"custom_io is {CustomIO!r}. Give an instance of CustomIO (is it missing brackets: CustomIO()?)."
     )
 
 

@@ -34,7 +34,7 @@ asked = SecondIsBest.asked
 
 def engine(file=None, bench=SecondIsBest, heads=2, **options):
     metas = tuple(meta_tensor(1, h, 40, 32, dtype=torch.float16) for h in (heads, heads, 2))
-    given = {"backend": "interpret", "tune": True, "tune_filename": file, **options}
+    given = {"backend": "interpret", "tune": True, "tune_file": file, **options}
     made = LinearAttentionEngine(metas, v_mod=lambda x, c: x * c["dt"], custom_io=CustomIO(CUSTOM), **given)
     made.tuning.budget, made.tuning.bench = Budget(2, 60), bench
     asked.clear()

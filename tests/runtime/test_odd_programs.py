@@ -71,7 +71,7 @@ def test_a_row_a_state_and_a_custom_input_may_have_any_name(name, backend):
     alike(results(backend, online_func=softmax(state=name)), plain)
     slopes = torch.tensor([0.5, 0.25])
     found, expected = (
-        results(run, slopes, custom_fwd_inputs=CustomIO({n: ("heads",)}), online_func=OnlineSoftmax(),
+        results(run, slopes, custom_io=CustomIO({n: ("heads",)}), online_func=OnlineSoftmax(),
                 score_mod=lambda s, c, b, h, i, j, n=n: s * c[n])
         for run, n in ((backend, name), ("reference", "slopes"))
     )  # fmt: skip
@@ -131,7 +131,7 @@ def of_mask(function: Callable[..., Any]) -> dict[str, Any]:
     return {"mask_mod": lambda b, h, i, j: function(i, j), "online_func": OnlineSoftmax()}
 
 
-X = {"custom_fwd_inputs": CustomIO({"x": ("seq_len_kv",)})}
+X = {"custom_io": CustomIO({"x": ("seq_len_kv",)})}
 REFUSED: dict[str, tuple[type[Exception], Callable[[], dict[str, Any]]]] = {
     "an int of many bits": (errors.NumberTooLarge, lambda: of_score(lambda s: s + 2**70)),
     "an int of more bits than a float": (errors.NumberTooLarge, lambda: of_score(lambda s: s * 10**400)),
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], dict[str, Any]]]] = {
         errors.BadInitialValue,
         lambda: {"online_func": online(lambda s, r, b, h, i: (s, {"a": r["a"]}, 1.0), None, {"a": 10**400})},
     ),
-    "a custom input called 5": (errors.BadCustomInput, lambda: {"custom_fwd_inputs": CustomIO({5: ("heads",)})}),  # type: ignore[dict-item]
+    "a custom input called 5": (errors.BadCustomInput, lambda: {"custom_io": CustomIO({5: ("heads",)})}),  # type: ignore[dict-item]
 }  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def test_a_custom_inputs_row_may_be_a_state(kind, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_number_may_come_without_an_axis(backend):
-    options = {"custom_fwd_inputs": CustomIO({"t": (1,)}), "online_func": OnlineSoftmax(),
+    options = {"custom_io": CustomIO({"t": (1,)}), "online_func": OnlineSoftmax(),
                "score_mod": lambda s, c, b, h, i, j: s * c["t"]}  # fmt: skip
     *found, gradient = results(backend, torch.tensor(0.5), **options)
     *expected, of_row = results("reference", torch.tensor([0.5]), **options)

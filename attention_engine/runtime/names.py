@@ -1,0 +1,78 @@
+"""What constructors take by name: the nearest names of one that is unknown, and options that have two names."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from attention_engine.errors import OptionsClash, UnknownArgument, UnknownOption
+from attention_engine.frontend.custom_io import CustomIO
+
+Self = TypeVar("Self")
+Given = ParamSpec("Given")
+Value = TypeVar("Value")
+
+SEED = ("custom_fwd_inputs", "tune_filename")  # names of before that are still taken, and not shown
+ELSEWHERE = {  # what other libraries call it
+    "is_causal": "Write mask_mod=attention_engine.library.causal.",
+    "causal": "Write mask_mod=attention_engine.library.causal.",
+    "attn_mask": "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks.",
+    "softmax_scale": "Write scale=...",
+    "sm_scale": "Write scale=...",
+    "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
+}
+
+
+def explains_names(init: Callable[Concatenate[Self, Given], None]) -> Callable[Concatenate[Self, Given], None]:
+    """Decorates a constructor: a name that it doesn't take is an UnknownArgument that tells the nearest."""
+    known = [n for n in inspect.signature(init).parameters if n != "self" and n not in SEED]
+    taken = {*known, *SEED}
+
+    @functools.wraps(init)
+    def explained(self: Self, /, *args: Given.args, **named: Given.kwargs) -> None:
+        for name in named:
+            if name not in taken:
+                raise UnknownArgument(f"{type(self).__name__} has no argument {name!r}. {nearest(name, known)}")
+        init(self, *args, **named)
+
+    return explained
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name, as a sentence."""
+    known = list(known)
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    *most, last = [repr(n) for n in difflib.get_close_matches(name, known, n=3)] or [""]
+    if not last:
+        return f"It takes {', '.join(known)}."
+    return f"Did you mean {', '.join(most)} or {last}?" if most else f"Did you mean {last}?"
+
+
+def either(name: str, value: Value | None, old_name: str, old: Value | None) -> Value | None:
+    """The value of an option that has two names; OptionsClash where both are given."""
+    if value is not None and old is not None:
+        raise OptionsClash(f"{name} and {old_name} are one option by two names. Give {name} alone.")
+    return value if value is not None else old
+
+
+def declared(custom_io: Any, functions: Iterable[str]) -> CustomIO:
+    """The custom inputs that a constructor was given, none for None. functions: the names of its arguments for
+    functions. Raises UnknownOption for anything else."""
+    if custom_io is None:
+        return CustomIO()
+    if isinstance(custom_io, CustomIO):
+        return custom_io
+    if isinstance(custom_io, type):
+        raise UnknownOption(
+            f"custom_io is {custom_io!r}. Give an instance of CustomIO (is it missing brackets: "
+            f"{custom_io.__name__}()?)."
+        )
+    if callable(custom_io):
+        shown, places = getattr(custom_io, "__qualname__", repr(custom_io)), ", ".join(f"{n}=..." for n in functions)
+        raise UnknownOption(f"custom_io is {shown}, a function. Give functions by name: {places}")
+    way_out = f"Write CustomIO({custom_io!r})." if isinstance(custom_io, dict) else "Give an instance of CustomIO."
+    raise UnknownOption(f"custom_io is {custom_io!r}. {way_out}")

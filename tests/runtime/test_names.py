@@ -1,0 +1,90 @@
+"""What constructors take by name: one vocabulary in both engines, the seed's names, and names that are nobody's."""
+
+import inspect
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, errors, meta_tensor
+from attention_engine.library import causal, scale
+
+METAS = (meta_tensor(None, 2, None, 16, dtype=torch.float32),) * 3
+ENGINES = (AttentionEngine, LinearAttentionEngine)
+IO = CustomIO({"gain": ("heads",)})
+SHARED = ("qkv_meta", "custom_io", "layout", "device", "backend", "tune", "tune_file", "tune_bwd", "tune_file_bwd",
+          "deterministic")  # fmt: skip
+
+
+def said(kind, make):
+    with pytest.raises(kind) as caught:
+        make()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_both_engines_have_one_vocabulary(engine):
+    assert set(SHARED) <= set(inspect.signature(engine).parameters)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_names_of_the_seed_mean_the_same(engine, tmp_path):
+    file = str(tmp_path / "tiles.json")
+    new = engine(METAS, custom_io=IO, tune_file=file)
+    old = engine(METAS, custom_fwd_inputs=IO, tune_filename=file)
+    assert new.custom_io is old.custom_io is IO
+    assert new.tuning.files == old.tuning.files == (file, file)
+
+
+def test_custom_inputs_stand_second_in_place():
+    assert AttentionEngine(METAS, IO).custom_io is IO
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_of_its_own_for_the_backward_kernels(engine, tmp_path):
+    files = (str(tmp_path / "forward.json"), str(tmp_path / "backward.json"))
+    assert engine(METAS, tune_file=files[0], tune_file_bwd=files[1]).tuning.files == files
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("new", "old", "value"), [
+    ("custom_io", "custom_fwd_inputs", IO), ("tune_file", "tune_filename", "tiles.json"),
+])  # fmt: skip
+def test_both_names_at_once_clash(engine, new, old, value):
+    message = said(errors.OptionsClash, lambda: engine(METAS, **{new: value, old: value}))
+    assert message == f"{new} and {old} are one option by two names. Give {new} alone."
+
+
+@pytest.mark.parametrize(("engine", "name", "advice"), [
+    (AttentionEngine, "scoremod", "Did you mean 'score_mod'?"),
+    (AttentionEngine, "mask", "Did you mean 'mask_mod'?"),
+    (LinearAttentionEngine, "qmod", "Did you mean 'q_mod', 'v_mod' or 'k_mod'?"),
+    (LinearAttentionEngine, "zzz", "It takes qkv_meta, q_mod, k_mod, v_mod, decay_mod, custom_io, layout, device, "
+     "backend, tune, tune_file, tune_bwd, tune_file_bwd, deterministic."),
+    (AttentionEngine, "is_causal", "Write mask_mod=attention_engine.library.causal."),
+    (AttentionEngine, "attn_mask", "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks."),
+])  # fmt: skip
+def test_a_name_that_is_no_option_is_told_the_nearest(engine, name, advice):
+    message = said(errors.UnknownArgument, lambda: engine(METAS, **{name: None}))
+    assert message == f"{engine.__name__} has no argument {name!r}. {advice}"
+    assert issubclass(errors.UnknownArgument, TypeError)
+
+
+def test_the_constructor_keeps_its_signature():
+    assert list(inspect.signature(AttentionEngine).parameters)[:6] == [
+        "qkv_meta", "custom_io", "score_mod", "mask_mod", "online_func", "mask_value"]  # fmt: skip
+
+
+def test_functions_in_the_place_of_custom_inputs_are_told_their_names():
+    assert said(errors.UnknownOption, lambda: AttentionEngine(METAS, scale(0.25), causal)) == (
+        "custom_io is scale(0.25), a function. Give functions by name: score_mod=..., mask_mod=..."
+    )
+    assert said(errors.UnknownOption, lambda: LinearAttentionEngine(METAS, custom_io=causal)) == (
+        "custom_io is causal, a function. Give functions by name: q_mod=..., k_mod=..., v_mod=..., decay_mod=..."
+    )
+
+
+def test_a_dict_in_the_place_of_custom_inputs_is_told_the_class():
+    for engine in ENGINES:
+        message = said(errors.UnknownOption, lambda engine=engine: engine(METAS, custom_io={"x": (1,)}))
+        assert message == "custom_io is {'x': (1,)}. Write CustomIO({'x': (1,)})."
