@@ -17,6 +17,7 @@ from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport
 from attention_engine.runtime.cost import LinearCost, linear_cost_of
+from attention_engine.runtime.described import linear_in_lines, linear_in_one_line
 from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
@@ -171,10 +172,7 @@ class LinearShown(Engine):
         return batch, length
 
     def __repr__(self) -> str:
-        parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]
-        parts += [f"{n}_mod={getattr(m, '__qualname__', repr(m))}" for n, m in self.mods.items() if m is not None]
-        if self.custom_io.specs:
-            parts.append(f"custom_io={self.custom_io!r}")
-        plain = {"layout": "bshd", "backend": "auto", "deterministic": False, "device": None}
-        parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
-        return f"LinearAttentionEngine({', '.join(parts)})"
+        return linear_in_one_line(self)
+
+    def __str__(self) -> str:
+        return linear_in_lines(self)

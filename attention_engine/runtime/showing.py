@@ -19,6 +19,7 @@ from attention_engine.library import OnlineSoftmax
 from attention_engine.reference.dense import attend
 from attention_engine.reference.evaluate import Evaluator
 from attention_engine.runtime.captured import capturing, tensors_now
+from attention_engine.runtime.described import name_of
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, type_of
 from attention_engine.runtime.masks import TracedMask, io_of, trace_mask
 from attention_engine.runtime.pictures import MaskPicture, Panel, ScorePicture
@@ -79,12 +80,6 @@ def show_scores(
     names = [name_of(f) for f in (score_mod, mask_mod) if f is not None]
     title = ", ".join([*names, *([f"{type(online).__name__}()"] if weights else [])]) or "q . k"
     return draw_scores(program, {**custom, **dict(held)}, title, q, k, weights, batch, head)
-
-
-def name_of(function: Any) -> str:
-    """A function as it is called in its file: without the functions around it."""
-    name = getattr(function, "__qualname__", None)
-    return repr(function) if name is None else str(name).rpartition("<locals>.")[2]
 
 
 def draw_mask(

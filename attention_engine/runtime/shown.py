@@ -21,12 +21,13 @@ from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import CheckReport, compare
 from attention_engine.runtime.cost import Cost, cost_of
+from attention_engine.runtime.described import in_lines, in_one_line, name_of
 from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.pictures import MaskPicture, ScorePicture
-from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine, name_of
+from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine
 from attention_engine.runtime.tuning import Asked
 
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
@@ -39,6 +40,7 @@ class Shown(Engine):
     mask_mod: Callable[..., Any] | None
     online_func: OnlineFunc
     scale: float
+    block_size: tuple[int, int]
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
@@ -220,13 +222,7 @@ class Shown(Engine):
         return draw_scores(program, inputs, title, q, k, weights, batch, head)
 
     def __repr__(self) -> str:
-        parts = ["(" + ", ".join(map(repr, self.qkv_meta)) + ")"]
-        if self.custom_io.specs:
-            parts.append(repr(self.custom_io))
-        for name in ("score_mod", "mask_mod"):
-            if (function := getattr(self, name)) is not None:
-                parts.append(f"{name}={getattr(function, '__qualname__', repr(function))}")
-        parts += [f"online_func={type(self.online_func).__name__}()", f"scale={self.scale!r}"]
-        plain = {"layout": "bshd", "backend": "auto", "deterministic": False, "device": None}
-        parts += [f"{n}={getattr(self, n)!r}" for n, value in plain.items() if getattr(self, n) != value]
-        return f"AttentionEngine({', '.join(parts)})"
+        return in_one_line(self)
+
+    def __str__(self) -> str:
+        return in_lines(self)

@@ -5,7 +5,7 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, SymbolScalar, Var, arch, meta_tensor
 from attention_engine.errors import NotOnline
-from attention_engine.library import OnlineSoftmax, softcap
+from attention_engine.library import OnlineSoftmax, and_masks, document, softcap
 from attention_engine.runtime.launch import Launcher, with_strides
 from tests import plain
 from tests.runtime.engines import (
@@ -259,19 +259,52 @@ def test_an_engine_is_a_module_without_state():
 # ---- seeing inside
 
 
-def test_an_engine_prints_as_its_call():
+def test_the_repr_of_an_engine_is_one_short_line():
     engine = build({"slopes": ("heads",)}, layout="bhsd", deterministic=True, device=arch.H100())
-    assert repr(engine) == (
-        "AttentionEngine((meta_tensor(None, 4, None, 16, dtype=torch.float32), "
-        "meta_tensor(None, 2, None, 16, dtype=torch.float32), meta_tensor(None, 2, None, 24, dtype=torch.float32)), "
-        "CustomIO({'slopes': ('heads',)}), score_mod=scaled, mask_mod=causal, online_func=OnlineSoftmax(), "
-        f"scale=1.0, layout='bhsd', backend='interpret', deterministic=True, device={arch.H100()!r})"
+    line = (
+        "AttentionEngine(4 heads of 16, 2 key heads, values of 24, float32, score_mod=scaled, mask_mod=causal, "
+        "online_func=OnlineSoftmax(), scale=1, layout='bhsd', backend='interpret', deterministic=True, device=H100)"
     )
-    assert repr(AttentionEngine((meta_tensor(1, 2, 3, 16),) * 3)) == (
-        "AttentionEngine(("
-        + ", ".join(["meta_tensor(1, 2, 3, 16, dtype=float16)"] * 3)
-        + "), online_func=OnlineSoftmax(), scale=0.25)"
-    )
+    assert repr(engine) == line and line in repr(torch.nn.Sequential(engine))
+    plain = AttentionEngine((meta_tensor(1, 2, 3, 16),) * 3)
+    assert repr(plain) == "AttentionEngine(2 heads of 16, float16, online_func=OnlineSoftmax(), scale=0.25)"
+
+
+def test_a_printed_engine_says_what_it_was_given_and_what_runs():
+    table, number = torch.ones(4), torch.ones(())
+
+    def score(score, custom, b, h, q_idx, kv_idx):
+        return score * table[h] * number + custom["bias"]
+
+    first = score.__code__.co_firstlineno
+    engine = AttentionEngine(
+        (meta_tensor(2, 4, 70, 16, torch.float32),) * 3, CustomIO({"bias": ("heads",), "ids": ("batch", "seq_len")}),
+        score, and_masks(causal, document("ids")), backend="interpret",
+    )  # fmt: skip
+    assert max(map(len, str(engine).splitlines())) < 120
+    said = " ".join(str(engine).split())
+    for words in (
+        "q, k, v 4 heads of 16, float32; tensors are (batch, length, heads, dim)",
+        "sizes batch 2, queries 70, keys 70 (hints: calls may have others)",
+        f"score score, test_engine.py:{first}",
+        "scale q . k comes unscaled: score_mod scales itself",
+        "mask and_masks(causal, document('ids')), library.py:",
+        "a list of the tiles that hold a kept pair for each batch, made of ids in each call",
+        "normaliser OnlineSoftmax(), library.py:",
+        "row states: m, r; returned rows: lse",
+        "inputs bias (heads), ids (batch, seq_len)",
+        "captured table, number (read anew in each call)",
+        "backward derived",
+        "backend interpret: the kernels, emulated tile by tile on CPU tensors",
+        "kernels none compiled in this process so far",
+    ):
+        assert words in said, words
+    q = torch.randn(1, 5, 4, 16)
+    engine(q, q, q, torch.ones(4), torch.zeros(1, 5, dtype=torch.int32))
+    assert "kernels ready in this process: straight.forward.forward" in " ".join(str(engine).split())
+    bounds = str(AttentionEngine((meta_tensor(None, 2, None, 16),) * 3, mask_mod=causal, device=arch.H100()))
+    assert "sizes       any batch and length\n  score       q . k\n" in bounds
+    assert "bounds of loops: tiles without a kept pair are not visited" in bounds and "for H100" in bounds
 
 
 def test_a_program_is_shown_with_its_backward_pass():

@@ -176,7 +176,11 @@ def test_the_ops_hold_torchs_contract(name):
 def test_the_program_and_the_engine_can_be_read():
     engine = engine_for(CASES["mamba2"], SHAPE, FP32)
     assert "x * dt[b, h, q_idx]" in engine.program() and "exp(decay) h" in engine.program()
-    assert repr(engine).startswith("LinearAttentionEngine((meta_tensor(2, 1, 70, 32, dtype=torch.float32)")
+    line = repr(engine)
+    assert line.startswith("LinearAttentionEngine(1 heads of 32, 3 value heads, float32, ") and "\n" not in line
+    said = " ".join(str(engine).split())
+    assert "recurrence h = exp(decay) h + k^T v, o = q h, for each head" in said and "inputs dt (" in said
+    assert "q as given: there is no q_mod" in said and "backend" in said and "kernels" in said
 
 
 # ---- mistakes
