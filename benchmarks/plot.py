@@ -1,29 +1,86 @@
-"""Pictures of benchmark results, from files alone: bars for one length, curves over lengths.
+"""Pictures of benchmark results, from files alone: bars for one length, curves over lengths, on light and dark pages.
 
-python -m benchmarks.plot benchmarks/results/h100.csv --to benchmarks/results
+python -m benchmarks.plot benchmarks/results/h100.csv --to /tmp/pictures     the pictures of these results
+python -m benchmarks.plot --docs                                             those of the documents, docs/speed/*.svg
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COLORS = {
-    "attention_engine": "#0b6e4f", "deterministic": "#7fb069", "cudnn": "#6c757d", "flash_attention_2": "#adb5bd",
-    "flash_attention_4": "#1d3557", "flex_attention": "#c1666b", "torch_compile": "#e9c46a",
+ROOT = Path(__file__).parents[1]
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "speed"
+DIRECTIONS = ("forward", "backward")
+PEERS = {
+    "attention_engine": "AttentionEngine", "deterministic": "AttentionEngine, deterministic",
+    "cudnn": "cuDNN, through PyTorch's SDPA", "flash_attention_2": "FlashAttention-2, through PyTorch's SDPA",
+    "flash_attention_4": "FlashAttention-4", "flex_attention": "FlexAttention",
+    "torch_compile": "torch.compile of the formula", "mamba-ssm": "mamba-ssm", "fla": "flash-linear-attention",
+}  # fmt: skip
+PROGRAMS = {
+    "softmax": "softmax", "softcap": "softcap", "alibi": "ALiBi", "sigmoid": "sigmoid", "relu": "ReLU",
+    "retention": "retention",
+}  # fmt: skip
+MASKS = {"full": "", "causal": ", causal", "window": ", causal window of 1024"}
+LINEAR = {
+    "mamba2": "Mamba-2, batch 8, length 2048", "mamba2_8k": "Mamba-2, batch 8, length 8192",
+    "mamba2_b1": "Mamba-2, batch 1, length 2048", "retention": "retention, batch 8, length 4096",
+    "retention_b1": "retention, batch 1, length 2048",
 }  # fmt: skip
 
 
-def read(paths: Sequence[Path]) -> list[dict[str, str]]:
-    """The rows that were measured."""
-    rows = []
+@dataclass(frozen=True)
+class Look:
+    """The colors of a picture on a page of that kind."""
+
+    ink: str
+    faint: str
+    page: str
+    peers: dict[str, str] = field(hash=False)
+
+
+LOOKS = {
+    "light": Look("#1f2933", "#d5dbe1", "white", {
+        "attention_engine": "#0b6e4f", "deterministic": "#7fb069", "cudnn": "#8d99a6", "flash_attention_2": "#b8c1ca",
+        "flash_attention_4": "#35588c", "flex_attention": "#c1666b", "torch_compile": "#dba617",
+        "mamba-ssm": "#8d99a6", "fla": "#35588c",
+    }),
+    "dark": Look("#dfe5ea", "#47515c", "#1e2129", {
+        "attention_engine": "#35c48d", "deterministic": "#a5d490", "cudnn": "#8d99a6", "flash_attention_2": "#667079",
+        "flash_attention_4": "#6f9bdc", "flex_attention": "#e0878c", "torch_compile": "#e9c46a",
+        "mamba-ssm": "#8d99a6", "fla": "#6f9bdc",
+    }),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was measured, and where: rows of a CSV file, with the environment that stands beside it."""
+
+    rows: list[dict[str, str]]
+    where: dict[str, str]
+
+
+def read(paths: Sequence[Path]) -> Results:
+    """The rows that were measured; files of one picture come from one kind of machine and one set of versions."""
+    rows: list[dict[str, str]] = []
+    where: dict[str, str] = {}
     for path in paths:
         with path.open(newline="") as file:
-            rows += [row for row in csv.DictReader(file) if row["status"] == "ok"]
-    return rows
+            rows += [row for row in csv.DictReader(file) if row.get("status", "ok") == "ok"]
+        beside = path.with_suffix(".json")
+        found = json.loads(beside.read_text())["environment"] if beside.exists() else {}
+        unlike = {name for name in ("device", "torch") if where and found.get(name) != where.get(name)}
+        if unlike:
+            raise ValueError(f"{path.name} was measured with another {' and '.join(sorted(unlike))}: no one picture")
+        where = where or {name: str(value) for name, value in found.items()}
+    return Results(rows, where)
 
 
 def split(case: str) -> tuple[str, int]:
@@ -32,81 +89,233 @@ def split(case: str) -> tuple[str, int]:
     return family, int(length)
 
 
-def bars(rows: list[dict[str, str]], length: int) -> Any:
-    """One group of bars for each case of that length, forward above backward."""
+def words(family: str) -> str:
+    """A case's maths in a user's words: mha-128.softmax.window is "softmax, causal window of 1024"."""
+    _, program, mask = family.split(".")
+    return PROGRAMS.get(program, program) + MASKS.get(mask, f", {mask}")
+
+
+def shape_words(shape: str) -> str:
+    """A shape in a user's words."""
+    from attention_engine.tuner.cases import SHAPES
+
+    given = SHAPES.get(shape)
+    if given is None:
+        return shape
+    heads = f"{given.heads} heads" if given.heads == given.kv_heads else f"{given.heads}/{given.kv_heads} heads"
+    dims = f"{given.dim}" if given.dim == given.dim_v else f"{given.dim}/{given.dim_v}"
+    return f"batch {given.batch}, {heads}, head dim {dims}"
+
+
+def versions(where: dict[str, str], peers: Sequence[str]) -> str:
+    """Who was measured with which version, and when."""
+    said = [f"PyTorch {where['torch'].partition('+')[0]}"] if "torch" in where else []
+    if "cudnn" in peers and where.get("cudnn", "").isdigit():
+        number = int(where["cudnn"])
+        said.append(f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}")
+    packages = {
+        "flash-attn-4": ("FlashAttention-4", "flash_attention_4"), "triton": ("Triton", "flex_attention"),
+        "tilelang": ("TileLang", "attention_engine"), "flash-linear-attention": ("flash-linear-attention", "fla"),
+    }  # fmt: skip
+    said += [f"{name} {where[p]}" for p, (name, peer) in packages.items() if p in where and peer in peers]
+    return ", ".join(said + ([where["date"]] if "date" in where else []))
+
+
+def figure_of(look: Look, rows: int, columns: int, width: float, height: float, **options: Any) -> Any:
+    """A figure and its axes in a look."""
+    import matplotlib as mpl
     import matplotlib.pyplot as plt
 
-    chosen = [row for row in rows if split(row["case"])[1] == length]
-    families = list(dict.fromkeys(split(row["case"])[0] for row in chosen))
-    peers = [peer for peer in COLORS if any(row["peer"] == peer for row in chosen)]
-    figure, axes = plt.subplots(2, 1, figsize=(max(6, 1.5 * len(families) + 2), 7), sharex=True, layout="constrained")
-    runs = {(r["direction"], split(r["case"])[0], r["peer"]): float(r["tflops"]) for r in chosen}
-    width = 0.85 / max(len(peers), 1)
-    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
-        places: dict[str, list[float]] = {peer: [] for peer in peers}
-        heights: dict[str, list[float]] = {peer: [] for peer in peers}
-        for place, family in enumerate(families):
-            present = [peer for peer in peers if (direction, family, peer) in runs]
-            for n, peer in enumerate(present):
-                places[peer].append(place + (n - (len(present) - 1) / 2) * width)
-                heights[peer].append(runs[direction, family, peer])
-        for peer in peers:
-            drawn = axis.bar(places[peer], heights[peer], width, color=COLORS[peer], label=peer)
-            axis.bar_label(drawn, fmt="%.0f", fontsize=7)
-        axis.set_ylabel(f"{direction}, TFLOP/s")
+    mpl.rcParams.update({
+        "svg.fonttype": "none", "svg.hashsalt": "attention_engine", "text.color": look.ink, "axes.labelcolor": look.ink,
+        "xtick.color": look.ink, "ytick.color": look.ink, "axes.edgecolor": look.faint, "figure.facecolor": look.page,
+        "axes.facecolor": look.page, "savefig.facecolor": look.page, "font.size": 10, "axes.titlesize": 11,
+        "font.family": "DejaVu Sans",
+    })  # fmt: skip
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+    for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].set_xticks(range(len(families)), families, rotation=20, ha="right")
-    axes[0].legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure, axes
+
+
+def title(figure: Any, first: str, lines: Sequence[str], look: Look) -> None:
+    """The title in bold and what was measured below it, line by line."""
+    figure.suptitle(first + "\n" * (len(lines) + 1), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    height = figure.get_size_inches()[1]
+    for n, line in enumerate(lines):
+        figure.text(0.01, 1 - (0.46 + 0.19 * n) / height, line, fontsize=9, color=look.ink, ha="left")
+
+
+def legend(figure: Any, handles: dict[str, Any], columns: int = 3) -> None:
+    """Whose bar is whose, below the picture."""
+    figure.legend(
+        list(handles.values()), [PEERS.get(p, p) for p in handles], frameon=False, ncols=min(columns, len(handles)),
+        loc="outside lower center", fontsize=9,
+    )  # fmt: skip
+
+
+def draw_bars(axis: Any, groups: Sequence[str], values: dict[tuple[str, str], float], look: Look, form: str) -> dict:
+    """Lying bars, a group for each line of text, the first at the top; who isn't there takes no room."""
+    handles, place, ticks = {}, 0.0, []
+    for group in groups:
+        present = [peer for peer in look.peers if (group, peer) in values]
+        ticks.append(place + (len(present) - 1) / 2)
+        for peer in present:
+            (bar,) = drawn = axis.barh(place, values[group, peer], 0.86, color=look.peers[peer])
+            axis.bar_label(drawn, fmt=form, fontsize=8.5, padding=3, color=look.ink)
+            handles[peer], place = bar, place + 1
+        place += 0.7
+    axis.set_yticks(ticks, groups)
+    axis.tick_params(axis="y", length=0)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    return {peer: handles[peer] for peer in look.peers if peer in handles}
+
+
+def bars(results: Results, length: int, look: Look, shape: str | None = None, first: str = "") -> Any:
+    """One group of bars for each attention of that length and shape, forward beside backward."""
+    chosen = [row for row in results.rows if split(row["case"])[1] == length]
+    shapes = list(dict.fromkeys(row["case"].split(".")[0] for row in chosen))
+    shape = shape or shapes[0]
+    chosen = [row for row in chosen if row["case"].startswith(f"{shape}.")]
+    groups = list(dict.fromkeys(words(split(row["case"])[0]) for row in chosen))
+    count = len({(row["case"], row["peer"]) for row in chosen})
+    figure, axes = figure_of(look, 1, 2, 9, 1.75 + 0.7 * len(groups) * 0.3 + 0.235 * count, sharey=True)
+    handles: dict[str, Any] = {}
+    for axis, direction in zip(axes, DIRECTIONS, strict=True):
+        of = [row for row in chosen if row["direction"] == direction]
+        values = {(words(split(r["case"])[0]), r["peer"]): float(r["tflops"]) for r in of}
+        handles |= draw_bars(axis, groups, values, look, "%.0f")
+        axis.set_title(f"{direction}, TFLOP/s", loc="left")
+        axis.xaxis.set_visible(False)
+        axis.spines["bottom"].set_visible(False)
+    if not axes[0].yaxis_inverted():  # the axes share their places: inverted twice is not inverted
+        axes[0].invert_yaxis()
+    about = f"{results.where.get('device', '')}, {chosen[0]['dtype']}, {shape_words(shape)}, length {length}"
+    title(figure, first or f"Speed at length {length}: longer bars are faster",
+          [about.strip(", "), versions(results.where, list(handles))], look)  # fmt: skip
+    legend(figure, handles)
     return figure
 
 
-def curves(rows: list[dict[str, str]], family: str) -> Any:
+def curves(results: Results, family: str, look: Look) -> Any:
     """TFLOP/s over lengths, forward beside backward, a line for each peer."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
-        for peer, color in COLORS.items():
-            chosen = [r for r in rows if (r["peer"], r["direction"], split(r["case"])[0]) == (peer, direction, family)]
+    rows = [row for row in results.rows if split(row["case"])[0] == family]
+    figure, axes = figure_of(look, 1, 2, 9, 4.2, sharey=True)
+    handles: dict[str, Any] = {}
+    for axis, direction in zip(axes, DIRECTIONS, strict=True):
+        for peer, color in look.peers.items():
+            chosen = [r for r in rows if (r["peer"], r["direction"]) == (peer, direction)]
             points = sorted((split(r["case"])[1], float(r["tflops"])) for r in chosen)
             if points:
-                axis.plot(*zip(*points, strict=True), marker="o", color=color, label=peer)
+                (handles[peer],) = axis.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color)
         axis.set_xscale("log", base=2)
-        lengths = sorted({split(r["case"])[1] for r in rows if split(r["case"])[0] == family})
-        axis.set_xticks(lengths, [str(n) for n in lengths])
-        axis.set_title(f"{family}, {direction}")
+        lengths = sorted({split(r["case"])[1] for r in rows})
+        axis.set_xticks(lengths, [str(n) for n in lengths], fontsize=9)
+        axis.set_title(f"{direction}, TFLOP/s", loc="left")
         axis.set_xlabel("length")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("TFLOP/s")
+        axis.grid(color=look.faint, linewidth=0.6)
     axes[0].set_ylim(bottom=0)
-    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, ncols=6, loc="outside lower center")
+    shape = family.split(".")[0]
+    about = f"{results.where.get('device', '')}, {rows[0]['dtype']}, {shape_words(shape)}"
+    title(figure, f"{words(family).capitalize()}: speed over the length",
+          [about.strip(", "), versions(results.where, list(handles))], look)  # fmt: skip
+    legend(figure, handles)
     return figure
+
+
+def linear(results: Results, look: Look) -> Any:
+    """Milliseconds of linear attentions, forward beside backward."""
+    rows = [row for row in results.rows if row["case"] in LINEAR and row["ms"] != "nan"]
+    figure, axes = figure_of(look, 1, 2, 9, 4.9, sharey=True)
+    handles: dict[str, Any] = {}
+    for axis, direction in zip(axes, DIRECTIONS, strict=True):
+        of = [row for row in rows if row["direction"] == direction]
+        values = {(LINEAR[row["case"]], row["name"]): float(row["ms"]) for row in of}
+        handles |= draw_bars(axis, list(LINEAR.values()), values, look, "%.2f")
+        axis.set_title(f"{direction}, milliseconds", loc="left")
+        axis.xaxis.set_visible(False)
+        axis.spines["bottom"].set_visible(False)
+    if not axes[0].yaxis_inverted():
+        axes[0].invert_yaxis()
+    where = {"device": rows[0]["device"], "torch": rows[0]["torch"], "tilelang": rows[0]["tilelang"]}
+    where["flash-linear-attention"] = rows[0]["flash-linear-attention"]
+    title(figure, "Linear attention: shorter bars are faster",
+          [f"{where['device']}, bf16; Mamba-2: 80 heads, dims 128/64; retention: 32 heads, dims 256/512",
+           versions(where, list(handles))], look)  # fmt: skip
+    legend(figure, handles)
+    return figure
+
+
+def of_files(*names: str) -> Results:
+    return read([RESULTS / f"{name}.csv" for name in names])
+
+
+def first_screen(look: Look) -> Any:
+    """The README's picture: one shape, each attention beside who else runs it."""
+    found = of_files("h100_softmax_peers", "h100_flex", "h100_torch_compile")
+    order = ("softmax.full", "softmax.causal", "alibi.full", "softcap.full", "softmax.window", "sigmoid.full")
+    kept = [f"mha-128.{name}.8192" for name in (*order, "relu.full")]
+    rows = sorted((row for row in found.rows if row["case"] in kept), key=lambda row: kept.index(row["case"]))
+    return bars(Results(rows, found.where), 8192, look, first="Attention on one H100: longer bars are faster")
+
+
+PICTURES: dict[str, Callable[[Look], Any]] = {
+    "h100": first_screen,
+    "h100_linear": lambda look: linear(of_files("h100_linear"), look),
+    **{
+        f"h100_{shape}_{mask}": lambda look, family=f"mha-{shape}.softmax.{mask}": curves(
+            of_files("h100_softmax_peers"), family, look
+        )
+        for shape in (128, 64)
+        for mask in ("full", "causal")
+    },
+}
+
+
+def save(name: str, draw: Callable[[Look], Any], folder: Path) -> None:
+    """NAME.svg for light pages, NAME_dark.svg for dark ones; the same bytes each time."""
+    import matplotlib.pyplot as plt
+
+    for kind, look in LOOKS.items():
+        figure = draw(look)
+        path = folder / f"{name}{'_dark' * (kind == 'dark')}.svg"
+        figure.savefig(path, metadata={"Date": None})
+        text = path.read_text().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # of the same widths
+        path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+        plt.close(figure)
+        print(path)
+
+
+def pictures_of(paths: Sequence[Path]) -> dict[str, Callable[[Look], Any]]:
+    """Bars for each shape and length of these results, curves for what was measured at several lengths."""
+    results, name = read(paths), paths[0].stem
+    cases = [split(row["case"]) for row in results.rows]
+    found: dict[str, Callable[[Look], Any]] = {}
+    for shape, length in sorted({(family.split(".")[0], length) for family, length in cases}):
+        found[f"{name}_{shape}_{length}"] = lambda look, s=shape, n=length: bars(results, n, look, s)
+    for family in dict.fromkeys(f for f, _ in cases):
+        if len({n for f, n in cases if f == family}) > 1:
+            found[f"{name}_{family}"] = lambda look, f=family: curves(results, f, look)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    mpl.use("Agg")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--to", type=Path, required=True, help="the folder of the pictures")
+    parser.add_argument("files", nargs="*", type=Path, help="CSV files of benchmarks.run")
+    parser.add_argument("--to", type=Path, help="the folder of the pictures")
+    parser.add_argument("--docs", action="store_true", help="draw the documents' pictures")
     args = parser.parse_args(argv)
-    rows = read(args.files)
-    name, names = args.files[0].stem, [split(row["case"]) for row in rows]
-    args.to.mkdir(parents=True, exist_ok=True)
-    figures = {f"{name}_{length}": bars(rows, length) for length in sorted({n for _, n in names})}
-    for family in dict.fromkeys(f for f, _ in names):
-        if len({n for f, n in names if f == family}) > 1:
-            figures[f"{name}_{family}"] = curves(rows, family)
-    for title, figure in figures.items():
-        for form in ("png", "svg"):
-            figure.savefig(args.to / f"{title}.{form}", dpi=150)
-        plt.close(figure)
-        print(args.to / f"{title}.png")
+    if args.docs == bool(args.files) or (args.to is None) != args.docs:
+        parser.error("give FILES and --to FOLDER, or --docs")
+    folder = DOCS if args.docs else args.to
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in (PICTURES if args.docs else pictures_of(args.files)).items():
+        save(name, draw, folder)
 
 
 if __name__ == "__main__":

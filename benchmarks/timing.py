@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def milliseconds(call: Call, rounds: int = 15) -> float:
 def environment(*packages: str) -> dict[str, str]:
     """The device, its driver and every version, of these packages too where they are installed; the commit."""
     found = {
-        "device": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(), "date": date.today().isoformat(),
+        "python": platform.python_version(), "torch": torch.__version__,
         "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version()),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "commit": _output("git", "rev-parse", "HEAD"),

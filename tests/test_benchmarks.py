@@ -128,11 +128,42 @@ def test_files_hold_every_row_and_pictures_come_from_them(tmp_path):
     run.write(tmp_path / "here", rows(), {"device": "none"})
     whole = json.loads((tmp_path / "here.json").read_text())
     assert whole["environment"] == {"device": "none"} and len(whole["rows"]) == 6
-    assert len(plot.read([tmp_path / "here.csv"])) == 4
+    found = plot.read([tmp_path / "here.csv"])
+    assert len(found.rows) == 4 and found.where == {"device": "none"}
     plot.main([str(tmp_path / "here.csv"), "--to", str(tmp_path)])
-    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert pictures == ["here_4096.png", "here_8192.png", "here_mha-128.softmax.full.png"]
-    assert all((tmp_path / name).with_suffix(".svg").exists() for name in pictures)
+    pictures = sorted(path.stem for path in tmp_path.glob("*.svg"))
+    drawn = ["here_mha-128.softmax.full", "here_mha-128_4096", "here_mha-128_8192"]
+    assert pictures == sorted([*drawn, *(f"{name}_dark" for name in drawn)])
+    text = (tmp_path / "here_mha-128_8192.svg").read_text()
+    for shown in ("AttentionEngine", "none, float16, batch 2, 16 heads, head dim 128, length 8192", ">softmax<"):
+        assert shown in text, shown
+
+
+def test_results_of_two_machines_are_no_one_picture(tmp_path):
+    run.write(tmp_path / "one", rows(), {"device": "none"})
+    run.write(tmp_path / "two", rows(), {"device": "another"})
+    with pytest.raises(ValueError, match=r"two\.csv was measured with another device"):
+        plot.read([tmp_path / "one.csv", tmp_path / "two.csv"])
+
+
+@pytest.mark.parametrize("name", plot.PICTURES)
+def test_a_picture_of_the_documents_shows_the_files_numbers_and_what_was_measured(name, monkeypatch):
+    """Its text, not its bytes: a newer matplotlib may draw the same another way."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    for kind, look in plot.LOOKS.items():
+        shown = (plot.DOCS / f"{name}{'_dark' * (kind == 'dark')}.svg").read_text()
+        figure = plot.PICTURES[name](look)
+        said = [text.get_text().strip() for text in figure.findobj(mpl.text.Text)]
+        for text in filter(None, said):
+            assert all(f">{line}<" in shown for line in text.split("\n")), text
+        plain = " ".join(said)
+        for word in ("NVIDIA H100 80GB HBM3", "PyTorch 2.", "TileLang 0.", "AttentionEngine"):
+            assert word in plain, word
+        assert ("head dim" in plain or "dims" in plain) and ("float16" in plain or "bf16" in plain)
+        assert "mha-" not in plain and ".full" not in plain, "users' words"
+        mpl.pyplot.close(figure)
 
 
 def test_the_table_shows_speeds_and_reasons():
