@@ -121,6 +121,10 @@ class HeadsDoNotGroup(AttentionEngineError, ValueError):
     """Query heads that can't share the key heads evenly."""
 
 
+class SizesUnknown(BadMeta):
+    """An engine without metas was asked for what needs heads, dims and a dtype, before any call told them."""
+
+
 class BadInput(AttentionEngineError, ValueError):
     """A tensor of a call doesn't fit the engine: shape, dtype, device or number."""
 

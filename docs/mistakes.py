@@ -168,6 +168,9 @@ MISTAKES = [
         for n in (32, 16))),
     Mistake(E.BadMeta, "tensors in place of their description", "engine = AttentionEngine((q, k, v))",
             "engine = AttentionEngine((meta_tensor(1, 2, 8, 16, dtype=torch.float32),) * 3)"),
+    Mistake(E.SizesUnknown, "a kernel asked for before any call or meta says heads and dims", *(
+        f"engine = AttentionEngine(mask_mod=library.causal)\n{way}engine.explain()"
+        for way in ("", "engine(q, k, v)\n"))),
     Mistake(E.WrongHeads, "the other layout", *(
         call("*(t.transpose(1, 2) for t in (q, k, v))", "")[0],
         'engine = AttentionEngine(qkv_meta, layout="bhsd")\nengine(*(t.transpose(1, 2) for t in (q, k, v)))')),

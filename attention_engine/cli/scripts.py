@@ -104,7 +104,7 @@ def check(args: argparse.Namespace) -> int:
     here = torch.cuda.is_available()
     engine = engine_of(args, **({} if here else {"backend": "interpret"}))
     place, dtype = "cuda" if here else "cpu", getattr(torch, args.dtype)
-    q, k, v = engine.qkv_meta
+    q, k, v = engine._metas()
     sizes = {"batch": 1, "heads": q.heads, "seq_len": args.length, "seq_len_kv": args.length}
     tensors = [torch.randn(1, args.length, m.heads, m.dim, device=place).to(dtype) for m in (q, k, v)]
     if engine.layout == "bhsd":

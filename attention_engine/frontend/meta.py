@@ -10,6 +10,7 @@ from attention_engine.errors import BadMeta, HeadDimsDiffer, HeadsDoNotGroup
 
 Length = int | str | None
 Lengths = tuple[int, int, int]  # batch, queries, keys
+Heads = tuple[int, int]  # of q, k or v: how many, and their dim
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -53,26 +54,47 @@ def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any 
 
 def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     """q, k and v as descriptions that fit each other."""
+    if callable(metas):
+        shown = getattr(metas, "__qualname__", repr(metas))
+        raise BadMeta(f"qkv_meta is {shown}, a function. Give functions by name: score_mod=..., mask_mod=...")
     if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
         listed = isinstance(metas, (tuple, list)) and not all(isinstance(m, (Meta, int)) for m in metas)
         shown = f"({', '.join(type(m).__name__ for m in metas)})" if listed else repr(metas)
         raise BadMeta(f"qkv_meta is {shown}. Give three descriptions: (meta_tensor(...),) * 3.")
     q, k, v = metas
-    if q.dim != k.dim:
-        raise HeadDimsDiffer(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: the score is q . k.")
-    if k.heads != v.heads:
-        raise BadMeta(f"k has {k.heads} heads and v has {v.heads}. They must be equal.")
+    check_heads(*((m.heads, m.dim) for m in metas))
     if isinstance(k.length, int) and isinstance(v.length, int) and k.length != v.length:
         raise BadMeta(f"k has length {k.length} and v has {v.length}. They must be equal.")
     if len({q.dtype_name, k.dtype_name, v.dtype_name}) != 1:
         raise BadMeta(f"q, k and v are {q.dtype_name}, {k.dtype_name} and {v.dtype_name}. Give one dtype.")
-    if q.heads % k.heads:
-        divisors = ", ".join(str(n) for n in range(1, q.heads + 1) if q.heads % n == 0)
-        raise HeadsDoNotGroup(
-            f"{q.heads} query heads cannot share {k.heads} key heads evenly. "
-            f"Choose key heads that divide {q.heads}: {divisors}."
-        )
     return q, k, v
+
+
+def check_heads(q: Heads, k: Heads, v: Heads) -> None:
+    """Of attention: HeadDimsDiffer, BadMeta or HeadsDoNotGroup unless the heads and dims of q, k, v fit each other."""
+    if q[1] != k[1]:
+        raise HeadDimsDiffer(f"q has head dim {q[1]} and k has {k[1]}. They must be equal: the score is q . k.")
+    if k[0] != v[0]:
+        raise BadMeta(f"k has {k[0]} heads and v has {v[0]}. They must be equal.")
+    _check_share("query", q[0], "key", k[0])
+
+
+def check_linear_heads(q: Heads, k: Heads, v: Heads) -> None:
+    """The same of linear attention."""
+    if q[1] != k[1]:
+        raise BadMeta(f"q has head dim {q[1]} and k has {k[1]}. They must be equal: o = q h, h += k^T v.")
+    _check_share("value", v[0], "query", q[0])
+    _check_share("value", v[0], "key", k[0])
+
+
+def _check_share(many: str, count: int, few: str, number: int) -> None:
+    if number and count % number == 0:
+        return
+    divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    raise HeadsDoNotGroup(
+        f"{count} {many} heads cannot share {number} {few} heads evenly. "
+        f"Choose {few} heads that divide {count}: {divisors}."
+    )
 
 
 def check_linear_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
@@ -80,19 +102,11 @@ def check_linear_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
         raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
     q, k, v = metas
-    if q.dim != k.dim:
-        raise BadMeta(f"q has head dim {q.dim} and k has {k.dim}. They must be equal: o = q h, h += k^T v.")
+    check_linear_heads(*((m.heads, m.dim) for m in metas))
     if len({m.length for m in metas if isinstance(m.length, int)}) > 1:
         raise BadMeta(f"q, k and v have lengths {q.length}, {k.length} and {v.length}. They must be equal.")
     if len({m.dtype_name for m in metas}) != 1:
         raise BadMeta(f"q, k and v are {q.dtype_name}, {k.dtype_name} and {v.dtype_name}. Give one dtype.")
-    for name, meta in (("query", q), ("key", k)):
-        if v.heads % meta.heads:
-            divisors = ", ".join(str(n) for n in range(1, v.heads + 1) if v.heads % n == 0)
-            raise HeadsDoNotGroup(
-                f"{v.heads} value heads cannot share {meta.heads} {name} heads evenly. "
-                f"Choose {name} heads that divide {v.heads}: {divisors}."
-            )
     return q, k, v
 
 

@@ -13,10 +13,10 @@ from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernel
-from attention_engine.errors import NoDevice, UnknownOption
+from attention_engine.errors import NoDevice, SizesUnknown, UnknownOption
 from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
-from attention_engine.frontend.meta import Meta
+from attention_engine.frontend.meta import Heads, Meta
 from attention_engine.ir.expr import Type
 from attention_engine.runtime import op
 from attention_engine.runtime.attentions import ATTENTIONS, Given
@@ -37,7 +37,8 @@ class Engine(torch.nn.Module):
     more than the output. A variant is what a call says of the program: whether there are blocks, or decays.
     """
 
-    qkv_meta: Sequence[Meta]
+    qkv_meta: tuple[Meta, Meta, Meta] | None  # None: heads, dims and dtype are those of each call
+    _called: tuple[Meta, Meta, Meta] | None = None  # those of the newest kind of call, where there are no metas
     custom_io: CustomIO
     layout: str
     device: Arch | None
@@ -63,6 +64,28 @@ class Engine(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
+
+    # ---- heads, dims and dtype
+
+    def _metas(self) -> tuple[Meta, Meta, Meta]:
+        """The metas, or what the newest kind of call was like. Raises SizesUnknown."""
+        known = self.qkv_meta or self._called
+        if known is None:
+            raise SizesUnknown(
+                "this engine has no metas: heads, dims and dtype are those of its calls, and there was none yet.\n"
+                f"  Call it once, or describe them: {type(self).__name__}((meta_tensor(batch, heads, length, dim),) * "
+                "3, ...)."
+            )
+        return known
+
+    def _note_call(self, heads: tuple[Heads, Heads, Heads], dtype: torch.dtype) -> bool:
+        """True. Where there are no metas, this call says what kernels are shown for, and compiled ahead."""
+        if self.qkv_meta is None:
+            q, k, v = (Meta(None, number, None, dim, dtype) for number, dim in heads)
+            self._called = (q, k, v)
+        return True
+
+    _note_call._dynamo_marked_constant = True  # type: ignore[attr-defined] # as _key is
 
     # ---- what tracing found
 

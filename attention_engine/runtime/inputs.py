@@ -14,9 +14,11 @@ from torch import Tensor
 from attention_engine.arch import Arch
 from attention_engine.errors import (
     AttentionEngineError,
+    BadMeta,
     CustomInputMissing,
     DevicesDiffer,
     DtypesDiffer,
+    HeadsDoNotGroup,
     LengthsDiffer,
     NoDevice,
     NotATensor,
@@ -33,7 +35,7 @@ from attention_engine.errors import (
     WrongResult,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
-from attention_engine.frontend.meta import Meta
+from attention_engine.frontend.meta import DTYPES, Heads, Meta, check_heads, check_linear_heads
 from attention_engine.ir.expr import Type
 from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
 from attention_engine.runtime.launch import CUSTOM_NAMES
@@ -208,24 +210,27 @@ def check_ranks(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_qkv(
-    metas: Sequence[Meta], layout: str, kernels: bool, q: Tensor, k: Tensor, v: Tensor, one_length: bool = False
+    metas: Sequence[Meta] | None, layout: str, kernels: bool, q: Tensor, k: Tensor, v: Tensor, linear: bool = False
 ) -> None:
-    """BadInput unless q, k, v, as (batch, length, heads, dim), fit the description (the dtype too, for kernels).
+    """BadInput unless q, k, v, as (batch, length, heads, dim), fit the description (the dtype too, for kernels) or,
+    without one, each other.
 
-    one_length: must q be as long as k and v?
+    linear: must q be as long as k and v, and v's heads the most?
     """
-    for name, tensor, meta in zip("qkv", (q, k, v), metas, strict=True):
+    if metas is None:
+        _check_heads(layout, linear, q, k, v)
+    for number, (name, tensor) in enumerate(zip("qkv", (q, k, v), strict=True)):
         heads, dim = tensor.shape[2], tensor.shape[3]
-        if (heads, dim) != (meta.heads, meta.dim):
+        if metas is not None and (heads, dim) != (metas[number].heads, metas[number].dim):
             raise WrongHeads(
-                f"{name} has {heads} heads of dim {dim}, and the engine was built for {meta.heads} of {meta.dim}.\n"
-                f'  Its shape must be {ORDERS[layout]}, layout="{layout}".'
+                f"{name} has {heads} heads of dim {dim}, and the engine was built for {metas[number].heads} of "
+                f'{metas[number].dim}.\n  Its shape must be {ORDERS[layout]}, layout="{layout}".'
             )
         if tensor.device != q.device:
             raise DevicesDiffer(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
         if tensor.dtype != q.dtype:
             raise DtypesDiffer(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
-    if one_length:
+    if linear:
         _check_one_length(q, k, v)
     elif q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
         batches, lengths = (", ".join(str(t.shape[n]) for t in (q, k, v)) for n in (0, 1))
@@ -237,10 +242,30 @@ def check_qkv(
         check_lengths(q.shape[1], k.shape[1])
     if not q.is_floating_point():
         raise NotFloating(f"q, k and v are {q.dtype}. Give floating tensors.")
-    if kernels and not is_cast(q) and str(q.dtype).removeprefix("torch.") != metas[0].dtype_name:
+    dtype = str(q.dtype).removeprefix("torch.")
+    if metas is None and kernels and dtype not in DTYPES:
+        raise WrongDtype(
+            f"q, k and v are {q.dtype}, and kernels take float16, bfloat16 or float32.\n"
+            '  Convert them, or use backend="reference".'
+        )
+    if metas is not None and kernels and not is_cast(q) and dtype != metas[0].dtype_name:
         raise WrongDtype(
             f"q, k and v are {q.dtype}, and the engine was built for {metas[0].dtype}. Convert them, or build another."
         )
+
+
+def heads_of(tensor: Tensor) -> Heads:
+    """Heads and dim of a tensor (batch, length, heads, dim), as plain numbers under a compiler too: who asks how long
+    a range is, is told a number that the compiled graph then stands for."""
+    return len(range(tensor.shape[2])), len(range(tensor.shape[3]))
+
+
+def _check_heads(layout: str, linear: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
+    check = check_linear_heads if linear else check_heads
+    try:
+        check(heads_of(q), heads_of(k), heads_of(v))
+    except (BadMeta, HeadsDoNotGroup) as mistake:
+        raise WrongHeads(f'{mistake}\n  Shapes must be {ORDERS[layout]}, layout="{layout}".') from None
 
 
 def _check_one_length(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -37,6 +37,7 @@ from attention_engine.runtime.inputs import (
     check_tuning,
     follow_autocast,
     guess_types,
+    heads_of,
     is_cast,
     order_custom,
     share_keys,
@@ -75,7 +76,7 @@ class LinearAttentionEngine(LinearShown):
 
     @explains_names
     def __init__(
-        self, qkv_meta: Sequence[Meta], q_mod: Callable[..., Any] | None = None,
+        self, qkv_meta: Sequence[Meta] | None = None, q_mod: Callable[..., Any] | None = None,
         k_mod: Callable[..., Any] | None = None, v_mod: Callable[..., Any] | None = None,
         decay_mod: Callable[..., Any] | None = None, custom_io: CustomIO | None = None, *,
         layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
@@ -83,7 +84,7 @@ class LinearAttentionEngine(LinearShown):
         deterministic: bool = False, custom_fwd_inputs: CustomIO | None = None, tune_filename: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.qkv_meta = check_linear_metas(qkv_meta)
+        self.qkv_meta = None if qkv_meta is None else check_linear_metas(qkv_meta)
         given = either("custom_io", custom_io, "custom_fwd_inputs", custom_fwd_inputs)
         self.custom_io = declared(given, ("q_mod", "k_mod", "v_mod", "decay_mod"))
         tune_file = either("tune_file", tune_file, "tune_filename", tune_filename)
@@ -231,7 +232,8 @@ class LinearAttentionEngine(LinearShown):
     ) -> str:
         """Holds a call against the description; the key of the attention that runs it."""
         backend = backend_for(self.backend, q.device)
-        check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v, one_length=True)
+        check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v, linear=True)
+        self._note_call((heads_of(q), heads_of(k), heads_of(v)), q.dtype)
         rank = 0 if decay is None else getattr(decay, "ndim", 3)
         for name, tensor, shape in (
             ("decay", decay, (*v.shape[:3], *((q.shape[3],) if rank == 4 else ()))),

@@ -147,8 +147,9 @@ class LinearShown(Engine):
         if per not in RANKS:
             raise UnknownOption(f"decay is {per!r}. Choose 'token', 'channel' or None.")
         place, held = torch.device("meta"), tensors_now(self._captured)
-        dtype = getattr(torch, self.qkv_meta[0].dtype_name)
-        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
+        metas = self._metas()
+        dtype = getattr(torch, metas[0].dtype_name)
+        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in metas)
         decay = torch.empty((*v.shape[:3], q.shape[3])[: RANKS[per]], device=place) if per else None
         declared = list(self.custom_io.specs.values())
         types, tensors = self._types, list(given) or stand_ins(declared, self._types, place)
@@ -167,7 +168,7 @@ class LinearShown(Engine):
 
     def _usual(self) -> tuple[int, int]:
         """Batch and length of the metas, or usual ones."""
-        hints = zip((self.qkv_meta[0].batch, self.qkv_meta[0].length), USUAL, strict=True)
+        hints = zip((self._metas()[0].batch, self._metas()[0].length), USUAL, strict=True)
         batch, length = (n if isinstance(n, int) else usual for n, usual in hints)
         return batch, length
 

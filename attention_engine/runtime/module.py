@@ -50,6 +50,7 @@ from attention_engine.runtime.inputs import (
     check_type,
     follow_autocast,
     guess_types,
+    heads_of,
     is_cast,
     order_custom,
     share_keys,
@@ -61,6 +62,7 @@ from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 
 Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for all batches? one for all heads?
+Variant: TypeAlias = tuple[Blocks, int | None]  # the blocks of a call, and q's head dim where it makes the scale
 
 
 class AttentionEngine(Shown):
@@ -84,12 +86,12 @@ class AttentionEngine(Shown):
     """
 
     block_mask: Tensor | None
-    ORDINARY: ClassVar[Blocks] = None
+    ORDINARY: ClassVar[Variant] = (None, None)
     TURNED: ClassVar[int] = 3
 
     @explains_names
     def __init__(
-        self, qkv_meta: Sequence[Meta], custom_io: CustomIO | None = None,
+        self, qkv_meta: Sequence[Meta] | None = None, custom_io: CustomIO | None = None,
         score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
         online_func: OnlineFunc | None = None, mask_value: str | None = None, *, scale: float | None = None,
         block_mask: Callable[..., Any] | Tensor | None = None, block_size: tuple[int, int] = (128, 128),
@@ -98,7 +100,7 @@ class AttentionEngine(Shown):
         deterministic: bool = False, custom_fwd_inputs: CustomIO | None = None, tune_filename: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.qkv_meta = check_metas(qkv_meta)
+        self.qkv_meta = None if qkv_meta is None else check_metas(qkv_meta)
         given = either("custom_io", custom_io, "custom_fwd_inputs", custom_fwd_inputs)
         self.custom_io = declared(given, ("score_mod", "mask_mod"))
         tune_file = either("tune_file", tune_file, "tune_filename", tune_filename)
@@ -116,25 +118,33 @@ class AttentionEngine(Shown):
         check_type("block_mask", block_mask, Tensor, optional=True)
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.online_func = online_func if online_func is not None else OnlineSoftmax()
-        usual = self.qkv_meta[0].dim ** -0.5 if score_mod is None else 1.0
-        self.scale = usual if scale is None else float(scale)
+        self.scale = 1.0 if scale is None else float(scale)
+        if scale is None and score_mod is None:
+            self.scale = self.qkv_meta[0].dim ** -0.5 if self.qkv_meta else None
         self.layout, self.device, self.deterministic = layout, device, deterministic
         self.backend = "tilelang" if backend == "tl" else backend
         self.block_size = (block_size[0], block_size[1])
         self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._begin()
-        self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, None))
+        self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, self.ORDINARY))
         check_online(self._program)
 
-    def _trace_functions(self, types: Mapping[str, Type], variant: Blocks) -> Program:
-        return trace(self.score_mod, self._mask(variant), self.online_func, self._io(variant), types, self.scale)
+    def _trace_functions(self, types: Mapping[str, Type], variant: Variant) -> Program:
+        (blocks, dim), scale = variant, self.scale
+        if scale is None:
+            scale = 1.0 if dim is None else dim**-0.5
+        return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(variant), types, scale)
 
-    def _io(self, variant: Blocks) -> CustomIO:
-        if variant is None:
+    def _variant(self, blocks: Tensor | None = None, dim: int | None = None) -> Variant:
+        shared = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
+        return shared, dim if self.scale is None else None
+
+    def _io(self, variant: Variant) -> CustomIO:
+        if variant[0] is None:
             return self.custom_io
-        io = CustomIO()
-        axes = (1 if variant[0] else "batch", 1 if variant[1] else "heads", "q_blocks", "kv_blocks")
+        io, (one_batch, one_head) = CustomIO(), variant[0]
+        axes = (1 if one_batch else "batch", 1 if one_head else "heads", "q_blocks", "kv_blocks")
         io.specs = MappingProxyType({**self.custom_io.specs, BLOCKS: CustomSpec(BLOCKS, axes)})
         io.in_order = tuple(io.specs.values())
         return io
@@ -161,11 +171,16 @@ class AttentionEngine(Shown):
         """Which backend runs on this device; NoDevice where the one asked for can't."""
         return backend_for(self.backend, device)
 
-    def _options(self, variant: Blocks) -> str:
-        hints = hints_of(self.qkv_meta) if hints_matter(*(m.dim for m in self.qkv_meta[1:])) else ""
-        return f"{self.deterministic} {hints}"
+    def _options(self, variant: Variant) -> str:
+        matter = self.qkv_meta is not None and hints_matter(*(m.dim for m in self.qkv_meta[1:]))
+        return f"{self.deterministic} {self._hints() if matter else ''}"
 
-    def _register(self, key: str, program: Program, specs: Sequence[CustomSpec], backend: str, variant: Blocks) -> None:
+    def _hints(self) -> Lengths | None:
+        return None if self.qkv_meta is None else hints_of(self.qkv_meta)
+
+    def _register(
+        self, key: str, program: Program, specs: Sequence[CustomSpec], backend: str, variant: Variant
+    ) -> None:
         maths = analyse(program)
         launcher, trained = None, None
         if backend != "reference":
@@ -185,7 +200,7 @@ class AttentionEngine(Shown):
             chosen: Tiles = choose(tuning, asked, tiles, backward, custom)
             return chosen
 
-        tuning, deterministic, hints = self.tuning, self.deterministic, hints_of(self.qkv_meta)
+        tuning, deterministic, hints = self.tuning, self.deterministic, self._hints()
         chosen = choose_tiles if tuning.matters else None
         return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)
 
@@ -222,7 +237,9 @@ class AttentionEngine(Shown):
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         blocks = self._blocks(block_mask, q, k)
         tensors = tensors if blocks is None else [*tensors, blocks]
-        variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
+        heads = heads_of(q), heads_of(k), heads_of(v)
+        self._note_call(heads, q.dtype)
+        variant = self._variant(blocks, heads[0][1])
         specs = self._io(variant).in_order
         check_custom(specs, tensors, q, k)
         axes: Axes = ()

@@ -232,7 +232,7 @@ def mask_of_engine(
     batch, heads, queries, keys = _sizes(engine, tensors, sizes)
     q, k = (torch.empty(batch, n, heads, 0, device=_device(tensors, block_mask)) for n in (queries, keys))
     blocks = engine._blocks(block_mask, q, k)
-    variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
+    variant = engine._variant(blocks)
     held = tensors_now(engine._captured)
     every = {**tensors, **dict(zip((c.name for c in engine._captured), held, strict=True))}
     if blocks is not None:
@@ -263,7 +263,7 @@ def _sizes(engine: Shown, tensors: Mapping[str, Tensor], sizes: Sequence[int | N
     }
     metas = engine.qkv_meta
     hints = (metas[0].batch, metas[0].heads, metas[0].length) if metas else (None, None, None)
-    alike = not metas or metas[0].length == metas[1].length
+    keys_hint = None if metas is None or metas[0].length == metas[1].length else metas[1].length
 
     def first(*known: object) -> int:
         return next(n for n in known if isinstance(n, int))
@@ -272,7 +272,7 @@ def _sizes(engine: Shown, tensors: Mapping[str, Tensor], sizes: Sequence[int | N
         first(asked, said.get(name), hint, usual)
         for name, asked, hint, usual in zip(("batch", "heads", "seq_len"), sizes, hints, (1, 1, USUAL_LENGTH))
     )
-    keys = first(sizes[3], said.get("seq_len_kv"), None if alike else metas[1].length, queries)
+    keys = first(sizes[3], said.get("seq_len_kv"), keys_hint, queries)
     return batch, heads, queries, keys
 
 

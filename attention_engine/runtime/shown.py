@@ -39,7 +39,7 @@ class Shown(Engine):
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
     online_func: OnlineFunc
-    scale: float
+    scale: float | None
     block_size: tuple[int, int]
 
     def _call(
@@ -51,8 +51,14 @@ class Shown(Engine):
     def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise NotImplementedError
 
+    def _variant(self, blocks: Tensor | None = None, dim: int | None = None) -> Any:
+        """What a call with these blocks and this head dim says of the program."""
+        raise NotImplementedError
+
     def _maths(self) -> Maths:
-        return analyse(self._program)
+        """The program, scaled by the newest call's dim where calls make the scale."""
+        dim = self._called[0].dim if self.scale is None and self._called else None
+        return analyse(self._program if dim is None else self._trace(self._types, self._variant(dim=dim)))
 
     def program(self) -> str:
         """The traced maths and the derived backward pass, as numbered lines."""
@@ -67,10 +73,14 @@ class Shown(Engine):
 
     def _spell_scale(self) -> str:
         """What multiplies q . k before score_mod, in words."""
-        if self.scale == 1.0:
+        known = self.qkv_meta or self._called
+        if self.scale is None and known is None:
+            return "q . k is scaled by dim ** -0.5, of the tensors in a call; below it stands scaled"
+        scale = known[0].dim ** -0.5 if self.scale is None and known else self.scale
+        if scale == 1.0:
             return "q . k comes unscaled" + (": score_mod scales itself" if self.score_mod is not None else "")
-        usual = " = dim ** -0.5" if self.scale == self.qkv_meta[0].dim ** -0.5 else ""
-        return f"q . k is scaled by {self.scale!r}{usual}"
+        usual = " = dim ** -0.5" if known and scale == known[0].dim ** -0.5 else ""
+        return f"q . k is scaled by {scale!r}{usual}"
 
     def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
         """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
@@ -96,26 +106,28 @@ class Shown(Engine):
     def _asked(self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = ()) -> Asked:
         """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
         place = torch.device("cuda" if device is None and not interpret else "cpu")
-        dtype = getattr(torch, self.qkv_meta[0].dtype_name)
-        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in self.qkv_meta)
+        metas = self._metas()
+        dtype = getattr(torch, metas[0].dtype_name)
+        q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in metas)
         v = v[..., : parts.width(v.shape[3])]
         declared = list(self.custom_io.specs.values())
         maths, tensors = self._maths(), list(given) or stand_ins(declared, self._types, place)
         held = tensors_now(self._captured)
         if given:
             types = {s.name: type_of(t) for s, t in zip(declared, given, strict=True)}
-            maths = analyse(self._trace(types | {c.name: type_of(t) for c, t in zip(self._captured, held)}, None))
+            types |= {c.name: type_of(t) for c, t in zip(self._captured, held)}
+            maths = analyse(self._trace(types, self._variant(dim=metas[0].dim)))
         sizes = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
         specs = [*declared, *specs_of(self._captured, axes_now(self._captured, held, sizes))]
         tensors += [torch.empty(1, dtype=t.dtype, device=place, requires_grad=t.requires_grad) for t in held]
         custom = [as_parameter(t) for t in tensors]
         launcher = Launcher(maths, specs, interpret, device, self.deterministic)
-        lengths = lengths_of(self.qkv_meta, USUAL)
+        lengths = lengths_of(metas, USUAL)
         problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
         wanted = tuple(spec.name for spec, t in zip(specs, tensors, strict=True) if t.requires_grad)
         return Asked(
             maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,
-            hints_of(self.qkv_meta),
+            hints_of(metas),
         )  # fmt: skip
 
     def explain(self) -> str:
@@ -163,7 +175,7 @@ class Shown(Engine):
         q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
         blocks = self._blocks(block_mask, q, k)
         extra = [] if blocks is None else [blocks]
-        variant = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
+        variant = self._variant(blocks, q.shape[3])
         names = [*self.custom_io.specs, *[c.name for c in self._captured], *([BLOCKS] if extra else [])]
         types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
         return self._trace(types, variant), names, extra
