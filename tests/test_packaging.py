@@ -120,5 +120,5 @@ def test_every_extra_of_the_tests_has_a_pinned_version():
     listed = re.search(r"^dev = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)[1]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
-    for name in re.findall(r'"([\w-]+)[>=]', listed):
+    for name in re.findall(r'"([\w-]+)(?:\[\w+\])?[>=]', listed):
         assert name.lower() in pinned, name

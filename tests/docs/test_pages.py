@@ -1,9 +1,8 @@
-"""The documents: every Python block runs, every picture is what the package draws, and the site builds strictly."""
+"""The documents: every Python block runs, and every picture is what the package draws."""
 
 import functools
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
-COUNTED = 52  # Python blocks that run; one that is lost, or fenced so that nobody runs it, is seen here
+COUNTED = 53  # Python blocks that run; one that is lost, or fenced so that nobody runs it, is seen here
 
 
 def blocks(page):
@@ -69,20 +68,6 @@ def test_the_pictures_are_what_the_package_draws():
     assert drawn == {p.name: p.read_text() for p in pictures.FOLDER.iterdir()}
     kinds = pictures.kinds_of_tiles(torch.ones(4, 4).tril().bool(), 2, 2)
     assert kinds == [["part", "none"], ["whole", "part"]]
-
-
-def test_the_site_builds_without_a_warning(tmp_path):
-    """mkdocs looks every link and anchor up; strict makes a missing one an error."""
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for page in PAGES:
-        name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"
-        html = (tmp_path / name).read_text()
-        assert "--8&lt;--" not in html and "--8<--" not in html, name
-    assert "T.Pipelined" in re.sub("<[^>]+>", "", (tmp_path / "naive-to-flash" / "index.html").read_text())
-    assert "check_cuts.py" in (tmp_path / "compiler" / "index.html").read_text()
-    assert (tmp_path / "drawings" / "forward_block.svg").is_file() and not list((tmp_path / "drawings").glob("*.py"))
 
 
 def test_every_page_is_in_the_menu():
