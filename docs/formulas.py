@@ -1,4 +1,4 @@
-"""A hook of mkdocs: formulas between dollar signs become MathML, which browsers draw without a script or the network."""
+"""A hook of mkdocs: formulas between dollar signs become MathML, which browsers draw without scripts or the network."""
 
 from __future__ import annotations
 
