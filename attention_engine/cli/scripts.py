@@ -113,7 +113,9 @@ def check(args: argparse.Namespace) -> int:
         torch.rand([sizes[a] if isinstance(a, str) else a for a in s.axes], device=place)
         for s in engine.custom_io.specs.values()
     ]
-    return 0 if engine.check(*tensors, *custom).ok else 1
+    report = engine.check(*tensors, *custom)
+    print(report)
+    return 0 if report.ok else 1
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -12,101 +12,93 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attention_engine.errors import BackwardNotDerived
+from attention_engine.errors import BackwardNotDerived, NotInterpretable
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.passes.check_cuts import check_online, random_cuts
 from attention_engine.passes.maths import analyse
 from attention_engine.reference.dense import attend, attend_backward
 from attention_engine.runtime.captured import tensors_now
+from attention_engine.runtime.check_report import FAR, CheckReport, Formula, check_row, spell_tensors
+from attention_engine.runtime.check_terms import errors_of_terms, make_zeros, program_with_zeros, summed
 from attention_engine.runtime.doubts import doubts_of
+from attention_engine.runtime.inputs import check_ranks
 from attention_engine.runtime.launch import allows_tf32
+from attention_engine.runtime.small_call import cut_call, spell_run, to_run
 
 if TYPE_CHECKING:
     from attention_engine.runtime.shown import Shown
 
 RANDOM_CUTS = 50
-FAR = 1e29  # a row this far from 0 is as it began: it kept nothing
 LIMITS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 10.0}
 
 
 @dataclass(frozen=True)
-class CheckRow:
-    """One tensor: mean |ours - float64|, mean |eager - float64|, and where ours is worst."""
+class _Call:
+    """A call to check: copies of its tensors that ask for gradients, what arrives at its results, and its blocks."""
 
-    name: str
-    error: float
-    eager: float
-    worst: tuple[int, ...]
-
-    @property
-    def ratio(self) -> float:
-        """Our error over eager's; 1 where both are 0."""
-        return 1.0 if self.error == self.eager else self.error / max(self.eager, 1e-300)
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A method the user wrote, beside what is derived: how far a result is off in float64, over the result's size."""
-
-    method: str
-    name: str
-    distance: float
+    engine: Shown
+    leaves: Sequence[Tensor]  # q, k, v, custom inputs, captured tensors
+    names: Sequence[str]  # of all but the first three
+    blocks: Tensor | None
 
     @property
-    def ok(self) -> bool:
-        """Equal but for rounding."""
-        return self.distance <= 1e-9
-
-    def __str__(self) -> str:
-        verdict = "agrees with" if self.ok else "is NOT"
-        return f"{self.name} by your `{self.method}` {verdict} the derived one: off by {self.distance:.1e} of its size"
+    def floating(self) -> list[str]:
+        """The names of the gradients, in order."""
+        every = zip(["q", "k", "v", *self.names], self.leaves, strict=True)
+        return [f"d{name}" for name, tensor in every if tensor.is_floating_point()]
 
 
-@dataclass(frozen=True)
-class CheckReport:
-    """A table of CheckRows. `ok`: every ratio is within the limit of the dtype, and so are the user's own formulas.
-
-    notes: what else was looked at, or could not be; and what may be a mistake: those begin with "warning:".
-    """
-
-    rows: tuple[CheckRow, ...]
-    limit: float
-    formulas: tuple[Formula, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        return all(row.ratio <= self.limit or row.error < 1e-12 for row in self.rows) and all(
-            formula.ok for formula in self.formulas
-        )
-
-    def __str__(self) -> str:
-        head = f"{'':14}{'error':>10} {'eager':>10} {'ratio':>7}  worst at"
-        body = [f"{r.name:14}{r.error:10.2e} {r.eager:10.2e} {r.ratio:7.2f}  {r.worst}" for r in self.rows]
-        verdict = "ok" if self.ok else "NOT ok"
-        law = f"{verdict}: the limit is {self.limit} x the error of eager PyTorch in the same dtype"
-        return "\n".join([head, *body, *map(str, self.formulas), *self.notes, law])
-
-
-def compare(
+def check_call(
     engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None
 ) -> CheckReport:
-    """Runs the engine, the dense maths in float64, and the dense maths in the tensors' dtype, on the same gradients.
+    """The report on a call: of the engine as it is, or on a CPU with backend="auto" of its kernels on the interpreter.
 
     Raises NotOnline where random cuts of a row into tiles change the result.
     """
+    check_ranks(engine.layout, q, k, v)
+    runs, lacking = to_run(engine, q)
+    blocks = blocks if blocks is not None else engine.block_mask
+    if runs is engine:
+        return compare(engine, q, k, v, custom, blocks, lacking=lacking)
+    length = 1 if engine.layout == "bshd" else 2
+    of_q, of_k = (["batch", None, None, None] for _ in range(2))
+    of_q[length], of_k[length] = "seq_len", "seq_len_kv"
+    given: dict[str, tuple[Tensor, Sequence[object]]] = {"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)}
+    given |= {s.name: (t, s.axes) for s, t in zip(engine.custom_io.in_order, custom, strict=True)}
+    small, cut = cut_call(given)
+    first, second, third, *rest = small.values()
+    if blocks is not None:
+        rows, columns = (-(-t.shape[length] // n) for t, n in zip((first, second), engine.block_size, strict=True))
+        blocks = blocks[: first.shape[0], :, :rows, :columns]
+    try:
+        return compare(runs, first, second, third, rest, blocks, cut=cut, doubted=(q, k, v, *custom))
+    except NotInterpretable as refusal:
+        return compare(engine, q, k, v, custom, blocks, lacking=str(refusal))
+
+
+def compare(
+    engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None, *,
+    lacking: str = "", cut: Sequence[str] = (), doubted: Sequence[Tensor] = (),
+) -> CheckReport:  # fmt: skip
+    """Runs the engine, the dense maths in float64, and the dense maths in the tensors' dtype, on the same gradients.
+
+    lacking: why the kernels don't run. cut: what was cut off. doubted: the whole tensors, where these are cut.
+    """
     check_online(engine._program, tuple(random_cuts(random.Random(0), RANDOM_CUTS)))
     notes = [f"{RANDOM_CUTS} random cuts of a row into tiles give the same result"]
-    named = dict(zip(engine.custom_io.specs, custom, strict=True))
-    named |= dict(zip((c.name for c in engine._captured), tensors_now(engine._captured), strict=True))
-    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *named.values())]
+    held = tensors_now(engine._captured)
+    names = [*engine.custom_io.specs, *(c.name for c in engine._captured)]
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom, *held)]
+    call = _Call(engine, leaves, names, blocks)
     given, captured = leaves[3 : 3 + len(custom)], leaves[3 + len(custom) :]
     output, rows = engine._call(leaves[0], leaves[1], leaves[2], given, captured, blocks, True, {})
-    torch.manual_seed(0)
-    d_output = torch.randn_like(output)
-    d_rows = _through_rows(engine, rows)
-    exact = _dense(engine, leaves, d_output, d_rows, torch.float64, blocks)
+    drawn = torch.Generator(q.device).manual_seed(0)
+    d_output = torch.randn(output.shape, generator=drawn, device=q.device).to(output.dtype)
+    d_rows = _through_rows(engine, rows, drawn)
+    exact = _dense(call, d_output, d_rows, torch.float64)
     with _Tf32() if rounds_products(q) else nullcontext():
-        eager = _dense(engine, leaves, d_output, d_rows, q.dtype, blocks)
+        eager = _dense(call, d_output, d_rows, q.dtype)
+        terms = _terms(call, d_output, d_rows, q.dtype)
     ours = [output, *rows.values()]
     try:
         ours += _gradients(output, leaves, d_output)
@@ -115,25 +107,70 @@ def compare(
     except BackwardNotDerived as refusal:
         exact, eager = exact[: len(ours)], eager[: len(ours)]
         notes.append(f"gradients are not there to check: {refusal}")
-    floating = [n for n, c in named.items() if c.is_floating_point()]
-    gradients = ["dq", "dk", "dv", *(f"d{n}" for n in floating)]
-    names = ["o", *rows, *gradients, *(f"{g} of {row}" for row in d_rows for g in gradients)][: len(ours)]
-    every = zip(names, ours, exact, eager, strict=True)
+    results = ["o", *rows, *call.floating, *(f"{g} of {row}" for row in d_rows for g in call.floating)][: len(ours)]
+    every = zip(results, ours, exact, eager, strict=True)
     seen = [(n, *three) for n, *three in every if " of " not in n or any(t.any() for t in three)]  # lse reads no v
-    made = [check_row(name, a, b, c) for name, a, b, c in seen]
-    formulas = tuple(_formulas(engine, leaves, d_output, blocks))
-    program, inputs, extra = engine._dense_program(leaves, blocks)
-    first, second = (t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:2])
+    made = [check_row(name, a, b, c, terms.get(name, 0.0)) for name, a, b, c in seen]
+    formulas = tuple(_formulas(call, d_output))
+    notes += _doubts(engine, [*(doubted or (q, k, v, *custom)), *held], None if cut else blocks)
+    backend = engine._backend_for(q.device)
+    inputs = {n: t for n, t in zip(["q", "k", "v", *names], leaves, strict=True)}
+    return CheckReport(
+        tuple(made), LIMITS.get(q.dtype, 10.0), formulas, tuple(notes), backend,
+        spell_run(backend, q.device, cut, lacking), spell_tensors(inputs),
+    )  # fmt: skip
+
+
+def _doubts(engine: Shown, tensors: Sequence[Tensor], blocks: Tensor | None) -> list[str]:
+    """Warnings of what the call reads, whole."""
+    tensors = [t.detach() for t in tensors]
+    program, inputs, extra = engine._dense_program(tensors, blocks)
+    first, second = (t if engine.layout == "bhsd" else t.transpose(1, 2) for t in tensors[:2])
     with torch.no_grad():
-        notes += doubts_of(program, first, second, dict(zip(inputs, [*leaves[3:], *extra], strict=True)))
-    return CheckReport(tuple(made), LIMITS.get(q.dtype, 10.0), formulas, tuple(notes))
+        return list(doubts_of(program, first, second, dict(zip(inputs, [*tensors[3:], *extra], strict=True))))
 
 
-def _through_rows(engine: Shown, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _terms(
+    call: _Call, d_output: Tensor, d_rows: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, float]:  # fmt: skip
+    """What eager's errors of terms come to, by the names of gradients that sum many of them into few numbers."""
+    engine, leaves = call.engine, call.leaves
+    few = summed(dict(zip(call.names, leaves[3:], strict=True)))
+    if not few:
+        return {}
+    program, names, extra = engine._dense_program(leaves, call.blocks)
+    program, zeros = program_with_zeros(program, few)
+    q, k, v = (t.detach() if engine.layout == "bhsd" else t.detach().transpose(1, 2) for t in leaves[:3])
+    sizes = dict(zip((B, H, Q_IDX, KV_IDX), (*q.shape[:3], k.shape[2]), strict=True))
+
+    def run(dtype: torch.dtype) -> dict[str, Sequence[Tensor | None]]:
+        rest = [t.detach().to(dtype) if t.is_floating_point() else t for t in leaves[3:]]
+        made = make_zeros(zeros, sizes, dtype, q.device)
+        custom = dict(zip(names, [*rest, *extra], strict=True)) | made
+        output, rows = attend(program, q.to(dtype), k.to(dtype), v.to(dtype), custom, dtype=dtype)
+        turned = d_output if engine.layout == "bhsd" else d_output.transpose(1, 2)
+        sent = {"": (output, turned)} | {
+            f" of {n}": (row, d_rows[n]) for (n, _), row in zip(program.finals, rows, strict=True) if n in d_rows
+        }
+        return {result: _each(value, list(made.values()), d) for result, (value, d) in sent.items()}
+
+    numbers = {n: t.numel() for n, t in zip(call.names, leaves[3:], strict=True)}
+    found = errors_of_terms(numbers, zeros, run, dtype)
+    return {f"d{name}{result}": error for (name, result), error in found.items()}
+
+
+def _each(value: Tensor, zeros: Sequence[Tensor], arriving: Tensor) -> Sequence[Tensor | None]:
+    if not value.requires_grad or not zeros:
+        return [None] * len(zeros)
+    return torch.autograd.grad(value, zeros, arriving.to(value.dtype), allow_unused=True, retain_graph=True)
+
+
+def _through_rows(engine: Shown, rows: Mapping[str, Tensor], drawn: torch.Generator) -> dict[str, Tensor]:
     """What is sent back through each returned row that has a gradient; nothing through rows that keep no pair."""
     backward = engine._maths().trained.backward
     lacking = dict(backward.undifferentiated) if backward is not None else {}
-    sent = {n: torch.where(row.detach().abs() < FAR, torch.randn_like(row), 0.0) for n, row in rows.items()}
+    randoms = {n: torch.randn(row.shape, generator=drawn, device=row.device).to(row.dtype) for n, row in rows.items()}
+    sent = {n: torch.where(row.detach().abs() < FAR, randoms[n], 0.0) for n, row in rows.items()}
     return {n: d for n, d in sent.items() if n not in lacking}
 
 
@@ -145,10 +182,8 @@ def _gradients(output: Tensor, leaves: Sequence[Tensor], d_output: Tensor) -> li
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True)]
 
 
-def _dense(
-    engine: Shown, tensors: Sequence[Tensor], d_output: Tensor, d_rows: Mapping[str, Tensor],
-    dtype: torch.dtype, blocks: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
+def _dense(call: _Call, d_output: Tensor, d_rows: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    engine, tensors, blocks = call.engine, call.leaves, call.blocks
     leaves = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in tensors]
     program, names, extra = engine._dense_program(tensors, blocks)
     q, k, v = (t if engine.layout == "bhsd" else t.transpose(1, 2) for t in leaves[:3])
@@ -159,8 +194,9 @@ def _dense(
     return [output, *rows, *_gradients(output, leaves, d_output.to(dtype)), *through]
 
 
-def _formulas(engine: Shown, tensors: Sequence[Tensor], d_output: Tensor, blocks: Tensor | None) -> Iterator[Formula]:
+def _formulas(call: _Call, d_output: Tensor) -> Iterator[Formula]:
     """Gradients by the user's `forward` and `backward`, beside autograd's through the row as `online_fwd` makes it."""
+    engine, tensors, blocks = call.engine, call.leaves, call.blocks
     program, names, extra = engine._dense_program(tensors, blocks)
     written = [name for name in ("forward", "backward") if getattr(program, name) is not None]
     if not written:
@@ -226,17 +262,3 @@ def _tf32(tensor: Tensor) -> Tensor:
     """fp32 numbers rounded to the 10 bits after the point that tf32 keeps."""
     bits = tensor.contiguous().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-def check_row(name: str, ours: Tensor, exact: Tensor, eager: Tensor) -> CheckRow:
-    """One row of the table; what is infinite in float64, or as a row begins, is left out."""
-    finite = exact.abs() < FAR
-    zero = torch.zeros((), dtype=torch.float64, device=exact.device)
-    ours, exact, eager = ours.detach(), exact.detach(), eager.detach()
-    distance = torch.where(finite, (ours.double() - exact).abs(), zero)
-    theirs = torch.where(finite, (eager.double() - exact).abs(), zero)
-    if distance.numel() == 0:
-        return CheckRow(name, 0.0, 0.0, ())
-    flat = int(distance.nan_to_num(nan=float("inf")).argmax())
-    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), distance.shape)) if distance.ndim else ()
-    return CheckRow(name, float(distance.mean()), float(theirs.nan_to_num(nan=float("inf")).mean()), worst)

@@ -15,15 +15,16 @@ from attention_engine.errors import UnknownOption
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
-from attention_engine.runtime.check import CheckReport
+from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import LinearCost, linear_cost_of
 from attention_engine.runtime.described import linear_in_lines, linear_in_one_line
 from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
-from attention_engine.runtime.linear_check import compare_linear
+from attention_engine.runtime.linear_check import check_linear_call
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_tuning import LinearAsked
+from attention_engine.runtime.small_call import draw
 
 USUAL = (1, 1024)  # batch and length of metas that don't say
 RANKS = {None: 0, "token": 3, "channel": 4}  # of the decay tensor, by who has one
@@ -49,14 +50,17 @@ class LinearShown(Engine):
         raise NotImplementedError
 
     def check(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
-        initial_state: Tensor | None = None, **named: Tensor,
+        self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, decay: Tensor | None = None,
+        *custom: Tensor, initial_state: Tensor | None = None, **named: Tensor,
     ) -> CheckReport:  # fmt: skip
-        """Compares outputs, the last state and gradients with float64; prints a table and returns it."""
+        """Compares the output, the last state and every gradient with float64; print what it returns.
+
+        As `AttentionEngine.check`: without q, k and v they are drawn at random, and with backend="auto" and CPU tensors
+        the kernels run on the interpreter, on the first tokens alone.
+        """
+        drawn = draw(self) if q is None or k is None or v is None else [q, k, v]
         tensors = order_custom(self.custom_io, custom, named)
-        report = compare_linear(self, q, k, v, decay, tensors, initial_state)
-        print(report)  # noqa: T201 - a table to read is what this method is for
-        return report
+        return check_linear_call(self, drawn[0], drawn[1], drawn[2], decay, tensors, initial_state)
 
     def cost(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
