@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+PAGE = "docs/errors.md"  # of the repository
+
 
 class AttentionEngineError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """The base of every error that this package raises on purpose. Its last line, a note, names a section of PAGE."""
+
+    @property  # no __init__: torch.compile follows none of an exception
+    def __notes__(self) -> list[str]:  # type: ignore[override] # add_note appends to what it finds
+        notes: list[str] = self.__dict__.setdefault("notes", [f"  See {section_of(type(self))}."])
+        return notes
+
+
+def section_of(kind: type[AttentionEngineError]) -> str:
+    """Where PAGE tells of a class of errors."""
+    return f"{PAGE}#{kind.__name__.lower()}"
+
+
+def nearest(name: object, known: Iterable[str], most: int = 3) -> list[str]:
+    """Those of the known names that are written most like this one, none where none is like it."""
+    by_lower = {k.lower(): k for k in known}
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=most, cutoff=0.6)
+    return [by_lower[f] for f in found]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The question whether one of the nearest names was meant, behind a space; "" where none is near."""
+    shown = [repr(n) for n in nearest(name, known)]
+    return f" Did you mean {' or '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))}?" if shown else ""
+
+
+def message_of(error: AttentionEngineError) -> str:
+    """The error as a traceback ends with it: its class, what it says, and its notes."""
+    return "\n".join([f"{type(error).__name__}: {error}", *error.__notes__])
 
 
 class NotAFunction(AttentionEngineError, TypeError):

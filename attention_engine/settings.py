@@ -50,6 +50,11 @@ def verifies() -> bool:
     return os.environ.get("ATTENTION_ENGINE_VERIFY", "0") not in ("", "0")
 
 
+def shows_all_frames() -> bool:
+    """Whether tracebacks keep our own frames: ATTENTION_ENGINE_ALL_FRAMES set to anything but 0 or nothing."""
+    return os.environ.get("ATTENTION_ENGINE_ALL_FRAMES", "0") not in ("", "0")
+
+
 def cuda_home() -> Path | None:
     """The CUDA toolkit that the user named: CUDA_HOME, else CUDA_PATH."""
     value = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

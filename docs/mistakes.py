@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention_engine import errors
+from attention_engine.frontend.functions import Symbol
 
 PAGE = Path(__file__).parent / "errors.md"
 START = """
@@ -117,9 +118,14 @@ MISTAKES = [
     Mistake(E.SymbolAsIndex, "a list read at a symbolic index", *(
         score("return score * [0.5, 0.25][h]", "")[0],
         "slopes = torch.tensor([0.5, 0.25])\n\n" + score("", "return score * slopes[h]")[1])),
+    Mistake(E.SymbolAsIndex, "a loop to a symbolic index", *mask(
+        "return sum(kv_idx == n for n in range(q_idx)) > 0", "return kv_idx < q_idx")),
     Mistake(E.TensorInMod, "a tensor of many numbers beside a score", *score(
         "return score + torch.ones(8)", "return score + torch.ones(8)[kv_idx]")),
-    Mistake(E.WrongArity, "a mod with the wrong arguments", *(
+    Mistake(E.WrongArity, "custom inputs in another place", *(
+        "def mask_mod(custom, b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n\n"
+        "engine = AttentionEngine(qkv_meta, mask_mod=mask_mod)", mask("", "return q_idx >= kv_idx")[1])),
+    Mistake(E.WrongArity, "FlexAttention's score_mod", *(
         "def score_mod(score, b, h, q_idx, kv_idx):\n    return score\n\n"
         "engine = AttentionEngine(qkv_meta, score_mod=score_mod)", score("", "return score")[1])),
     Mistake(E.WrongResult, "a mod that returns nothing", *score("score * 0.125", "return score * 0.125")),
@@ -128,10 +134,7 @@ MISTAKES = [
         "return where(q_idx >= kv_idx, 0.0, -1e9)", "return q_idx >= kv_idx")),
     Mistake(E.NotAFunction, "a tensor as mask_mod", *(
         "keep = torch.ones(8, 8).tril().bool()\nengine = AttentionEngine(qkv_meta, mask_mod=keep)",
-        'def mask_mod(b, h, q_idx, kv_idx, custom):\n    return custom["keep"][q_idx, kv_idx]\n\n'
-        'keep = CustomIO({"keep": ("seq_len", "seq_len_kv")})\n'
-        "engine = AttentionEngine(qkv_meta, keep, mask_mod=mask_mod)\n"
-        "engine(q, k, v, torch.ones(8, 8).tril().bool())")),
+        "keep = torch.ones(8, 8).tril().bool()\n\n" + mask("", "return keep[q_idx, kv_idx]")[1])),
     Mistake(E.FactoryNotCalled, "a factory in place of the mod that it makes", *option(
         "mask_mod=library.sliding_window", "mask_mod=library.sliding_window(4)")),
     Mistake(E.UnknownState, "a row state that isn't declared", *softmax(
@@ -198,12 +201,20 @@ MISTAKES = [
         for indices in ("[b, h]", "[h]"))),
     Mistake(E.CustomInputMissing, "a custom input that the call doesn't bring", *custom(
         "q, k, v", "q, k, v, slopes=torch.ones(2)")),
+    Mistake(E.CustomInputMissing, "what other libraries take with each call", *(
+        call("q, k, v, is_causal=True", "")[0],
+        "engine = AttentionEngine(qkv_meta, mask_mod=library.causal)\nengine(q, k, v)")),
     Mistake(E.WrongCustomShape, "a custom input of the wrong shape", *custom(
         "q, k, v, torch.ones(3)", "q, k, v, torch.ones(2)")),
     Mistake(E.NotATensor, "a number in place of a tensor", *custom("q, k, v, 0.5", "q, k, v, torch.full((2,), 0.5)")),
     Mistake(E.WrongBlockMask, "a mask over pairs in place of one over blocks", *option(
         "block_mask=torch.ones(8, 8, dtype=torch.bool))(q, k, v",
         "block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))(q, k, v")),
+    Mistake(E.WrongBlockMask, "FlexAttention's BlockMask with a call", *(
+        "from torch.nn.attention.flex_attention import create_block_mask\n\n"
+        'blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=8)\n' + way
+        for way in ("engine = AttentionEngine(qkv_meta)\nengine(q, k, v, block_mask=blocks)",
+                    "engine = AttentionEngine(qkv_meta, block_mask=blocks)\nengine(q, k, v)"))),
     Mistake(E.NoDevice, "kernels asked for on a CPU", *(
         f'engine = AttentionEngine(qkv_meta, backend="{name}")\nengine(q, k, v)'
         for name in ("tilelang", "interpret"))),
@@ -232,7 +243,7 @@ MISTAKES = [
 
 
 def message_of(mistake: Mistake) -> str:
-    """What the user meets: the last lines of the traceback."""
+    """What the user meets: the last lines of the traceback, but for the one that names the section of the page."""
     error = raised(mistake.wrong)
     if error is None:
         raise AssertionError(f"{mistake.title}: nothing is wrong with\n{mistake.wrong}")
@@ -251,25 +262,49 @@ def raised(code: str) -> errors.AttentionEngineError | None:
     return None
 
 
+def classes() -> dict[str, type[errors.AttentionEngineError]]:
+    """All classes of errors by name, in the order in which they are written."""
+    return {n: c for n, c in vars(errors).items() if isinstance(c, type) and c.__module__ == errors.__name__}
+
+
 def page() -> str:
-    """docs/errors.md."""
+    """docs/errors.md: a section for each class of errors, at which the last line of its messages points."""
     head = """\
         # Errors
 
         Every mistake has a class in `attention_engine.errors`, derived from `AttentionEngineError` and from Python's
         own class where there is one (`TypeError`, `ValueError`, ...). A message says where, what was found, and what to
-        do. This page is written by `python docs/mistakes.py --write`, which makes each mistake; a test makes it again.
+        do. Its last line, which is left out below, names a section of this page. Tracebacks show your own frames and
+        one of the package; with `ATTENTION_ENGINE_ALL_FRAMES=1` in the environment they show all.
+
+        This page is written by `python docs/mistakes.py --write`, which makes each mistake; a test makes it again.
 
         All examples begin with
         """
     parts = [textwrap.dedent(head), f"```python\n{START.strip()}\n```\n"]
-    for number, mistake in enumerate(MISTAKES, 1):
-        parts.append(
-            f"## {number}. {mistake.title[0].upper()}{mistake.title[1:]}\n\n"
-            f"```py\n{mistake.wrong}\n```\n\n```text\n{message_of(mistake)}\n```\n\n"
-            f"The mend:\n\n```py\n{mistake.right}\n```\n"
-        )
+    for name, kind in classes().items():
+        parts.append(f"## {name}\n\n{' '.join((kind.__doc__ or '').split())}\n")
+        parts += [example(mistake) for mistake in MISTAKES if mistake.error is kind]
+        if kind is E.UnsupportedOperation:
+            parts.append(f"### What a mod knows\n\n{known_functions()}\n")
     return "\n".join(parts)
+
+
+def example(mistake: Mistake) -> str:
+    """A mistake on the page."""
+    return (
+        f"### {mistake.title[0].upper()}{mistake.title[1:]}\n\n"
+        f"```py\n{mistake.wrong}\n```\n\n```text\n{message_of(mistake)}\n```\n\n"
+        f"The mend:\n\n```py\n{mistake.right}\n```\n"
+    )
+
+
+def known_functions() -> str:
+    """The sentence that lists what symbols can do."""
+    names = ", ".join(f"`{name}`" for name in sorted(Symbol.FUNCTIONS))
+    text = f"`+ - * / ** // %`, comparisons, `& | ^ ~ << >>`, and by the names of torch or numpy, as functions of " \
+        f"them or as methods: {names}. In `online_fwd` also `get_reduce`."  # fmt: skip
+    return "\n".join(textwrap.wrap(text, 118))
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ from types import FrameType
 from typing import Any
 
 from attention_engine.errors import TensorInMod, WrongIndex
-from attention_engine.frontend.custom_io import AxisSpec, CustomInput, CustomSpec
-from attention_engine.frontend.symbols import Symbol, SymbolicTensor, where_from, wrap
+from attention_engine.frontend.custom_io import AxisSpec, CustomInput, CustomSpec, counted
+from attention_engine.frontend.frames import is_torchs, where_from
+from attention_engine.frontend.symbols import Symbol, SymbolicTensor, wrap
 from attention_engine.ir.expr import Expr, Type
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
@@ -137,10 +138,12 @@ class Capture:
         if tensor.is_complex():
             raise TensorInMod(f"{where_from()}a complex {type(tensor).__name__} meets a symbolic value. Use its parts.")
         if any(n != 1 for n in shape):
-            places = ", ".join(["h", "b", "q_idx", "kv_idx"][: len(shape)])
+            places = ", ".join({1: ["h"], 2: ["q_idx", "kv_idx"], 3: ["h", "q_idx", "kv_idx"]}.get(
+                len(shape), ["b", "h", "q_idx", "kv_idx"]))  # fmt: skip
+            name = "tensor" if (found := self._source(tensor).name) == "captured" else found
             raise TensorInMod(
                 f"{where_from()}a {type(tensor).__name__} of shape {shape} meets a symbolic value, which is one "
-                f"number.\n  Read it at an index: tensor[{places}], or whatever its dimensions stand for."
+                f"number. Read it at an index: {name}[{places}]."
             )
         return self._input(tensor, 0).read(())
 
@@ -159,8 +162,9 @@ class Capture:
             listed = [i if _is_symbolic(i) else slice(None) for i in listed]
         if len(listed) > tensor.ndim:
             raise WrongIndex(
-                f"{where_from()}a captured tensor has {tensor.ndim} dimensions {tuple(tensor.shape)}, and is read with "
-                f"{len(listed)} indices."
+                f"{where_from()}captured tensor '{self._source(tensor).name}' has "
+                f"{counted(tensor.ndim, 'dimension')} {tuple(tensor.shape)}, and is read with "
+                f"{counted(len(listed), 'index')}. Give one index for each dimension."
             )
         listed += [slice(None)] * (tensor.ndim - len(listed))
         read = CapturedRead(self._input(tensor, tensor.ndim), tuple(tensor.shape), tuple(listed))
@@ -210,7 +214,7 @@ class _Noting(CustomInput):
 
     def __init__(self, source: CustomInput, captured: Captured) -> None:
         super().__init__(source.spec, source.dtype, source.untyped)
-        self.captured = captured
+        self.called, self.captured = f"captured tensor '{source.spec.name}'", captured
 
     def read(self, indices: Sequence[object]) -> Expr:
         found = super().read(indices)
@@ -249,8 +253,9 @@ class CapturedRead(SymbolicTensor):
         listed = list(indices) if isinstance(indices, tuple) else [indices]
         if len(listed) > len(self.open):
             raise WrongIndex(
-                f"{where_from()}captured tensor '{self._input.spec.name}' has {len(self._shape)} dimensions "
-                f"{self._shape}, and is read with {len(self._shape) - len(self.open) + len(listed)} indices."
+                f"{where_from()}{self._input.called} has {counted(len(self._shape), 'dimension')} {self._shape}, and "
+                f"is read with {counted(len(self._shape) - len(self.open) + len(listed), 'index')}. Give one index for "
+                "each dimension."
             )
         filled = list(self._indices)
         for n, index in zip(self.open, listed, strict=False):
@@ -295,7 +300,7 @@ def _users_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_BETWEEN) and "/torch/" not in name:
+        if not name.startswith(_BETWEEN) and not is_torchs(name):
             return frame
         frame = frame.f_back
     return None

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NoReturn
 
-from attention_engine.errors import BadCustomInput, UnknownAxis, UnknownCustomInput, WrongIndex
-from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, where_from, wrap
+from attention_engine.errors import BadCustomInput, UnknownAxis, UnknownCustomInput, WrongIndex, did_you_mean
+from attention_engine.frontend.frames import where_from
+from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, wrap
 from attention_engine.ir.expr import Expr, Op, Type, const, make, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
@@ -51,7 +52,7 @@ class CustomIO:
             for axis in axes:
                 if not _is_axis(axis):
                     raise UnknownAxis(
-                        f"{where_from()}custom input '{name}': {axis!r} is no axis.\n"
+                        f"{where_from()}custom input '{name}': {axis!r} is no axis.{did_you_mean(axis, INDEX)}\n"
                         f"  Use a positive int, or one of {', '.join(map(repr, INDEX))}."
                     )
             specs[name] = CustomSpec(name, tuple(axes))
@@ -65,28 +66,34 @@ class CustomIO:
         return f"CustomIO({ {s.name: s.axes for s in self.specs.values()} })"
 
 
+def counted(count: int, what: str) -> str:
+    """The count with its noun."""
+    return f"{count} {what if count == 1 else {'index': 'indices'}.get(what, what + 's')}"
+
+
 class CustomInput:
     """What a mod sees of one custom input: a value (at this b, h, q, kv), which can also be read at other indices."""
 
     def __init__(self, spec: CustomSpec, dtype: Type, untyped: Collection[str] = ()) -> None:
         """untyped: custom inputs of which only a call's tensors will say whether they are integers. Tracing has one
         integer type, INT; which need 64 bits is told afterwards (passes/widths.py)."""
+        self.called = f"custom input '{spec.name}'"
         self.spec, self.dtype, self.untyped = spec, Type.INT if dtype is Type.LONG else dtype, untyped
 
     def read(self, indices: Sequence[object]) -> Expr:
         """The read at these indices, one a dimension."""
         if len(indices) != len(self.spec.axes):
             raise WrongIndex(
-                f"{where_from()}custom input '{self.spec.name}' has {len(self.spec.axes)} dimensions {self.spec.axes}, "
-                f"and is read with {len(indices)} indices."
+                f"{where_from()}{self.called} has {counted(len(self.spec.axes), 'dimension')} {self.spec.axes}, and is "
+                f"read with {counted(len(indices), 'index')}. Give one index for each dimension."
             )
         exprs = [lift(i) for i in indices]
         for expr in exprs:
             guessed = any(n.op is Op.LOAD and n.name in self.untyped for n in topological(expr))
             if expr.dtype is Type.FLOAT and not guessed:
                 raise BadCustomInput(
-                    f"{where_from()}custom input '{self.spec.name}' is read at {expr}, which is a float.\n"
-                    "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int)."
+                    f"{where_from()}{self.called} is read at {expr}, which is a float. Write // instead of /, or "
+                    "x.to(int).\n  Indices are integers; so is what a custom input of integers holds."
                 )
         return make(Op.LOAD, *(convert(e, Type.INT) for e in exprs), arg=self.spec.name, dtype=self.dtype)
 
@@ -152,7 +159,9 @@ class CustomInputs:
         if spec is None:
             known = ", ".join(map(repr, self._io.specs)) or "none"
             raise UnknownCustomInput(
-                f"{where_from()}no custom input is called {name!r}. Declared: {known}.\n  Add it to CustomIO({{...}})."
+                f"{where_from()}no custom input is called {name!r}.{did_you_mean(name, self._io.specs)} "
+                f"Declared: {known}.\n  Declare it, CustomIO({{{str(name)!r}: axes}}), or read a tensor of your own: "
+                f"tensor[h, q_idx]. create_mask and show_mask take it by name: {name}=tensor."
             )
         untyped = self._io.specs.keys() - self._dtypes.keys()
         return CustomRead(CustomInput(spec, self._dtypes.get(name, Type.FLOAT), untyped))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from attention_engine.errors import UnsupportedOperation
+from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.symbols import (
     Symbol,
     convert,
@@ -19,10 +20,9 @@ from attention_engine.frontend.symbols import (
     truth,
     unify,
     where,
-    where_from,
     wrap,
 )
-from attention_engine.ir.expr import Op, Type, make
+from attention_engine.ir.expr import Op, Type, const, make
 
 
 def _elementwise(op: Op) -> Callable[[object], Symbol]:
@@ -176,6 +176,13 @@ def _mish(a: object, inplace: bool = False) -> Symbol:
     return value * TANH(SOFTPLUS(value))
 
 
+def _like(value: float | None) -> Callable[..., Symbol]:
+    """zeros_like, ones_like, full_like: a number. What else torch's take (dtype, device, ...) says nothing here."""
+    if value is None:
+        return lambda a, fill_value, **said: wrap(lift(fill_value))
+    return lambda a, **said: wrap(convert(const(value), lift(a).dtype))
+
+
 def _float(a: object) -> Symbol:
     return wrap(*unify(a, least=Type.FLOAT))
 
@@ -256,6 +263,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "long": lambda a: wrap(convert(lift(a), Type.INT)),
     "bool": lambda a: wrap(convert(lift(a), Type.BOOL)),
     "detach": lambda a: wrap(make(Op.DETACH, lift(a))),
+    "zeros_like": _like(0),
+    "ones_like": _like(1),
+    "full_like": _like(None),
     "sum": _no_sum,
 }
 Symbol.FUNCTIONS.update(FUNCTIONS)

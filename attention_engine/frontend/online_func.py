@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attention_engine.errors import BadInitialValue
-from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, where_from
+from attention_engine.frontend.frames import where_from
+from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor
 
 Rows = Mapping[str, Any]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from attention_engine.errors import (
@@ -20,25 +18,14 @@ from attention_engine.errors import (
     UnknownReduction,
     UnsupportedOperation,
 )
-from attention_engine.frontend.advice import way_out
+from attention_engine.frontend.advice import NO_ROW, NUMPY, instead_of, instead_of_index, way_out
+from attention_engine.frontend.frames import is_calling, spelled, where_from
 from attention_engine.ir.evaluate import WIDEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topological
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
 FP32_MOST, FP32_LEAST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least that is not taken as 0 in fast arithmetic
 RANKS = {Type.BOOL: 0, Type.INT: 1, Type.FLOAT: 2}
 CAPTURE: ContextVar[Any] = ContextVar("capture", default=None)  # the captured.Capture of the tracing that runs
-
-
-def where_from() -> str:
-    """The file and line of the user's code that is running, as `file.py:12: `."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and "/torch/" not in name and not name.startswith("<frozen"):
-            return f"{Path(name).name}:{frame.f_lineno}: "
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 _reduces_nothing: ContextVar[str] = ContextVar("reduces_nothing", default="")
@@ -221,46 +208,64 @@ class Symbol:
 
     # what can't be
     def __bool__(self) -> NoReturn:
-        bits = {op for _, op in BITS.values()}
-        hint = any(node.op in bits for node in topological(self.expr))
+        hint = any(node.op in (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR) for node in topological(self.expr))
         raise BranchOnSymbol(
-            f"{where_from()}Python asked for the truth of a symbolic value, {self.expr}.\n"
-            "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around "
-            "comparisons);\n  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
+            f"{where_from()}Python asked for the truth of a symbolic value, {self.expr}. "
+            "Write where(condition, a, b), and & | ~ between conditions.\n"
+            "  So for `if`, and for `and`, `or`, `not` (with brackets around comparisons). a < x < b becomes "
+            "(a < x) & (x < b),\n  max(a, b) becomes a.max(b)."
             + "\n  Python reads a < b & c < d as a < (b & c) < d: put brackets around comparisons."
             * hint
         )
 
     def _no_number(self) -> NoReturn:
-        raise UnsupportedOperation(
-            f"{where_from()}a symbolic value, {self.expr}, has no number yet.\n"
-            "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), "
-            "not math's or Python's."
-        )
+        way_out = instead_of(spelled(), Symbol.FUNCTIONS)
+        raise UnsupportedOperation(f"{where_from()}a symbolic value, {self.expr}, has no number yet. {way_out}")
 
     def _no_index(self) -> NoReturn:
-        raise SymbolAsIndex(
-            f"{where_from()}a symbolic value, {self.expr}, can't count or index: it has no number yet.\n"
-            "  A list of numbers becomes a tensor, torch.tensor([...])[i], or a custom input: custom['name'][i]."
-        )
+        code = spelled()
+        if is_calling():
+            raise SymbolAsIndex(
+                f"{where_from()}a symbolic value, {self.expr}, can't count: it has no number yet. Compare with it "
+                "instead.\n  A loop over keys is the kernel's: say in mask_mod which keys count, in score_mod how much."
+            )
+        read = f"`{code}`" if code else "what is no tensor"
+        raise SymbolAsIndex(f"{where_from()}{read} is read at a symbolic index, {self.expr}. {instead_of_index(code)}")
 
     __index__ = _no_index
     __float__ = __int__ = __len__ = __iter__ = __complex__ = __round__ = _no_number
 
-    def _no_operator(self, *others: object) -> NoReturn:
-        raise UnsupportedOperation(
-            f"{where_from()}this operator has no meaning on a symbolic value, {self.expr}.\n  {_otherwise()}"
-        )
+    def _refuse(self, what: str, way_out: str) -> NoReturn:
+        raise UnsupportedOperation(f"{where_from()}{what} has no meaning on a symbolic value, {self.expr}. {way_out}")
 
-    __divmod__ = __rdivmod__ = __matmul__ = __rmatmul__ = _no_operator
-    __getitem__ = __setitem__ = __contains__ = _no_operator
+    def __divmod__(self, other: object) -> NoReturn:
+        self._refuse("divmod", "Write a // b and a % b.")
+
+    def __matmul__(self, other: object) -> NoReturn:
+        self._refuse("@", "It is one number: multiply by *.")
+
+    __rdivmod__, __rmatmul__ = __divmod__, __matmul__
+
+    def __getitem__(self, index: object) -> NoReturn:
+        custom = (
+            "; the argument custom is another: score_mod(score, custom, ...), mask_mod(b, h, q_idx, kv_idx, custom)"
+        )
+        self._refuse(f"[{index!r}]", f"It is one number{custom * isinstance(index, str)}.")
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        self._refuse("x[...] = y", "Nothing is changed in place: x = where(condition, y, x).")
+
+    def __contains__(self, other: object) -> NoReturn:
+        self._refuse("`in`", "It is one number: compare with ==.")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         function = Symbol.FUNCTIONS.get(name)
         if function is None:
-            raise UnsupportedOperation(f"{where_from()}symbolic values have no `{name}`.\n  {_otherwise(name)}")
+            raise UnsupportedOperation(
+                f"{where_from()}symbolic values have no `{name}`. {way_out(name, Symbol.FUNCTIONS)}"
+            )
         if name == "where" and self.expr.dtype is not Type.BOOL:  # x.where(condition, other), as torch's
             return lambda condition, other: where(condition, self, other)
         return lambda *args, **named: _call(name, function, (self, *args), named)
@@ -270,22 +275,19 @@ class Symbol:
         """torch.exp(x), torch.where(c, a, b) and so on, by the function's name."""
         name = getattr(function, "__name__", str(function)).removeprefix("special_")
         if name == "__getitem__":
+            tensor = f"`{code}`, a tensor," if (code := spelled()) else "a tensor"
             raise SymbolAsIndex(
-                f"{where_from()}a tensor is read at a symbolic index, {args[1]}, outside of an engine's functions.\n"
+                f"{where_from()}{tensor} is read at a symbolic index, {args[1]}, outside of an engine's functions.\n"
                 "  Read it in score_mod, mask_mod or a method of OnlineFunc."
             )
-        known = Symbol.FUNCTIONS.get(name)
-        if known is None:
-            raise UnsupportedOperation(f"{where_from()}torch.{name} has no meaning in a mod.\n  {_otherwise(name)}")
-        return _call(name, known, args, kwargs or {})
+        return _call(name, _known("torch", name), args, kwargs or {})
 
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Symbol:
         """numpy.exp(x) and so on, by the function's name; also what a numpy number on the left asks for."""
         name = str(function.__name__)
-        known = Symbol.FUNCTIONS.get(NUMPY.get(name, name))
-        if known is None or method != "__call__":
-            raise UnsupportedOperation(f"{where_from()}numpy.{name} has no meaning in a mod.\n  {_otherwise(name)}")
-        return _call(name, known, args, kwargs)
+        if method != "__call__":
+            raise UnsupportedOperation(f"{where_from()}numpy.{name}.{method} has no meaning in a mod. {NO_ROW}")
+        return _call(name, _known("numpy", name), args, kwargs)
 
 
 class SymbolicTensor(Symbol):
@@ -298,8 +300,8 @@ class SymbolicTensor(Symbol):
         (a,) = unify(self, least=Type.FLOAT)
         if where := _reduces_nothing.get():
             raise MisplacedReduction(
-                f"{where_from()}get_reduce in {where}. A row is reduced in online_fwd alone, tile by tile.\n"
-                "  Reduce there, and carry the result in a row state of the OnlineFunc."
+                f"{where_from()}get_reduce in {where}. A row is reduced in online_fwd alone: reduce there.\n"
+                "  Rows come tile by tile; a row state of the OnlineFunc carries the result."
             )
         match kind:
             case "sum" | "max" | "min":
@@ -390,11 +392,9 @@ def _call(name: str, function: Callable[..., Symbol], args: tuple[object, ...], 
     return function(*args, **named)
 
 
-# What numpy calls a function of these names.
-NUMPY = dict(less="lt", greater="gt", less_equal="le", greater_equal="ge", equal="eq", not_equal="ne", power="pow",
-             rint="round", invert="bitwise_not", left_shift="bitwise_left_shift",
-             right_shift="bitwise_right_shift")  # fmt: skip
-
-
-def _otherwise(name: str = "") -> str:
-    return way_out(name, Symbol.FUNCTIONS)
+def _known(library: str, name: str) -> Callable[..., Symbol]:
+    if known := Symbol.FUNCTIONS.get(NUMPY.get(name, name) if library == "numpy" else name):
+        return known
+    raise UnsupportedOperation(
+        f"{where_from()}{library}.{name} has no meaning in a mod. {way_out(name, Symbol.FUNCTIONS)}"
+    )

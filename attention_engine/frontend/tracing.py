@@ -18,8 +18,10 @@ from attention_engine.errors import (
     UnknownState,
     WrongArity,
     WrongResult,
+    did_you_mean,
 )
-from attention_engine.frontend.custom_io import CustomInputs, CustomIO
+from attention_engine.frontend.custom_io import CustomInputs, CustomIO, counted
+from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
 from attention_engine.frontend.symbols import CAPTURE, Symbol, convert, lift, without_reductions, wrap
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const
@@ -47,6 +49,7 @@ from attention_engine.passes.widths import widen
 
 ALL_AXES = frozenset(Axis)
 PAIR_AXES = ALL_AXES - {Axis.CHANNEL}
+SCORE_ARGUMENTS = "score, custom, b, h, q_idx, kv_idx"
 
 
 def place_of(function: Callable[..., object]) -> str:
@@ -59,7 +62,8 @@ def place_of(function: Callable[..., object]) -> str:
 def call(function: Callable[..., object], arguments: str, values: Sequence[object], custom: CustomInputs | None) -> Any:
     """Calls with the arguments it asks for: the listed ones and, if it takes one more, the custom inputs."""
     if not callable(function):
-        raise NotAFunction(f"a {type(function).__name__} was given where a function ({arguments}) belongs.")
+        reads = f" Read it in one: lambda {arguments}: tensor[...]." if hasattr(type(function), "requires_grad") else ""
+        raise NotAFunction(f"a {type(function).__name__} was given where a function of ({arguments}) belongs.{reads}")
     if getattr(function, "makes_mods", False):
         raise FactoryNotCalled(
             f"{function.__name__} makes a function of ({arguments}). Call it: {function.__name__}"
@@ -74,6 +78,7 @@ def call(function: Callable[..., object], arguments: str, values: Sequence[objec
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = len([p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD])
     count = len(placed)
+    _check_place_of_custom(function, arguments, [p.name for p in placed], custom)
     more = placed[len(values)] if count > len(values) else None
     if more is not None and custom is not None and (more.default is more.empty or more.name.startswith("custom")):
         values = [*values, custom]
@@ -81,7 +86,28 @@ def call(function: Callable[..., object], arguments: str, values: Sequence[objec
         return function(*values)
     one_more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
     bound = "\n  Is @staticmethod missing above it?" if inspect.ismethod(function) else ""
-    raise WrongArity(f"{place_of(function)} takes {count} arguments. It is called with ({arguments}){one_more}.{bound}")
+    if arguments == SCORE_ARGUMENTS and count == 5:
+        raise WrongArity(
+            f"{place_of(function)} takes 5 arguments, as FlexAttention's does. Put custom second: ({arguments}).\n"
+            "  FlexAttention's score is scaled already: say scale=dim ** -0.5 to the engine."
+        )
+    raise WrongArity(
+        f"{place_of(function)} takes {counted(count, 'argument')}. It is called with ({arguments}){one_more}.{bound}"
+    )
+
+
+def _check_place_of_custom(
+    function: Callable[..., object], arguments: str, names: Sequence[str], custom: CustomInputs | None
+) -> None:
+    """WrongArity where a parameter is called custom and is given something else."""
+    wanted = arguments if custom is None else f"{arguments}, custom"
+    found = [n for n, name in enumerate(names) if name == "custom"]
+    place = wanted.split(", ").index("custom") if "custom" in wanted.split(", ") else None
+    if found and place is not None and found[0] != place:
+        raise WrongArity(
+            f"{place_of(function)} takes custom as its argument {found[0] + 1}. It is called with ({wanted}): make it "
+            f"argument {place + 1}."
+        )
 
 
 def is_number(value: object) -> bool:
@@ -132,7 +158,11 @@ class _Rowscales(dict[str, Symbol]):
 
     def __missing__(self, name: str) -> Symbol:
         known = ", ".join(map(repr, self)) or "none"
-        raise UnknownState(f"{self.owner} reads the {self.what} {name!r}, which isn't declared. Declared: {known}.")
+        meant = did_you_mean(name, self)
+        raise UnknownState(
+            f"{where_from()}{self.owner} reads the {self.what} {name!r}, which isn't declared.{meant} Declared: "
+            f"{known}."
+        )
 
 
 def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
@@ -153,9 +183,12 @@ def _check_keys(function: Callable[..., object], what: str, given: object, decla
         raise WrongResult(f"{place_of(function)} returned {type(given).__name__} where a dict of {what}s belongs.")
     known = ", ".join(map(repr, declared)) or "none"
     if missing := [n for n in declared if n not in given]:
-        raise MissingState(f"{place_of(function)} gives no {what} {missing[0]!r}. Declared: {known}.")
+        raise MissingState(f"{place_of(function)} gives no {what} {missing[0]!r}. Return each: {known}.")
     if extra := [n for n in given if n not in declared]:
-        raise UnknownState(f"{place_of(function)} gives a {what} {extra[0]!r} that isn't declared. Declared: {known}.")
+        meant = did_you_mean(extra[0], declared)
+        raise UnknownState(
+            f"{place_of(function)} gives a {what} {extra[0]!r} that isn't declared.{meant} Declared: {known}."
+        )
 
 
 def _unpack(function: Callable[..., object], result: object, names: str, count: int) -> tuple[Any, ...]:
@@ -251,7 +284,7 @@ def trace(
     score = PRODUCT if scale == 1.0 else PRODUCT * scale
     if score_mod is not None:
         with without_reductions("a score_mod"):
-            result = call(score_mod, "score, custom, b, h, q_idx, kv_idx", [wrap(score), custom, *_indices()], None)
+            result = call(score_mod, SCORE_ARGUMENTS, [wrap(score), custom, *_indices()], None)
         score = _number(score_mod, "the score", result)
     mask = None if mask_mod is None else _mask(mask_mod, custom)
     online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)

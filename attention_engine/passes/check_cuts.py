@@ -56,8 +56,9 @@ def random_cuts(draw: random.Random, count: int) -> Iterator[Cut]:
         yield Cut(f"tiles of {_sizes(tiles)} keys, in random order" if len(tiles) > 1 else "one tile, shuffled", tiles)
 
 
-def check_online(program: Program, cuts: Sequence[Cut] = CUTS) -> None:
-    """Runs the program on random rows, each cut in several ways; raises NotOnline where two results differ."""
+def check_online(program: Program, cuts: Sequence[Cut] = CUTS, where: str = "") -> None:
+    """Runs the program on random rows, each cut in several ways; raises NotOnline where two results differ. where: what
+    its message begins with."""
     roots = [program.output, *(final for _, final in program.finals), *_each_tile(program)]
     carried = {OUTPUT, *(state.variable for state in program.states)}
     variables = [n for n in topological(*roots) if n.op in (Op.VAR, Op.LOAD) and n not in carried]
@@ -67,7 +68,7 @@ def check_online(program: Program, cuts: Sequence[Cut] = CUTS) -> None:
         values = [draw.gauss(0.0, 1.0) for _ in range(KEYS)]
         whole = _run(program, CUTS[0], row, values)
         for cut in cuts:
-            _compare(whole, cut, _run(program, cut, row, values))
+            _compare(whole, cut, _run(program, cut, row, values), where)
 
 
 def _each_tile(program: Program) -> list[Expr]:
@@ -106,16 +107,17 @@ def _run(program: Program, cut: Cut, row: Mapping[Expr, Value], values: list[flo
     return {"the output": found, **dict(zip(names, finals, strict=True))}
 
 
-def _compare(whole: Mapping[str, float], cut: Cut, found: Mapping[str, float]) -> None:
+def _compare(whole: Mapping[str, float], cut: Cut, found: Mapping[str, float], where: str) -> None:
     for what, expected in whole.items():
         got = found[what]
         if not _agree(expected, got):
             raise NotOnline(
-                f"{what} depends on how a row is cut into tiles. Of the same {KEYS} keys:\n"
+                f"{where}{what} depends on how a row is cut into tiles. Is a rescale forgotten?\n"
+                f"  Of the same {KEYS} keys:\n"
                 f"    {CUTS[0].name}: {expected:.6g}\n"
                 f"    {cut.name}: {got:.6g}\n"
-                "  The usual cause is a forgotten rescale. The third result of online_fwd multiplies the output of "
-                "earlier\n  tiles; a state that sums weights needs it too: r * rescale + weights.get_reduce('sum')."
+                "  The third result of online_fwd multiplies the output of earlier tiles; a state that sums weights "
+                "needs\n  it too: r * rescale + weights.get_reduce('sum')."
             )
 
 

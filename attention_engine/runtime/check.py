@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attention_engine.errors import BackwardNotDerived, NotInterpretable
+from attention_engine.frontend.tracing import place_of
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.passes.check_cuts import check_online, random_cuts
 from attention_engine.passes.maths import analyse
@@ -84,7 +85,8 @@ def compare(
 
     lacking: why the kernels don't run. cut: what was cut off. doubted: the whole tensors, where these are cut.
     """
-    check_online(engine._program, tuple(random_cuts(random.Random(0), RANDOM_CUTS)))
+    cuts = tuple(random_cuts(random.Random(0), RANDOM_CUTS))
+    check_online(engine._program, cuts, f"{place_of(engine.online_func.online_fwd)}: ")
     notes = [f"{RANDOM_CUTS} random cuts of a row into tiles give the same result"]
     held = tensors_now(engine._captured)
     names = [*engine.custom_io.specs, *(c.name for c in engine._captured)]

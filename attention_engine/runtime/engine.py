@@ -16,6 +16,7 @@ from attention_engine.compiler import Kernel
 from attention_engine.errors import NoDevice, SizesUnknown, UnknownOption
 from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
+from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.meta import Heads, Meta
 from attention_engine.ir.expr import Type
 from attention_engine.runtime import op
@@ -48,6 +49,12 @@ class Engine(torch.nn.Module):
     _types: dict[str, Type]  # of custom inputs, as far as the constructor can know
     ORDINARY: ClassVar[Any]  # the variant that is traced where no call says more
     TURNED: ClassVar[int]  # so many of the first tensors of a call have a length and heads, in the order of the layout
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Constructors' errors show the user's frames."""
+        super().__init_subclass__(**named)
+        if "__init__" in vars(cls):
+            cls.__init__ = briefly(cls.__init__)  # type: ignore[method-assign]
 
     def _begin(self) -> None:
         """What a process finds out of an engine; nothing so far."""

@@ -33,6 +33,7 @@ from attention_engine.errors import (
     WrongHeads,
     WrongRank,
     WrongResult,
+    did_you_mean,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import DTYPES, Heads, Meta, check_heads, check_linear_heads
@@ -49,10 +50,12 @@ BLOCKS = "_block_mask"  # the custom input that an outside block mask becomes
 def check_options(backend: str, layout: str, mask_value: object, device: object, block_size: object) -> None:
     """Options whose values are few; UnknownOption for another."""
     if backend not in BACKENDS:
-        raise UnknownOption(f"backend is {backend!r}. Choose {', '.join(map(repr, BACKENDS))}.")
+        raise UnknownOption(
+            f"backend is {backend!r}.{did_you_mean(backend, BACKENDS)} Choose {', '.join(map(repr, BACKENDS))}."
+        )
     if layout not in ORDERS:
         known = " or ".join(f'"{name}" {order}' for name, order in ORDERS.items())
-        raise UnknownOption(f"layout is {layout!r}. Choose {known}.")
+        raise UnknownOption(f"layout is {layout!r}.{did_you_mean(layout, ORDERS)} Choose {known}.")
     if mask_value not in (None, "-inf", "0"):
         raise UnknownOption(
             f'mask_value is {mask_value!r}. Choose "-inf" or "0"; both mean that a masked pair is left out.'
@@ -98,8 +101,8 @@ def backend_for(backend: str, device: torch.device) -> str:
         return "tilelang" if cuda else "reference"
     if backend == "tilelang" and not cuda:
         raise NoDevice(
-            f"backend=\"tilelang\" needs CUDA tensors, and these are on '{device}'.\n"
-            '  On a CPU use "reference" or "interpret".'
+            f'backend="tilelang" needs CUDA tensors, and these are on \'{device}\'. On a CPU use "reference" or '
+            '"interpret".'
         )
     if backend == "interpret" and device.type != "cpu":
         raise NoDevice(f"backend=\"interpret\" runs on CPU tensors, and these are on '{device}'.")
@@ -135,7 +138,8 @@ def check_type(name: str, value: object, kind: type, optional: bool = False) -> 
     if isinstance(value, kind) or (optional and value is None):
         return
     hint = f" (is it missing brackets: {value.__name__}()?)" if isinstance(value, type) else ""
-    raise UnknownOption(f"{name} is {value!r}. Give an instance of {kind.__name__}{hint}.")
+    shown, *more = repr(value).splitlines()
+    raise UnknownOption(f"{name} is {shown}{'...' if more else ''}. Give an instance of {kind.__name__}{hint}.")
 
 
 def type_of(tensor: Tensor) -> Type:
@@ -152,6 +156,27 @@ def stand_ins(specs: Iterable[CustomSpec], types: Mapping[str, Type], device: to
     return [torch.empty(1, dtype=t, device=device, requires_grad=t.is_floating_point) for t in dtypes]
 
 
+# What other libraries give with a call, and where it is said here.
+OF_THE_ENGINE = "Say it when the engine is built: {}=..."
+IN_A_MASK = (
+    "A mask belongs to the engine: mask_mod=library.causal, or a function (b, h, q_idx, kv_idx) that reads yours."
+)
+HABITS = {
+    **dict.fromkeys(("attn_mask", "mask", "attention_mask", "key_padding_mask", "window_size"), IN_A_MASK),
+    **dict.fromkeys(("is_causal", "causal"), "Say it when the engine is built: mask_mod=library.causal."),
+    **dict.fromkeys(("dropout_p", "dropout"), "Leave it out: engines drop no weights."),
+    **dict.fromkeys(("softmax_scale", "sm_scale"), OF_THE_ENGINE.format("scale")),
+    **dict.fromkeys(("softcap", "alibi_slopes"), "Say it when the engine is built: score_mod=library.softcap(50.0), "
+                    "library.alibi(scale), or one of your own."),
+    **dict.fromkeys(("return_lse", "return_aux", "need_weights"), "Write return_rowscales=True: o, {'lse': ...}."),
+    "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
+    "kernel_options": "Tiles are chosen for you: tune=True measures them.",
+    **{name: OF_THE_ENGINE.format(name) for name in (
+        "scale", "score_mod", "mask_mod", "online_func", "backend", "layout", "deterministic", "tune", "block_size",
+        "custom_io", "decay_mod", "q_mod", "k_mod", "v_mod")},
+}  # fmt: skip
+
+
 def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
     """Custom inputs in declared order, from those given by position and by name."""
     if not named and len(given) == len(io.in_order) and all([isinstance(t, Tensor) for t in given]):
@@ -159,13 +184,18 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
     names = [spec.name for spec in io.in_order]
     known = ", ".join(map(repr, names)) or "none"
     if len(given) > len(names):
-        raise CustomInputMissing(f"{len(given)} custom inputs were given by position. Declared: {known}.")
+        raise CustomInputMissing(
+            f"{len(given)} more arguments stand behind q, k and v, where custom inputs do (declared: {known}). Masks "
+            "and scales are the engine's:\n  AttentionEngine(..., mask_mod=..., scale=...)."
+        )
     found = dict(zip(names, given, strict=False))
     for name, tensor in named.items():
         if name not in names:
-            raise CustomInputMissing(f"{name!r} is no argument and no custom input. Declared custom inputs: {known}.")
+            meant = did_you_mean(name, names) or " Leave it out, or declare it."
+            way_out = f" {HABITS[name]}" if name in HABITS else f"{meant} Declared custom inputs: {known}."
+            raise CustomInputMissing(f"{name!r} is no argument of a call and no custom input.{way_out}")
         if name in found:
-            raise CustomInputMissing(f"custom input {name!r} was given twice, by position and by name.")
+            raise CustomInputMissing(f"custom input {name!r} was given twice, by position and by name. Give it once.")
         found[name] = tensor
     for name in names:
         if name not in found:
@@ -222,14 +252,13 @@ def check_qkv(
     for number, (name, tensor) in enumerate(zip("qkv", (q, k, v), strict=True)):
         heads, dim = tensor.shape[2], tensor.shape[3]
         if metas is not None and (heads, dim) != (metas[number].heads, metas[number].dim):
-            raise WrongHeads(
-                f"{name} has {heads} heads of dim {dim}, and the engine was built for {metas[number].heads} of "
-                f'{metas[number].dim}.\n  Its shape must be {ORDERS[layout]}, layout="{layout}".'
-            )
+            raise WrongHeads(_other_heads(name, tensor, metas[0], metas[number], layout))
         if tensor.device != q.device:
-            raise DevicesDiffer(f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device.")
+            raise DevicesDiffer(
+                f"q is on '{q.device}' and {name} on '{tensor.device}'. Put them on one device: {name}.to(q.device)."
+            )
         if tensor.dtype != q.dtype:
-            raise DtypesDiffer(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype.")
+            raise DtypesDiffer(f"q is {q.dtype} and {name} is {tensor.dtype}. Give one dtype: {name}.to(q.dtype).")
     if linear:
         _check_one_length(q, k, v)
     elif q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
@@ -268,6 +297,24 @@ def _check_heads(layout: str, linear: bool, q: Tensor, k: Tensor, v: Tensor) -> 
         raise WrongHeads(f'{mistake}\n  Shapes must be {ORDERS[layout]}, layout="{layout}".') from None
 
 
+def _other_heads(name: str, tensor: Tensor, queries: Meta, meta: Meta, layout: str) -> str:
+    """Heads or a head dim that aren't the engine's: is it the layout, the description or the number of heads?"""
+    length, heads, dim = tensor.shape[1:]
+    built = f"the engine was built for {meta.heads} of {meta.dim}"
+    shape = f'Its shape must be {ORDERS[layout]}, layout="{layout}".'
+    if dim != meta.dim:
+        return f"{name} has {heads} heads of dim {dim}, and {built}. Give dim {meta.dim}, or build another.\n  {shape}"
+    other = next(order for order in ORDERS if order != layout)
+    if length == meta.heads:
+        swapped = f'Heads and length look swapped: in the tensors (layout="{other}"?), or in meta_tensor('
+        return f"{name} has {heads} heads of dim {dim}, and {built}. {swapped}batch, heads, length, dim).\n  {shape}"
+    divisors = ", ".join(str(n) for n in range(1, queries.heads + 1) if queries.heads % n == 0)
+    shares = "" if name == "q" else f" Key heads of {queries.heads} query heads can be {divisors}."
+    return (
+        f"{name} has {heads} heads of dim {dim}, and {built}. Give {meta.heads}, or build another.{shares}\n  {shape}"
+    )
+
+
 def _check_one_length(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape[:2] != q.shape[:2]:
@@ -304,7 +351,9 @@ def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tens
         what = f"custom input {spec.name!r}"
         expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)
         if tuple(tensor.shape) != expected and not (tensor.ndim == 0 and expected in ((), (1,))):
-            raise WrongCustomShape(f"{what} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}.")
+            raise WrongCustomShape(
+                f"{what} has shape {tuple(tensor.shape)}. Its axes {spec.axes} ask for {expected}: give that shape."
+            )
         if not torch.compiler.is_compiling() and max(tensor.shape, default=0) > MOST_ENTRIES:
             raise TooLong(f"{what} has shape {tuple(tensor.shape)}. An axis may have {MOST_ENTRIES} (2^30) entries.")
         if tensor.device != q.device:
@@ -315,6 +364,11 @@ def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tens
 
 def check_blocks(blocks: Tensor, block_size: tuple[int, int], q: Tensor, k: Tensor) -> Tensor:
     """An outside block mask as int8; BadInput unless its shape is that of the blocks."""
+    if not isinstance(blocks, Tensor):
+        raise WrongBlockMask(
+            f"block_mask is {type(blocks).__name__}. A call takes a tensor of blocks; masks of other kinds, "
+            "FlexAttention's too, belong to the engine: AttentionEngine(..., block_mask=...)."
+        )
     rows, columns = (-(-t.shape[1] // size) for t, size in zip((q, k), block_size, strict=True))
     fits = blocks.ndim == 4 and blocks.shape[0] in (1, q.shape[0]) and blocks.shape[1] in (1, q.shape[2])
     if not fits or tuple(blocks.shape[2:]) != (rows, columns):

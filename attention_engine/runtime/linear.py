@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
 from attention_engine.errors import (
+    AttentionEngineError,
     DevicesDiffer,
     LengthsDiffer,
     NotATensor,
@@ -19,6 +20,7 @@ from attention_engine.errors import (
     WrongShape,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
+from attention_engine.frontend.frames import brief
 from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.expr import Type
@@ -144,10 +146,15 @@ class LinearAttentionEngine(LinearShown):
         (B, H, D, DV), the state before the first token. custom: in CustomIO's order, or by name. Raises BadInput for
         tensors that don't fit.
         """
-        captured = self._captured
-        tensors = order_custom(self.custom_io, custom, named)
-        tensors = [*tensors, *tensors_now(captured)] if captured else tensors
-        return self._call(q, k, v, decay, tensors, initial_state, output_final_state)
+        try:
+            captured = self._captured
+            tensors = order_custom(self.custom_io, custom, named)
+            tensors = [*tensors, *tensors_now(captured)] if captured else tensors
+            return self._call(q, k, v, decay, tensors, initial_state, output_final_state)
+        except AttentionEngineError as error:
+            if is_compiling():  # the compiler follows what is raised, but no traceback
+                raise
+            raise brief(error) from error.__cause__
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, tensors: Sequence[Tensor],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention_engine.errors import BadInput, NotATensor
 from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
@@ -85,6 +86,7 @@ def trace_mask(
     return TracedMask(program.mask, {**custom, **dict(held)}, sizes)
 
 
+@briefly
 def create_mask(
     mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
     **custom: Tensor,
@@ -100,6 +102,7 @@ def create_mask(
     return mask.at(*torch.meshgrid(*axes, indexing="ij"))
 
 
+@briefly
 def create_block_mask(
     mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
     Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128, **custom: Tensor,

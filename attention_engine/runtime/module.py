@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
-from attention_engine.errors import (
-    OptionsClash,
-)
+from attention_engine.errors import AttentionEngineError, OptionsClash
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
+from attention_engine.frontend.frames import brief
 from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of
 from attention_engine.frontend.online_func import OnlineFunc
-from attention_engine.frontend.tracing import trace
+from attention_engine.frontend.tracing import place_of, trace
 from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
@@ -37,6 +36,7 @@ from attention_engine.runtime.captured import (
     sizes_of,
     tensors_now,
 )
+from attention_engine.runtime.flex import of_flex
 from attention_engine.runtime.inputs import (
     BLOCKS,
     backend_for,
@@ -108,6 +108,7 @@ class AttentionEngine(Shown):
         check_scale(scale)
         check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
         check_type("online_func", online_func, OnlineFunc, optional=True)
+        mask_mod, block_mask, block_size = of_flex(mask_mod, block_mask, block_size)
         if callable(block_mask) and not isinstance(block_mask, Tensor):
             if mask_mod is not None:
                 raise OptionsClash(
@@ -128,7 +129,7 @@ class AttentionEngine(Shown):
         self.register_buffer("block_mask", block_mask, persistent=False)
         self._begin()
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, self.ORDINARY))
-        check_online(self._program)
+        check_online(self._program, where=f"{place_of(self.online_func.online_fwd)}: ")
 
     def _trace_functions(self, types: Mapping[str, Type], variant: Variant) -> Program:
         (blocks, dim), scale = variant, self.scale
@@ -211,9 +212,14 @@ class AttentionEngine(Shown):
         q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
         order, or by name; what the functions captured is read where it is. Raises BadInput for tensors that don't fit.
         """
-        captured = self._captured
-        held = tensors_now(captured) if captured else ()
-        return self._call(q, k, v, custom, held, block_mask, return_rowscales, named)
+        try:
+            captured = self._captured
+            held = tensors_now(captured) if captured else ()
+            return self._call(q, k, v, custom, held, block_mask, return_rowscales, named)
+        except AttentionEngineError as error:
+            if is_compiling():  # the compiler follows what is raised, but no traceback
+                raise
+            raise brief(error) from error.__cause__
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],

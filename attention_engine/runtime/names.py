@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from attention_engine.errors import OptionsClash, UnknownArgument, UnknownOption
+from attention_engine.errors import OptionsClash, UnknownArgument, UnknownOption, did_you_mean
 from attention_engine.frontend.custom_io import CustomIO
 
 Self = TypeVar("Self")
@@ -44,12 +43,7 @@ def explains_names(init: Callable[Concatenate[Self, Given], None]) -> Callable[C
 def nearest(name: str, known: Iterable[str]) -> str:
     """What may have been meant by a name, as a sentence."""
     known = list(known)
-    if name in ELSEWHERE:
-        return ELSEWHERE[name]
-    *most, last = [repr(n) for n in difflib.get_close_matches(name, known, n=3)] or [""]
-    if not last:
-        return f"It takes {', '.join(known)}."
-    return f"Did you mean {', '.join(most)} or {last}?" if most else f"Did you mean {last}?"
+    return ELSEWHERE.get(name) or did_you_mean(name, known).strip() or f"It takes {', '.join(known)}."
 
 
 def either(name: str, value: Value | None, old_name: str, old: Value | None) -> Value | None:

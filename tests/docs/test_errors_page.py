@@ -29,6 +29,15 @@ def test_the_page_is_what_the_script_writes():
     assert mistakes.page() == PAGE
 
 
+def test_each_class_has_the_section_that_its_messages_name():
+    headings = [line.removeprefix("## ") for line in PAGE.splitlines() if line.startswith("## ")]
+    for name, kind in mistakes.classes().items():
+        page, anchor = errors.section_of(kind).split("#")
+        assert ROOT / page == mistakes.PAGE and anchor == name.lower()  # as mkdocs and GitHub spell a heading's anchor
+        assert [heading.lower() for heading in headings].count(anchor) == 1
+    assert headings == list(mistakes.classes())
+
+
 def test_there_are_enough_and_no_two_are_one():
     assert len(mistakes.MISTAKES) >= 25
     for unlike in ({m.title for m in mistakes.MISTAKES}, {m.wrong for m in mistakes.MISTAKES}):

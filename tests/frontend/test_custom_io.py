@@ -96,11 +96,15 @@ def fails(error: type[Exception], function, message: str) -> None:
     assert str(caught.value) == f"test_custom_io.py:{function.__code__.co_firstlineno}: {message}"
 
 
+DECLARE = (
+    "\n  Declare it, CustomIO({'slope': axes}), or read a tensor of your own: tensor[h, q_idx]. create_mask and "
+    "show_mask take it by name: slope=tensor."
+)
 NO_AXIS = "\n  Use a positive int, or one of 'batch', 'heads', 'seq_len', 'seq_len_kv'."
 MISTAKES = [
     (lambda: CustomIO({"x": "heads"}), "custom input 'x': axes are 'heads'. Write a tuple: 'x': ('heads',)."),
     (lambda: CustomIO({"x": 3}), "custom input 'x': axes are 3. Write a tuple: 'x': (3,)."),
-    (lambda: CustomIO({"x": ("head",)}), f"custom input 'x': 'head' is no axis.{NO_AXIS}"),
+    (lambda: CustomIO({"x": ("head",)}), f"custom input 'x': 'head' is no axis. Did you mean 'heads'?{NO_AXIS}"),
     (lambda: CustomIO({"x": (0,)}), f"custom input 'x': 0 is no axis.{NO_AXIS}"),
     (lambda: CustomIO({"x": (True,)}), f"custom input 'x': True is no axis.{NO_AXIS}"),
     (lambda: CustomIO({"x": (2.0,)}), f"custom input 'x': 2.0 is no axis.{NO_AXIS}"),
@@ -111,17 +115,17 @@ MISTAKES = [
     ),
     (
         lambda: reads({"x": ("heads", 10)})["x"][3],
-        "custom input 'x' has 2 dimensions ('heads', 10), and is read with 1 indices.",
+        "custom input 'x' has 2 dimensions ('heads', 10), and is read with 1 index. Give one index for each dimension.",
     ),
     (
         lambda: reads({"x": (10,)})["x"][wrap(Q_IDX) / 2],
-        "custom input 'x' is read at float(q_idx) / 2, which is a float.\n"
-        "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int).",
+        "custom input 'x' is read at float(q_idx) / 2, which is a float. Write // instead of /, or x.to(int).\n"
+        "  Indices are integers; so is what a custom input of integers holds.",
     ),
     (
         lambda: reads({"x": (10,)})["x"][1.5],
-        "custom input 'x' is read at 1.5, which is a float.\n"
-        "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int).",
+        "custom input 'x' is read at 1.5, which is a float. Write // instead of /, or x.to(int).\n"
+        "  Indices are integers; so is what a custom input of integers holds.",
     ),
 ]
 
@@ -133,7 +137,6 @@ def test_a_bad_declaration_or_read_is_refused_at_the_users_line(function, messag
 
 def test_an_input_that_is_not_declared_is_refused_with_the_known_ones():
     custom, nothing = reads({"slopes": ("heads",), "bias": (1,)}), reads({})
-    fails(UnknownCustomInput, lambda: custom["slope"], "no custom input is called 'slope'. Declared: 'slopes', "
-          "'bias'.\n  Add it to CustomIO({...}).")  # fmt: skip
-    fails(UnknownCustomInput, lambda: nothing["slope"], "no custom input is called 'slope'. Declared: none.\n"
-          "  Add it to CustomIO({...}).")  # fmt: skip
+    fails(UnknownCustomInput, lambda: custom["slope"], "no custom input is called 'slope'. Did you mean 'slopes'? "
+          f"Declared: 'slopes', 'bias'.{DECLARE}")  # fmt: skip
+    fails(UnknownCustomInput, lambda: nothing["slope"], f"no custom input is called 'slope'. Declared: none.{DECLARE}")

@@ -191,6 +191,10 @@ METHODS: dict[str, Callable[[Any, Any], Any]] = {
     "long": lambda s, m: s.long(),
     "bool": lambda s, m: s.bool(),
     "detach": lambda s, m: s.detach(),
+    "zeros_like": lambda s, m: s + torch.zeros_like(s),
+    "zeros_like dtype": lambda s, m: s + torch.zeros_like(s, dtype=torch.float32),
+    "ones_like": lambda s, m: s + torch.ones_like(s.int()),
+    "full_like": lambda s, m: s + torch.full_like(s, 2.5),
     "max of two": lambda s, m: s.max(m) if isinstance(s, Symbol) else s.maximum(m),
     "min of two": lambda s, m: s.min(0.0) if isinstance(s, Symbol) else s.clamp(max=0.0),
 }
@@ -320,19 +324,12 @@ def test_private_names_are_no_functions():
 
 
 BRANCH = (
-    "  `if` becomes where(condition, a, b); `and`, `or`, `not` become &, |, ~ (with brackets around comparisons);\n"
-    "  a < x < b becomes (a < x) & (x < b); max(a, b) becomes a.max(b)."
+    "Write where(condition, a, b), and & | ~ between conditions.\n"
+    "  So for `if`, and for `and`, `or`, `not` (with brackets around comparisons). a < x < b becomes "
+    "(a < x) & (x < b),\n  max(a, b) becomes a.max(b)."
 )
-KNOWN = (
-    "  Known: + - * / ** // %, comparisons, & | ^ ~ << >>, abs, absolute, add, arctan, atan, bitwise_and,\n"
-    "  bitwise_left_shift, bitwise_not, bitwise_or, bitwise_right_shift, bitwise_xor, bool, ceil, clamp, clamp_max,\n"
-    "  clamp_min, clip, cos, detach, div, divide, elu, eq, erf, exp, exp2, expit, expm1, fix, float, floor,\n"
-    "  floor_divide, ge, gelu, gt, hardsigmoid, hardswish, hardtanh, int, le, leaky_relu, log, log1p, log2,\n"
-    "  log_sigmoid, logical_and, logical_not, logical_or, logical_xor, logsigmoid, long, lt, masked_fill, max,\n"
-    "  maximum, min, minimum, mish, mul, multiply, ne, neg, negative, pow, reciprocal, relu, relu6, remainder, round,\n"
-    "  rsqrt, sigmoid, sign, silu, sin, softplus, softsign, sqrt, square, sub, subtract, sum, tanh, to, true_divide,\n"
-    "  trunc, where, get_reduce."
-)
+ONE_PAIR = "A mod sees one pair at a time, as numbers without dimensions."
+NO_ROW = f"{ONE_PAIR} Sums over a row are scores.get_reduce('sum'), in online_fwd."
 
 
 def line_of(function: Callable[..., Any]) -> str:
@@ -363,47 +360,50 @@ BRANCHES = {
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_branch_on_a_symbol_is_refused_at_the_users_line(name):
     function, condition = BRANCHES[name]
-    fails(BranchOnSymbol, function, f"Python asked for the truth of a symbolic value, {condition}.\n{BRANCH}")
+    fails(BranchOnSymbol, function, f"Python asked for the truth of a symbolic value, {condition}. {BRANCH}")
     assert issubclass(BranchOnSymbol, TypeError)
 
 
-NO_NUMBER = (
-    "a symbolic value, score, has no number yet.\n"
-    "  Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions (torch.exp(x)), not math's or Python's."
-)
-NO_INDEX = (
-    "a symbolic value, score, can't count or index: it has no number yet.\n"
-    "  A list of numbers becomes a tensor, torch.tensor([...])[i], or a custom input: custom['name'][i]."
-)
-NO_OPERATOR = f"this operator has no meaning on a symbolic value, score.\n{KNOWN}"
+NO_NUMBER = "a symbolic value, score, has no number yet. "
+USE_OURS = "Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions, not math's or Python's."
+IN_PLACE_OF = "In place of {} write torch.{}, or x.{}()."
+
+
 JOINED = (
     "&, |, ^ and ~ join conditions with conditions, or integers with integers, and {}.\n"
     "  Put brackets around comparisons: (a < b) & (c < d)."
 )
+SLOPES = [0.5, 0.25]
 REFUSED = {
-    "math.exp": (lambda: math.exp(S), NO_NUMBER),
-    "math.floor": (lambda: math.floor(S), NO_NUMBER),
-    "float()": (lambda: float(S), NO_NUMBER),
-    "int()": (lambda: int(S), NO_NUMBER),
-    "round": (lambda: round(S), NO_NUMBER),
-    "len": (lambda: len(S), NO_NUMBER),
-    "iterate": (lambda: list(S), NO_NUMBER),
-    "index": (lambda: [1, 2][S], NO_INDEX),
-    "count": (lambda: list(range(S)), NO_INDEX),
+    "math.exp": (lambda: math.exp(S), NO_NUMBER + IN_PLACE_OF.format("math.exp", "exp", "exp")),
+    "math.floor": (lambda: math.floor(S), NO_NUMBER + IN_PLACE_OF.format("math.floor", "floor", "floor")),
+    "float()": (lambda: float(S), NO_NUMBER + "Write x.to(float)."),
+    "int()": (lambda: int(S), NO_NUMBER + "Write x.to(int)."),
+    "round": (lambda: round(S), NO_NUMBER + IN_PLACE_OF.format("round", "round", "round")),
+    "len": (lambda: len(S), NO_NUMBER + USE_OURS),
+    "iterate": (lambda: list(S), NO_NUMBER + USE_OURS),
+    "math.log10": (lambda: math.log10(S), NO_NUMBER + "In place of log10 write x.log() / math.log(10)."),
+    "index": (lambda: [1, 2][S], "`[1, 2][S]` is read at a symbolic index, score. Tensors alone can be. Make one of "
+              "it, torch.tensor([...]), outside of the mod."),
+    "a name's index": (lambda: SLOPES[S], "`SLOPES[S]` is read at a symbolic index, score. Tensors alone can be. Make "
+                       "SLOPES one, torch.tensor(SLOPES), outside of the mod."),
+    "count": (lambda: list(range(S)), "a symbolic value, score, can't count: it has no number yet. Compare with it "
+              "instead.\n  A loop over keys is the kernel's: say in mask_mod which keys count, in score_mod how much."),
     "a tensor's index": (
         lambda: torch.ones(3)[S],
-        "a tensor is read at a symbolic index, score, outside of an engine's functions.\n"
+        "`torch.ones(3)[S]`, a tensor, is read at a symbolic index, score, outside of an engine's functions.\n"
         "  Read it in score_mod, mask_mod or a method of OnlineFunc.",
     ),
-    "numpy function": (lambda: np.tan(S), f"numpy.tan has no meaning in a mod.\n{KNOWN}"),
-    "numpy reduction": (lambda: np.add.reduce(S), f"numpy.add has no meaning in a mod.\n{KNOWN}"),
+    "numpy function": (lambda: np.tan(S), "numpy.tan has no meaning in a mod. Write x.sin() / x.cos()."),
+    "numpy reduction": (lambda: np.add.reduce(S), f"numpy.add.reduce has no meaning in a mod. {NO_ROW}"),
     "array": (lambda: S * np.ones(3), "a ndarray can't be mixed with symbolic values.\n  Use Python numbers, "
               "tensors, or custom inputs: CustomIO({'name': axes}) and custom['name']."),
-    "in place": (lambda: S.mul_(2), "symbolic values have no `mul_`.\n"
-                 "  Nothing is changed in place: use x = x.mul(...)."),
-    "mean": (lambda: S.mean(), "symbolic values have no `mean`.\n"
-             "  A mean over a row is scores.get_reduce('sum') over a row state that counts keys."),
-    "assignment": (lambda: setitem(S, 0, 1.0), NO_OPERATOR),
+    "in place": (lambda: S.mul_(2), "symbolic values have no `mul_`. "
+                 "Nothing is changed in place: use x = x.mul(...)."),
+    "mean": (lambda: S.mean(), "symbolic values have no `mean`. "
+             "A mean over a row is scores.get_reduce('sum') over a row state that counts keys."),
+    "assignment": (lambda: setitem(S, 0, 1.0), "x[...] = y has no meaning on a symbolic value, "
+                   "score. Nothing is changed in place: x = where(condition, y, x)."),
     "^ of floats": (lambda: S ^ S, JOINED.format("score is a float")),
     "<< of a float": (lambda: S << 1, "<< and >> shift an integer by an integer, and score is none."),
     "<< by a float": (lambda: I >> S, "<< and >> shift an integer by an integer, and score is none."),
@@ -411,18 +411,27 @@ REFUSED = {
     "<< far": (lambda: I >> 64, "a shift by 64 bits, of 0 to 63."),
     "gelu's kind": (lambda: F.gelu(S, approximate="fast"),
                     "gelu's approximate is 'fast'. Choose 'none' or 'tanh'."),
-    "@": (lambda: S @ S, NO_OPERATOR),
-    "divmod": (lambda: divmod(S, 2), NO_OPERATOR),
-    "s[0]": (lambda: S[0], NO_OPERATOR),
-    "1 in s": (lambda: 1 in S, NO_OPERATOR),
-    "method": (lambda: S.softmax(-1), "symbolic values have no `softmax`.\n"
-               "  A row's normaliser is the engine's online_func: OnlineSoftmax(), or one of your own."),
-    "attribute": (lambda: S.shape, "symbolic values have no `shape`.\n"
-                  "  A mod sees one pair at a time. Put lengths into it as Python numbers, or as a custom input."),
-    "torch function": (lambda: torch.cumsum(S, -1), f"torch.cumsum has no meaning in a mod.\n{KNOWN}"),
+    "@": (lambda: S @ S, "@ has no meaning on a symbolic value, score. It is one number: multiply by *."),
+    "divmod": (lambda: divmod(S, 2), "divmod has no meaning on a symbolic value, score. Write a // b and a % b."),
+    "s[0]": (lambda: S[0], "[0] has no meaning on a symbolic value, score. It is one number."),
+    "s['bias']": (
+        lambda: S["bias"],
+        "['bias'] has no meaning on a symbolic value, score. It is one number; the argument custom is another: "
+        "score_mod(score, custom, ...), mask_mod(b, h, q_idx, kv_idx, custom).",
+    ),
+    "1 in s": (lambda: 1 in S, "`in` has no meaning on a symbolic value, score. It is one number: compare with ==."),
+    "method": (lambda: S.softmax(-1), "symbolic values have no `softmax`. "
+               "A row's normaliser is the engine's online_func: OnlineSoftmax(), or one of your own."),
+    "attribute": (lambda: S.shape, "symbolic values have no `shape`. "
+                  "A mod sees one pair at a time. Put lengths into it as Python numbers, or as a custom input."),
+    "torch function": (lambda: torch.cumsum(S, -1), f"torch.cumsum has no meaning in a mod. {NO_ROW}"),
+    "a name nearly right": (lambda: S.sigmod(), "symbolic values have no `sigmod`. Did you mean "
+                            "'sigmoid', 'logsigmoid' or 'log_sigmoid'?"),
+    "a name like none": (lambda: torch.fft.fft(S), f"torch.fft_fft has no meaning in a mod. {ONE_PAIR} It knows "
+                         "torch's elementwise functions."),
     "torch's own Python": (
         lambda: torch.nn.functional.tanhshrink(S),
-        f"torch.tanhshrink has no meaning in a mod.\n{KNOWN}",
+        "torch.tanhshrink has no meaning in a mod. Write x - x.tanh().",
     ),
     "arguments": (lambda: S.exp(2), "exp on a symbolic value: too many positional arguments."),
     "keyword": (lambda: S.clamp(low=1), "clamp on a symbolic value: got an unexpected keyword argument 'low'."),

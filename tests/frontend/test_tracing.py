@@ -361,9 +361,9 @@ MISTAKES = {
     "returns unknown": (UnknownState, func(R, lambda s, rows: (s, {"r": rows["r"], "m": 1.0}, 1)),
                         f"{ONLINE} gives a row state 'm' that isn't declared. Declared: 'r'."),
     "forgets a state": (UnknownState, func({"r": 0.0, "m": 0.0}, lambda s, rows: (s, {"r": 1.0}, 1)),
-                        f"{ONLINE} gives no row state 'm'. Declared: 'r', 'm'."),
+                        f"{ONLINE} gives no row state 'm'. Return each: 'r', 'm'."),
     "forgets a row": (UnknownState, func(finals={"lse": 0.0}),
-                      f"{EPILOGUE} gives no returned row 'lse'. Declared: 'lse'."),
+                      f"{EPILOGUE} gives no returned row 'lse'. Return each: 'lse'."),
     "unknown row": (UnknownState, func(epilogue=lambda o, rows: (o, {"lse": 1.0})),
                     f"{EPILOGUE} gives a returned row 'lse' that isn't declared. Declared: none."),
     "two results": (WrongResult, func(online=lambda s, rows: (s, {})),
@@ -400,6 +400,8 @@ MISTAKES = {
 def test_a_mistake_in_an_online_func(name):
     error, wrong, message = MISTAKES[name]
     found = message_of(error, online_func=wrong)
+    if message.startswith("Func reads"):
+        message = f"test_tracing.py:{wrong.online_fwd.__closure__[0].cell_contents.__code__.co_firstlineno}: {message}"
     if message.startswith("Func.online"):
         method = getattr(wrong, message.split(" ")[0].rsplit(".", 1)[1])
         message = f"test_tracing.py:{method.__code__.co_firstlineno}: {message}"
@@ -412,6 +414,7 @@ def test_a_final_row_that_is_not_declared_is_named_in_forward():
         def forward(scores, final_rowscales, b, h, q_idx, kv_idx):
             return scores - final_rowscales["m"]
 
+    line = Forward.forward.__code__.co_firstlineno + 2
     assert message_of(UnknownState, online_func=Forward()) == (
-        "Forward reads the returned row 'm', which isn't declared. Declared: 'lse'."
+        f"test_tracing.py:{line}: Forward reads the returned row 'm', which isn't declared. Declared: 'lse'."
     )

@@ -109,11 +109,12 @@ def test_the_message_names_both_cuts_their_results_and_the_cause():
     with pytest.raises(NotOnline) as error:
         check_online(trace(None, None, StaleRow(), CustomIO()))
     assert str(error.value) == (
-        "the returned row 'last' depends on how a row is cut into tiles. Of the same 10 keys:\n"
+        "the returned row 'last' depends on how a row is cut into tiles. Is a rescale forgotten?\n"
+        "  Of the same 10 keys:\n"
         "    one tile: -3.61959\n"
         "    tiles of 4 and 6 keys: -2.85552\n"
-        "  The usual cause is a forgotten rescale. The third result of online_fwd multiplies the output of earlier\n"
-        "  tiles; a state that sums weights needs it too: r * rescale + weights.get_reduce('sum')."
+        "  The third result of online_fwd multiplies the output of earlier tiles; a state that sums weights needs\n"
+        "  it too: r * rescale + weights.get_reduce('sum')."
     )
 
 

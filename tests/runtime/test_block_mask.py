@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as flex
 
 from attention_engine import create_block_mask, create_mask
-from attention_engine.errors import BadInput, UnknownOption
+from attention_engine.errors import BadInput, OptionsClash, UnknownOption, WrongBlockMask
 from attention_engine.library import sliding_window
 from tests import plain
 from tests.runtime.engines import BACKENDS, HEADS, agrees, build, causal, close, exactly, qkv, results, same
@@ -153,3 +154,45 @@ def test_a_block_mask_that_does_not_fit_is_refused(when, kind):
     with pytest.raises(BadInput) as caught:
         engine(*qkv(Q_LEN, KV_LEN), block_mask=blocks if when == "for the call" else None)
     assert str(caught.value) == message
+
+
+# ---- FlexAttention's
+
+
+def of_flex(mask_mod=None, kept=None):
+    """A BlockMask: made of a function, of blocks (rows, columns), or of both."""
+    if kept is None:
+        return flex.create_block_mask(mask_mod, None, None, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=SIZE)
+    counts, indices = kept.sum(-1).int(), torch.sort(kept.int(), dim=-1, descending=True, stable=True)[1].int()
+    given = {} if mask_mod is None else {"mask_mod": mask_mod}
+    return flex.BlockMask.from_kv_blocks(
+        counts[None, None], indices[None, None], BLOCK_SIZE=SIZE, seq_lengths=(Q_LEN, KV_LEN), **given
+    )
+
+
+def banded(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() <= 20
+
+
+KEPT = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
+
+
+@pytest.mark.parametrize("place", ["mask_mod", "block_mask"])
+@pytest.mark.parametrize(("mask_mod", "kept"), [(banded, None), (None, KEPT), (banded, KEPT)],
+                         ids=["a function", "blocks", "both"])  # fmt: skip
+def test_a_block_mask_of_flex_attention_keeps_its_pairs(mask_mod, kept, place):
+    keep = create_mask(mask_mod or (lambda b, h, q_idx, kv_idx: q_idx >= 0), 1, 1, Q_LEN, KV_LEN)
+    keep = keep & (True if kept is None else dense(kept[None, None]))
+    inputs = qkv(Q_LEN, KV_LEN)
+    options = {"mask_mod": None, "score_mod": None, "backend": "reference", place: of_flex(mask_mod, kept)}
+    engine = build(**options)
+    want = plain.attention(*exactly(inputs), "softmax", score=plain.scaled(0.25), mask=lambda b, h, i, j: keep)
+    close([engine(*inputs)], [want], 2e-5)
+    assert (engine.block_mask is None) == (kept is None)  # where the function says it all, lengths are any
+
+
+def test_a_block_mask_of_flex_attention_is_the_engines_alone():
+    with pytest.raises(WrongBlockMask, match="block_mask is BlockMask"):
+        build()(*qkv(Q_LEN, KV_LEN), block_mask=of_flex(banded))
+    with pytest.raises(OptionsClash, match="Give one: a BlockMask holds its own mask_mod"):
+        build(mask_mod=causal, block_mask=of_flex(banded))

@@ -222,13 +222,15 @@ WRONG = {
     "three dims": (errors.WrongRank, (Q, K[0], V), f"k has 3 dimensions, (20, 2, 16). Give {ORDER}."),
     "other heads": (
         errors.WrongHeads, (Q[:, :, :1], K, V),
-        'q has 1 heads of dim 16, and the engine was built for 2 of 16.\n'
+        'q has 1 heads of dim 16, and the engine was built for 2 of 16. Give 2, or build another.\n'
         f'  Its shape must be {ORDER}, layout="bshd".',
     ),
     "two devices": (
-        errors.DevicesDiffer, (Q, K, V.to("meta")), "q is on 'cpu' and v on 'meta'. Put them on one device."),
+        errors.DevicesDiffer, (Q, K, V.to("meta")), "q is on 'cpu' and v on 'meta'. Put them on one device: "
+        "v.to(q.device)."),
     "two dtypes": (
-        errors.DtypesDiffer, (Q, K.half(), V), "q is torch.float32 and k is torch.float16. Give one dtype."),
+        errors.DtypesDiffer, (Q, K.half(), V), "q is torch.float32 and k is torch.float16. Give one dtype: "
+        "k.to(q.dtype)."),
     "two lengths": (
         errors.LengthsDiffer, (Q, K[:, :7], V),
         "q has batch 2 and length 20, k has 2 and 7. They must be equal, but k and v may have one batch for all.",

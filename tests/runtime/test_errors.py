@@ -90,7 +90,8 @@ def test_heads_that_do_not_group_are_refused():
 @pytest.mark.parametrize(("option", "message"), [
     ({"backend": "cuda"}, "backend is 'cuda'. Choose 'auto', 'tilelang', 'tl', 'reference', 'interpret'."),
     ({"layout": "bsd"},
-     'layout is \'bsd\'. Choose "bshd" (batch, length, heads, dim) or "bhsd" (batch, heads, length, dim).'),
+     "layout is 'bsd'. Did you mean 'bshd' or 'bhsd'? "
+     'Choose "bshd" (batch, length, heads, dim) or "bhsd" (batch, heads, length, dim).'),
     ({"mask_value": "1"}, 'mask_value is \'1\'. Choose "-inf" or "0"; both mean that a masked pair is left out.'),
     ({"device": "H100"},
      "device is 'H100'. Give an architecture, attention_engine.arch.H100(), or None for the tensors' own."),
@@ -128,8 +129,7 @@ def test_tilelang_needs_cuda_tensors():
         engine = build(backend=name)
         assert engine.backend == "tilelang"
         assert said(NoDevice, engine, *qkv()) == (
-            "backend=\"tilelang\" needs CUDA tensors, and these are on 'cpu'.\n"
-            '  On a CPU use "reference" or "interpret".'
+            'backend="tilelang" needs CUDA tensors, and these are on \'cpu\'. On a CPU use "reference" or "interpret".'
         )
 
 
@@ -169,20 +169,32 @@ WRONG = {
     "other heads": (
         WrongHeads,
         (Q[:, :, :3], K, V),
-        f'q has 3 heads of dim 16, and the engine was built for 4 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
+        "q has 3 heads of dim 16, and the engine was built for 4 of 16. Give 4, or build another.\n"
+        f'  Its shape must be {ORDER}, layout="bshd".',
     ),
     "the other layout": (
         WrongHeads,
         (Q, K, V.transpose(1, 2)),
-        f'v has 13 heads of dim 24, and the engine was built for 2 of 24.\n  Its shape must be {ORDER}, layout="bshd".',
+        "v has 13 heads of dim 24, and the engine was built for 2 of 24. Heads and length look swapped: in the "
+        'tensors (layout="bhsd"?), or in meta_tensor(batch, heads, length, dim).\n'
+        f'  Its shape must be {ORDER}, layout="bshd".',
     ),
     "another dim": (
         WrongHeads,
         (Q, K[..., :8], V),
-        f'k has 2 heads of dim 8, and the engine was built for 2 of 16.\n  Its shape must be {ORDER}, layout="bshd".',
+        "k has 2 heads of dim 8, and the engine was built for 2 of 16. Give dim 16, or build another.\n"
+        f'  Its shape must be {ORDER}, layout="bshd".',
     ),
-    "two devices": (DevicesDiffer, (Q, K, V.to("meta")), "q is on 'cpu' and v on 'meta'. Put them on one device."),
-    "two dtypes": (DtypesDiffer, (Q, K.half(), V), "q is torch.float32 and k is torch.float16. Give one dtype."),
+    "two devices": (
+        DevicesDiffer,
+        (Q, K, V.to("meta")),
+        "q is on 'cpu' and v on 'meta'. Put them on one device: v.to(q.device).",
+    ),
+    "two dtypes": (
+        DtypesDiffer,
+        (Q, K.half(), V),
+        "q is torch.float32 and k is torch.float16. Give one dtype: k.to(q.dtype).",
+    ),
     "two batches": (
         LengthsDiffer,
         (Q[:1], K, V),
@@ -209,7 +221,8 @@ def test_tensors_that_do_not_fit_are_refused(backend, kind):
 def test_the_layout_is_named_in_its_order():
     engine = build(layout="bhsd")
     assert said(WrongHeads, engine, Q, K, V) == (
-        "q has 11 heads of dim 16, and the engine was built for 4 of 16.\n"
+        "q has 11 heads of dim 16, and the engine was built for 4 of 16. Heads and length look swapped: in "
+        'the tensors (layout="bshd"?), or in meta_tensor(batch, heads, length, dim).\n'
         '  Its shape must be (batch, heads, length, dim), layout="bhsd".'
     )
     assert said(WrongRank, engine, Q[0], K, V) == "q has 3 dimensions, (11, 4, 16). Give (batch, heads, length, dim)."

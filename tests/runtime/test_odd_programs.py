@@ -186,7 +186,7 @@ def test_a_misplaced_reduction_is_named_with_its_line():
         AttentionEngine(METAS, score_mod=score_mod, online_func=OnlineSoftmax())
     assert str(caught.value) == (
         f"test_odd_programs.py:{score_mod.__code__.co_firstlineno + 1}: get_reduce in a score_mod. A row is reduced in "
-        "online_fwd alone, tile by tile.\n  Reduce there, and carry the result in a row state of the OnlineFunc."
+        "online_fwd alone: reduce there.\n  Rows come tile by tile; a row state of the OnlineFunc carries the result."
     )
 
 
