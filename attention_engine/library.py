@@ -1,4 +1,7 @@
-"""Shipped attentions, each written once as a user would write it: row normalisers, masks and score functions."""
+"""Shipped attentions, each written once as a user would write it: row normalisers, masks and score functions.
+
+Examples take `import torch` and `from attention_engine import AttentionEngine, CustomIO, create_mask` for granted.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,22 @@ class Index(Protocol):
 
 
 class OnlineIdentity(OnlineFunc):
-    """w_j = x_j: the scores themselves, 0 where a pair is masked."""
+    """`w_j = x_j`: the scores themselves, 0 where a pair is masked.
+
+    >>> AttentionEngine(online_func=OnlineIdentity(), scale=0.1)(*torch.randn(3, 1, 8, 2, 16)).shape
+    torch.Size([1, 8, 2, 16])
+    """
 
 
 class OnlineSoftmax(OnlineFunc):
-    """w_j = exp(x_j) / sum exp(x); returns lse = log sum exp(x). Milakov and Gimelshein, 2018 (arXiv 1805.02867)."""
+    """`w_j = exp(x_j) / sum exp(x)`, which an engine uses where none is given. It returns `lse = log sum exp(x)`.
+
+    Milakov and Gimelshein, 2018 (arXiv 1805.02867).
+
+    >>> o, rows = AttentionEngine(online_func=OnlineSoftmax())(*torch.randn(3, 1, 8, 2, 16), return_rowscales=True)
+    >>> rows["lse"].shape  # (batch, heads, length)
+    torch.Size([1, 2, 8])
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -68,7 +82,11 @@ class OnlineSoftmax(OnlineFunc):
 
 
 class OnlineSoftmaxOne(OnlineSoftmax):
-    """w_j = exp(x_j) / (1 + sum exp(x)), "off by one"; returns lse = log(1 + sum exp(x))."""
+    """`w_j = exp(x_j) / (1 + sum exp(x))`, "off by one". It returns `lse = log(1 + sum exp(x))`.
+
+    >>> AttentionEngine(online_func=OnlineSoftmaxOne())(*torch.randn(3, 1, 8, 2, 16)).shape
+    torch.Size([1, 8, 2, 16])
+    """
 
     @staticmethod
     def online_fwd_epilogue(
@@ -81,9 +99,13 @@ class OnlineSoftmaxOne(OnlineSoftmax):
 
 
 class OnlineSoftmaxSink(OnlineSoftmax):
-    """w_j = exp(x_j) / (exp(sink) + sum exp(x)), the sink a custom input "sinks" ("heads",), as in GPT-OSS.
+    """`w_j = exp(x_j) / (exp(sink) + sum exp(x))`, the sink a custom input "sinks" ("heads",), as in GPT-OSS.
 
-    Xiao et al., arXiv 2309.17453. Returns lse = log(exp(sink) + sum exp(x)).
+    It returns `lse = log(exp(sink) + sum exp(x))`. Xiao et al., 2023 (arXiv 2309.17453).
+
+    >>> engine = AttentionEngine(custom_io=CustomIO({"sinks": ("heads",)}), online_func=OnlineSoftmaxSink())
+    >>> engine(*torch.randn(3, 1, 8, 2, 16), sinks=torch.zeros(2)).shape
+    torch.Size([1, 8, 2, 16])
     """
 
     @staticmethod
@@ -97,7 +119,13 @@ class OnlineSoftmaxSink(OnlineSoftmax):
 
 
 class OnlineSigmoid(OnlineFunc):
-    """w_j = 1 / (1 + exp(-x_j)); a bias, often -log(keys), belongs in score_mod. Ramapuram et al., arXiv 2409.04431."""
+    """`w_j = 1 / (1 + exp(-x_j))`. A bias, often `-log(keys)`, belongs in score_mod.
+
+    Ramapuram et al., 2024 (arXiv 2409.04431).
+
+    >>> AttentionEngine(online_func=OnlineSigmoid(), scale=0.25)(*torch.randn(3, 1, 8, 2, 16)).shape
+    torch.Size([1, 8, 2, 16])
+    """
 
     @staticmethod
     def online_fwd(
@@ -107,7 +135,11 @@ class OnlineSigmoid(OnlineFunc):
 
 
 class OnlineRelu(OnlineFunc):
-    """w_j = max(x_j, 0)."""
+    """`w_j = max(x_j, 0)`.
+
+    >>> AttentionEngine(online_func=OnlineRelu(), scale=0.25)(*torch.randn(3, 1, 8, 2, 16)).shape
+    torch.Size([1, 8, 2, 16])
+    """
 
     @staticmethod
     def online_fwd(
@@ -117,7 +149,13 @@ class OnlineRelu(OnlineFunc):
 
 
 class OnlineRetention(OnlineFunc):
-    """w_j = x_j / max(sum |x|, 1), the normaliser a constant to the gradient, as RetNet trains (arXiv 2307.08621)."""
+    """`w_j = x_j / max(sum |x|, 1)`, the normaliser a constant to the gradient, as RetNet trains.
+
+    Sun et al., 2023 (arXiv 2307.08621). It returns the normaliser `r`.
+
+    >>> AttentionEngine(online_func=OnlineRetention(), scale=0.25)(*torch.randn(3, 1, 8, 2, 16)).shape
+    torch.Size([1, 8, 2, 16])
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -141,55 +179,96 @@ class OnlineRetention(OnlineFunc):
 
 
 def causal(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
-    """Keys up to the query."""
+    """Keys up to the query.
+
+    >>> create_mask(causal, None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
     return q_idx >= kv_idx
 
 
 @made_by
 def causal_from(offset: int) -> Mask:
-    """Keys up to the query, which stands `offset` places further on: Skv - Sq lets the last query see every key."""
+    """Keys up to the query, which stands `offset` places further on: Skv - Sq lets the last query see every key.
+
+    >>> create_mask(causal_from(1), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    """
     return lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
 
 
 @made_by
 def sliding_window(left: int, right: int = 0) -> Mask:
-    """Keys from `left` before the query to `right` after it."""
+    """Keys from `left` before the query to `right` after it. Tokens are counted without the query.
+
+    >>> create_mask(sliding_window(1), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
     return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
 @made_by
 def with_global(tokens: int, mask: Mask) -> Mask:
-    """A mask, but the first `tokens` queries see all keys, and all queries see the first `tokens` keys (Longformer)."""
+    """A mask, but the first `tokens` see all keys, and all queries see them, as in Longformer (arXiv 2004.05150).
+
+    >>> create_mask(with_global(1, sliding_window(0)), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 1, 1], [1, 1, 0], [1, 0, 1]]
+    """
     return or_masks(mask, lambda b, h, q_idx, kv_idx: (q_idx < tokens) | (kv_idx < tokens))
 
 
 @made_by
 def prefix_lm(prefix: int) -> Mask:
-    """The first `prefix` keys, and keys up to the query."""
+    """The first `prefix` keys, and keys up to the query.
+
+    >>> create_mask(prefix_lm(2), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
     return lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx)
 
 
 @made_by
 def dilated(step: int) -> Mask:
-    """Keys up to the query whose distance is a multiple of `step`."""
+    """Keys up to the query whose distance is a multiple of `step`.
+
+    >>> create_mask(dilated(2), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
+    """
     return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % step == 0)
 
 
 @made_by
 def block_diagonal(size: int) -> Mask:
-    """Keys of the query's own block of `size`."""
+    """Keys of the query's own block of `size`.
+
+    >>> create_mask(block_diagonal(2), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
     return lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size
 
 
 @made_by
 def block_causal(size: int) -> Mask:
-    """Keys of the query's block of `size` and of those before it."""
+    """Keys of the query's block of `size` and of those before it.
+
+    >>> create_mask(block_causal(2), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
     return lambda b, h, q_idx, kv_idx: q_idx // size >= kv_idx // size
 
 
 @made_by
 def neighbourhood(width: int, rows: int, columns: int) -> Mask:
-    """Pixels at most so many rows and columns away, of an image `width` wide whose pixels come row by row."""
+    """Pixels at most so many rows and columns away, of an image whose pixels come row by row.
+
+    Args:
+        width: of the image, in pixels.
+        rows: how far away a row may be.
+        columns: the same of a column.
+
+    >>> create_mask(neighbourhood(2, 1, 0), None, None, 4, 4)[0, 0].int().tolist()
+    [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
+    """
 
     def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         near_row = (q_idx // width - kv_idx // width).abs() <= rows
@@ -200,14 +279,26 @@ def neighbourhood(width: int, rows: int, columns: int) -> Mask:
 
 @made_by
 def document(ids: str = "documents") -> Mask:
-    """Keys of the query's document: ids, a custom input ("batch", "seq_len") of integers, says which one each token is
-    of. Queries and keys are the same tokens. `document_ids` makes it from packed lengths."""
+    """Keys of the query's document, where documents are packed in one row. Queries and keys are the same tokens.
+
+    Args:
+        ids: a custom input ("batch", "seq_len") of integers, the document of each token. `document_ids` makes it.
+
+    >>> engine = AttentionEngine(custom_io=CustomIO({"documents": ("batch", "seq_len")}), mask_mod=document())
+    >>> engine(*torch.randn(3, 1, 8, 2, 16), documents=document_ids([5, 3])).shape
+    torch.Size([1, 8, 2, 16])
+    """
     return lambda b, h, q_idx, kv_idx, custom: custom[ids][b, q_idx] == custom[ids][b, kv_idx]
 
 
 @made_by
 def padding(lengths: str = "lengths") -> Mask:
-    """The first keys of each batch: lengths, a custom input ("batch",) of integers, says how many."""
+    """The first keys of each batch. `lengths` names a custom input ("batch",) of integers that says how many.
+
+    >>> engine = AttentionEngine(custom_io=CustomIO({"lengths": ("batch",)}), mask_mod=padding())
+    >>> engine(*torch.randn(3, 2, 8, 2, 16), lengths=torch.tensor([8, 5])).shape
+    torch.Size([2, 8, 2, 16])
+    """
     return lambda b, h, q_idx, kv_idx, custom: kv_idx < custom[lengths][b]
 
 
@@ -225,45 +316,81 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Index, Index], Index]) -> M
 
 @made_by
 def and_masks(*masks: Mask) -> Mask:
-    """Pairs that every mask keeps."""
+    """Pairs that every mask keeps.
+
+    >>> create_mask(and_masks(causal, block_diagonal(2)), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
     return _joined(masks, lambda a, b: a & b)
 
 
 @made_by
 def or_masks(*masks: Mask) -> Mask:
-    """Pairs that some mask keeps."""
+    """Pairs that some mask keeps.
+
+    >>> create_mask(or_masks(causal, block_diagonal(2)), None, None, 3, 3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
     return _joined(masks, lambda a, b: a | b)
 
 
 @made_by
 def not_mask(mask: Mask) -> Mask:
-    """Pairs that the mask leaves out."""
+    """Pairs that the mask leaves out.
+
+    >>> create_mask(not_mask(causal), None, None, 3, 3)[0, 0].int().tolist()
+    [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+    """
     return lambda b, h, q_idx, kv_idx, custom: ~_ask(mask, [b, h, q_idx, kv_idx], custom)
 
 
 @made_by
 def scale(factor: float) -> Callable[..., Any]:
-    """score * factor."""
+    """`score * factor`.
+
+    >>> AttentionEngine(score_mod=scale(16**-0.5))(*torch.randn(3, 1, 8, 2, 16)).shape
+    torch.Size([1, 8, 2, 16])
+    """
     return lambda score, custom, b, h, q_idx, kv_idx: score * factor
 
 
 @made_by
 def softcap(cap: float, factor: float = 1.0) -> Callable[..., Any]:
-    """cap * tanh(score * factor / cap), as Gemma 2 does (arXiv 2408.00118)."""
+    """`cap * tanh(score * factor / cap)`, as Gemma 2 does (arXiv 2408.00118).
+
+    >>> AttentionEngine(score_mod=softcap(50.0, 16**-0.5))(*torch.randn(3, 1, 8, 2, 16)).shape
+    torch.Size([1, 8, 2, 16])
+    """
     return lambda score, custom, b, h, q_idx, kv_idx: cap * (score * (factor / cap)).tanh()
 
 
 @made_by
 def alibi(factor: float, slopes: str = "slopes") -> Callable[..., Any]:
-    """score * factor - slope of the head * distance; slopes come as a custom input ("heads",) (arXiv 2108.12409)."""
+    """`score * factor - slope * (q_idx - kv_idx)`, with a slope for each head. Press et al., 2021 (arXiv 2108.12409).
+
+    Args:
+        factor: of the score, usually head dim ** -0.5.
+        slopes: the name of a custom input ("heads",).
+
+    >>> engine = AttentionEngine(custom_io=CustomIO({"slopes": ("heads",)}), score_mod=alibi(0.25), mask_mod=causal)
+    >>> engine(*torch.randn(3, 1, 8, 2, 16), slopes=torch.tensor([0.5, 0.25])).shape
+    torch.Size([1, 8, 2, 16])
+    """
     return lambda score, custom, b, h, q_idx, kv_idx: score * factor - custom[slopes] * (q_idx - kv_idx)
 
 
 @made_by
 def relative_bias(table: str, reach: int, factor: float = 1.0) -> Callable[..., Any]:
-    """score * factor + the head's learned number for the distance, which is cut to at most `reach` either way.
+    """`score * factor` and the head's learned number for the distance. Shaw et al., 2018 (arXiv 1803.02155).
 
-    The table is a custom input ("heads", 2 * reach + 1): distance -reach first. Shaw et al., 2018 (arXiv 1803.02155).
+    Args:
+        table: the name of a custom input ("heads", 2 * reach + 1), the number of the distance -reach first.
+        reach: the largest distance, either way; a larger one counts as this.
+        factor: of the score.
+
+    >>> engine = AttentionEngine(custom_io=CustomIO({"t": ("heads", 9)}), score_mod=relative_bias("t", 4))
+    >>> engine(*torch.randn(3, 1, 8, 2, 16), t=torch.zeros(2, 9)).shape
+    torch.Size([1, 8, 2, 16])
     """
 
     def score_mod(score: Symbol, custom: CustomInputs, b: Symbol, h: Symbol, q_idx: Symbol, kv_idx: Symbol) -> Symbol:

@@ -30,9 +30,24 @@ def _is_axis(axis: object) -> bool:
 
 
 class CustomIO:
-    """Declares custom inputs: CustomIO({"slopes": ("heads",), "bias": (1, "heads", "seq_len", "seq_len_kv")}).
+    """Declares custom inputs: tensors that are given with a call, and that functions read as `custom["name"]`.
 
-    The order is the order of the tensors in a call. One CustomIO may serve many engines: nothing writes on it.
+    One CustomIO may serve many engines: nothing writes on it.
+
+    Args:
+        input_tensors: names, in the order of the tensors in a call, each with its axes. An axis is a length, 1,
+            "batch", "heads", "seq_len" (of queries) or "seq_len_kv" (of keys).
+
+    Raises:
+        UnknownAxis: an axis is none of these.
+
+    >>> io = CustomIO({"slopes": ("heads",), "bias": (1, "heads", "seq_len", "seq_len_kv")})
+    >>> engine = AttentionEngine(
+    ...     custom_io=io,
+    ...     score_mod=lambda s, custom, b, h, q, kv: s + custom["bias"] - custom["slopes"] * (q - kv).abs(),
+    ... )
+    >>> engine(*torch.randn(3, 1, 8, 2, 16), slopes=torch.ones(2), bias=torch.zeros(1, 2, 8, 8)).shape
+    torch.Size([1, 8, 2, 16])
     """
 
     def __init__(self, input_tensors: Mapping[str, Sequence[AxisSpec]] | None = None) -> None:

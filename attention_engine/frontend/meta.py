@@ -35,8 +35,18 @@ class Meta:
 def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any = "float16") -> Meta:
     """Describes q, k or v: (batch, heads, length, dim), whatever the layout of the tensors in a call.
 
-    batch and length are hints for tuning: an int, or a name or None for "any". dtype: float16, bfloat16 or float32 (of
-    torch, or its name). Raises BadMeta.
+    Args:
+        batch: a hint for tuning; a name or None is "any". A call may bring any other.
+        heads: of this tensor.
+        length: a hint, as batch is.
+        dim: the head dim.
+        dtype: float16, bfloat16 or float32, of torch, or its name.
+
+    Raises:
+        BadMeta: a number or the dtype is none of these.
+
+    >>> meta_tensor(None, 8, None, 64, dtype=torch.bfloat16)
+    meta_tensor(None, 8, None, 64, dtype=torch.bfloat16)
     """
     meta = Meta(batch, heads, length, dim, dtype)
     for name, value in (("heads", heads), ("dim", dim)):

@@ -47,19 +47,38 @@ class SymbolScalar:
 
 
 class OnlineFunc:
-    """How a row of scores becomes weights, tile by tile.
+    """How a row of scores becomes weights, tile by tile. Subclasses declare row states and write static methods.
 
-    Subclasses declare row states and returned rows in `__init__` and write static methods on symbols:
-
-    - `online_fwd(scores, online_rowscales, b, h, q_idx) -> (weights, new_rowscales, rescale)`: one tile of scores and
-      the states so far; `rescale` is the factor for the output so far (1 for none).
-    - `online_fwd_epilogue(o, online_rowscales, b, h, q_idx) -> (o, final_rowscales)`: the end of the row.
-    - optional `forward(scores, final_rowscales, b, h, q_idx, kv_idx) -> weights`: final weights from scores.
-    - optional `backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx) -> dscores`: the gradient
-      of the scores; `scores` are the final weights, `dp` = dO . v, `doosum_rowscales` = the row sum of O * dO.
+    - `online_fwd(scores, online_rowscales, b, h, q_idx) -> (weights, new_rowscales, rescale)` takes one tile of scores
+      and the states so far; `rescale` is the factor for the output so far, 1 for none.
+    - `online_fwd_epilogue(o, online_rowscales, b, h, q_idx) -> (o, final_rowscales)` is the end of the row.
+    - `forward(scores, final_rowscales, b, h, q_idx, kv_idx) -> weights`, which may be left out, makes final weights.
+    - `backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx) -> dscores`, which may be left out,
+      is the gradient of the scores. `scores` are the final weights, `dp` is dO . v, and `doosum_rowscales` is the row
+      sum of O * dO.
 
     Each may take the custom inputs as one more, last argument. What isn't written is derived. States are fp32 numbers,
     one for each (batch, head, query).
+
+    Args:
+        online_rowscales: row states by name, each with its first value: a number or a SymbolScalar.
+        final_rowscales: rows that the epilogue returns, by name.
+
+    >>> class Mean(OnlineFunc):  # every key counts alike
+    ...     def __init__(self):
+    ...         super().__init__({"count": 0.0}, {})
+    ...
+    ...     @staticmethod
+    ...     def online_fwd(scores, online_rowscales, b, h, q_idx):
+    ...         ones = scores * 0 + 1
+    ...         return ones, {"count": online_rowscales["count"] + ones.get_reduce("sum")}, 1
+    ...
+    ...     @staticmethod
+    ...     def online_fwd_epilogue(o, online_rowscales, b, h, q_idx):
+    ...         return o / online_rowscales["count"], {}
+    >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
+    >>> bool((AttentionEngine(online_func=Mean())(q, k, v) - v.mean(1, keepdim=True)).abs().max() < 1e-5)
+    True
     """
 
     forward: Any = None
