@@ -21,8 +21,9 @@ from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION
 from attention_engine.plan.targets import Target
 
 if TYPE_CHECKING:
+    from attention_engine.codegen.ahead import Work
     from attention_engine.codegen.cache import KernelKey
-    from attention_engine.codegen.compile import Resources
+    from attention_engine.codegen.compile import CompiledKernel, Resources
 
 
 class Kernel:
@@ -37,6 +38,7 @@ class Kernel:
         configs: dict[str, bool],
     ) -> None:  # fmt: skip
         self.builder, self.given, self.target, self.problem, self.configs = builder, given, target, problem, configs
+        self._work: Work[CompiledKernel] | None = None
 
     @cached_property
     def prim_func(self) -> Any:
@@ -53,11 +55,8 @@ class Kernel:
             from attention_engine.codegen.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
-        from attention_engine.codegen.cache import find_or_compile
-        from attention_engine.codegen.compile import compile_kernel
-
-        arch, configs = self.target, self.configs
-        kernel = find_or_compile(self._key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
+        self.begin()
+        kernel = self._find_or_compile() if self._work is None else self._work.result()
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
         if needed > limit:
             problem = self.problem
@@ -67,6 +66,23 @@ class Kernel:
                 f"{self.target.name} has {limit}",
             )  # fmt: skip
         return kernel
+
+    def begin(self) -> None:
+        """Starts compiling in a thread, where it must be compiled; `compiled` waits for it."""
+        if isinstance(self.target, str) or self._work is not None or "compiled" in vars(self):
+            return
+        from attention_engine.codegen import ahead, cache
+
+        if not cache.is_kept(self._key):
+            self._work = ahead.begin(self._find_or_compile)
+
+    def _find_or_compile(self) -> CompiledKernel:
+        from attention_engine.codegen.cache import find_or_compile
+        from attention_engine.codegen.compile import compile_kernel
+
+        arch, configs = self.target, self.configs
+        assert isinstance(arch, Arch), "the interpreter compiles nothing"
+        return find_or_compile(self._key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
 
     @property
     def _key(self) -> KernelKey:
@@ -129,6 +145,19 @@ class _Launched:
     def named(self, steps: Iterable[Step]) -> dict[str, Kernel]:
         """The kernels that steps launch, by name."""
         return {launch.name: self.kernel(launch) for launch in launches(steps)}
+
+
+def begin_all(kernels: Iterable[Kernel]) -> None:
+    """Starts compiling kernels side by side; each is waited for where it is first called."""
+    for kernel in kernels:
+        kernel.begin()
+
+
+def compile_all(kernels: Collection[Kernel]) -> None:
+    """Compiles kernels side by side. Raises what the first of them raises that can't be compiled."""
+    begin_all(kernels)
+    for kernel in kernels:
+        _ = kernel.compiled
 
 
 class Kernels(_Launched):

@@ -124,7 +124,8 @@ from pathlib import Path
 from attention_engine import folders
 from attention_engine.codegen import cache
 from tests.codegen.text_compiler import KEY, Compiler
-cache._module = lambda path: {"forward": None}
+cache.load_runtime = lambda: None
+cache.load_library = lambda path: {"forward": None}
 work = Path(tempfile.mkdtemp())
 work.chmod(0o777)
 KEY.digest  # what is imported is imported: others may not be able to read root's Python
@@ -141,7 +142,7 @@ def test_a_cache_that_root_filled_serves_others_who_cannot_write_there(trusted, 
     from attention_engine.codegen import cache
     from tests.codegen.text_compiler import KEY, Compiler
 
-    monkeypatch.setattr(cache, "_module", lambda path: {"forward": None})
+    monkeypatch.setattr(cache, "load_library", lambda path: {"forward": None})
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # pytest's folders are closed to others
         Path(place).chmod(0o755)
         theirs = Path(place) / "home of nobody"

@@ -30,7 +30,7 @@ from typing import Any
 
 from attention_engine import folders
 from attention_engine.arch import Arch
-from attention_engine.codegen.compile import CompiledKernel, LoweredKernel, Resources, load_tilelang
+from attention_engine.codegen.compile import CompiledKernel, LoweredKernel, Resources, load_library, load_tilelang
 from attention_engine.ir.expr import Expr
 
 SCHEMA = 1
@@ -140,6 +140,11 @@ def find_or_compile(key: KernelKey, compile_now: Callable[[], CompiledKernel]) -
         return kernel
 
 
+def is_kept(key: KernelKey) -> bool:
+    """Is there a kernel of this key on disk? Whether it is whole is seen when it is loaded."""
+    return any((place / key.digest / LIBRARY).exists() for place in folders.kernel_folders().readable)
+
+
 def _look(key: KernelKey) -> CompiledKernel | None:
     """The kernel in the first folder that has it whole."""
     found = (_load(place / key.digest, key) for place in folders.kernel_folders().readable)
@@ -230,7 +235,8 @@ def _load(place: Path, key: KernelKey) -> CompiledKernel | None:
         if (record["library_digest"], record["texts_digest"]) != whole:
             return None
         flags, symbol = tuple(record["flags"]), record["symbol"]
-        run = _module(place / LIBRARY)[symbol]
+        load_runtime()
+        run = load_library(place / LIBRARY)[symbol]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):  # RuntimeError: it can't be loaded
         return None
     lowered = LoweredKernel(Script(texts[0]), key.arch, texts[1], texts[2], flags, symbol)
@@ -243,13 +249,6 @@ def _same_owner(folder: Path, *inside: Path) -> bool:
         return True
     trusted = {folder.stat().st_uid, 0, os.getuid()}
     return all(path.stat().st_uid in trusted for path in inside)
-
-
-def _module(library: Path) -> Any:
-    load_runtime()
-    import tvm_ffi
-
-    return tvm_ffi.load_module(str(library))
 
 
 @functools.cache

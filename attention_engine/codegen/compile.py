@@ -132,8 +132,10 @@ def compile_kernel(
         lowered = LoweredKernel(
             prim_func, arch, kernel.get_kernel_source(), kernel.get_host_source(), nvcc_flags(configs, flags), symbol
         )
-        executable = kernel.adapter.get_exportable_executable()
-        return CompiledKernel(lowered, executable[symbol], _library(kernel))
+        library = _library(kernel)
+        if library is None:  # TileLang keeps nothing: it links the kernel once more, to load it
+            return CompiledKernel(lowered, kernel.adapter.get_exportable_executable()[symbol])
+        return CompiledKernel(lowered, load_library(library)[symbol], library)
 
     try:
         return _specialized_if_possible(compiled, pass_configs)
@@ -155,6 +157,13 @@ def _specialized_if_possible(
         if DISABLE_WARP_SPECIALIZATION in configs or not any(sign in str(error) for sign in FAILS_BY_SPECIALIZATION):
             raise
     return make({**configs, DISABLE_WARP_SPECIALIZATION: True})
+
+
+def load_library(library: Path) -> Any:
+    """A compiled kernel's functions by name, of its shared library."""
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(library))
 
 
 def _library(kernel: Any) -> Path | None:

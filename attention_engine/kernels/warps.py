@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import tilelang.language as T
 
@@ -32,6 +33,14 @@ def registers(threads: int, copying: int = 24) -> tuple[int, int]:
     all_threads = GROUP + threads
     started_with = REGISTERS_PER_SM // all_threads // 8 * 8
     return copying, min(240, (started_with * all_threads - GROUP * copying) // threads // 8 * 8)
+
+
+def thread_of_row(row: Any, copy: Any) -> tuple[Any, Any]:
+    """Who holds a value of a row of products whose rows the warpgroups share, 64 each: a thread, and which of its own.
+
+    copy: which of the four that hold it (PTX: layout of wgmma's accumulators). A warp has 16 rows, a thread two.
+    """
+    return row // 16 * WARP + row % 8 * 4 + copy, row % 16 // 8
 
 
 class Form:

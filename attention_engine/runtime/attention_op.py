@@ -241,6 +241,12 @@ class PairAttention(Attention):
         asked = [n for n, want in enumerate(wanted[3:]) if want]
         return q, k, v, custom, output, rows, d_o, [d_rows[n] for n in numbers], numbers, asked, self.key
 
+    def begin_backward(self, given: Given) -> None:
+        q, k, v, *custom = [t for t in given if t is not None]
+        if self.launcher is not None:
+            wanted = [s.name for s, t in zip(self.specs, custom, strict=True) if t.requires_grad]
+            self.launcher.begin_backward(q, k, v, custom, wanted)
+
     def differentiable(self, given: Given, arriving: Given) -> list[Tensor | None]:
         d_o, *d_rows = arriving
         assert d_o is not None

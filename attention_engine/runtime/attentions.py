@@ -70,6 +70,10 @@ class Attention:
         """Of the backward op, whose results are the gradients of `given`, the custom inputs' as a list."""
         raise NotImplementedError
 
+    def begin_backward(self, given: Given) -> None:
+        """Starts compiling the kernels of the backward pass of a call, as far as they are known before it."""
+        raise NotImplementedError
+
     def differentiable(self, given: Given, arriving: Given) -> list[Tensor | None]:
         """Gradients of `given` by the reference, which can be differentiated too."""
         raise NotImplementedError

@@ -188,6 +188,11 @@ class Engine(torch.nn.Module):
         self._again = seen.again(form, *present) if seen.direct is not None and op.unwatched() else None
         return self._run(seen.key, form, returns, self._turned(given) if self.layout == "bhsd" else given, seen.direct)
 
+    def _begin_backward(self, key: str, given: Given) -> None:
+        """Starts compiling what the backward pass of a call will launch, while its forward pass is made and runs."""
+        if not is_compiling() and op.follows(given) and op.unwatched():
+            ATTENTIONS[ATTENTIONS[key].trained or key].begin_backward(given)
+
     def _remember(self, form: object, present: Sequence[Tensor], key: str, direct: Direct | None) -> None:
         """That every check let this call pass."""
         if len(self._seen) >= MOST_SEEN:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernels
+from attention_engine.compiler import Kernels, begin_all
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import STAGED_UNIT, Problem
@@ -234,6 +234,18 @@ class Launcher:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""
         custom = [as_parameter(c) for c in custom] if custom else custom
         return self.bound(q, k, v, custom).forward(q, k, v, custom)
+
+    def begin_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str]
+    ) -> None:  # fmt: skip
+        """Starts compiling what the forward pass of these tensors will launch, then what the backward pass will; not
+        where tiles are still to be measured, nor for fp32 kernels in place of fp16 ones."""
+        if self.interpret or self.choose is not None or self.leaves_range(q) or self.maths.backward is None:
+            return
+        if q.numel() and k.numel() and v.numel():
+            custom = [as_parameter(c) for c in custom]
+            self.bound(q, k, v, custom)
+            begin_all(self.kernels(q, k, v, custom, wanted, True).of_backward.values())
 
     def leaves_range(self, q: Tensor) -> bool:
         """May final weights leave the range of the queries' dtype?"""

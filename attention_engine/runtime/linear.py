@@ -208,6 +208,8 @@ class LinearAttentionEngine(LinearShown):
             launcher = ATTENTIONS[key].launcher
             direct = launcher.direct(q, k, v, decay, state, tensors, steps, returns) if launcher is not None else None
             self._remember(form, present, key, direct)
+        if not steps:
+            self._begin_backward(key, inner)
         return self._run(key, form, returns, inner, direct)
 
     def _run(self, key: str, form: Any, returns: bool, given: Given, direct: Direct | None) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import LinearKernels
+from attention_engine.compiler import LinearKernels, begin_all
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
@@ -162,6 +162,16 @@ class LinearLauncher:
         of_initial = tensor_of(memory, "d_initial") if starts else None
         dq, dk, dv = (tensor_of(memory, f"d{name}") for name in "qkv")
         return LinearGradients(dq, dk, dv, of_decay, of_initial, found)
+
+    def begin_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Sequence[Tensor], wanted: frozenset[str]
+    ) -> None:  # fmt: skip
+        """Starts compiling what the backward pass of these tensors will launch; not where tiles are to be measured."""
+        if self.interpret or self.choose is not None or not (q.numel() and k.numel() and v.numel()):
+            return
+        given = [as_parameter(c) for c in custom]
+        kernels = self.kernels(q, k, v, self.decay_of(decay, v), given, "backward", wanted)
+        begin_all(kernels.of_backward(v.shape[0], v.shape[1], wanted).values())
 
     def _memory(
         self, kernels: LinearKernels, tensors: dict[str, Tensor], decay: Tensor | None, custom: Sequence[Tensor],

@@ -206,5 +206,14 @@ class LinearAttention(Attention):
         q, k, v, decay, initial, *custom = given
         return q, k, v, decay, initial, custom, *arriving, [bool(wanted[3]), *map(bool, wanted[5:])], self.key
 
+    def begin_backward(self, given: Given) -> None:
+        q, k, v, decay, _, *custom = given
+        if self.launcher is None or q is None or k is None or v is None:
+            return
+        tensors = [t for t in custom if t is not None]
+        wanted = {s.name for s, t in zip(self.specs, tensors, strict=True) if t.requires_grad}
+        wanted |= {"decay"} if decay is not None and decay.requires_grad else set()
+        self.launcher.begin_backward(q, k, v, decay, tensors, frozenset(wanted))
+
     def differentiable(self, given: Given, arriving: Given) -> list[Tensor | None]:
         return differentiable_gradients(self, given, *arriving)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import Kernel
+from attention_engine.compiler import Kernel, compile_all
 from attention_engine.errors import UnknownOption
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.runtime.arguments import as_parameter
@@ -92,11 +92,9 @@ class LinearShown(Engine):
         TileDoesNotFit, CustomInputMissing.
         """
         given = order_custom(self.custom_io, custom, named) if custom or named else []
-        found: dict[str, None] = {}
-        for name, kernel in self._all_kernels(device, decay, given):
-            _ = kernel.compiled
-            found[name] = None
-        return list(found)
+        found = self._all_kernels(device, decay, given)
+        compile_all([kernel for _, kernel in found])
+        return list(dict.fromkeys(name for name, _ in found))
 
     def resources(self, device: Arch | None = None, *, decay: str | None = "token") -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel, as ptxas reports them, by its name; of calls with states.
@@ -105,6 +103,7 @@ class LinearShown(Engine):
         NoCudaCompiler, TileDoesNotFit.
         """
         kernels = self._planned(device or self.device or detect(), decay, starts=True)
+        compile_all(kernels.values())
         return {name: kernel.resources for name, kernel in kernels.items()}
 
     def _all_kernels(

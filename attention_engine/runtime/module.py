@@ -258,6 +258,7 @@ class AttentionEngine(Shown):
         key = self._key(backend, types, variant, axes)
         if backend != "reference" and v.shape[3] > parts.WIDEST:
             return self._results(parts.run(key, q, k, v, tensors, return_rowscales), return_rowscales)
+        self._begin_backward(key, (q, k, v, *tensors))
         direct = None
         if alone and not cast and op.unwatched():  # nothing that others look at may be kept, nor fakes
             launcher = ATTENTIONS[key].launcher

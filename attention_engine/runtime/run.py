@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attention_engine.compiler import Kernel
+from attention_engine.compiler import Kernel, begin_all
 from attention_engine.plan.buffers import Buffer, Role, buffers_of
 from attention_engine.plan.launches import Launch, Step, Sum, Trim
 from attention_engine.runtime.arguments import template
@@ -91,6 +91,7 @@ class Ready:
             new = [b for b in buffers_of(step.arguments) if b.role is not Role.GIVEN and b.place not in made]
             made |= {b.place for b in new}
             self.steps.append(_Launch(step, kernel_of, new, lengths, device, kept))
+        begin_all([kernel_of(step) for step in steps if isinstance(step, Launch)])
 
     def results(self, places: Iterable[str]) -> list[Tensor]:
         """Templates of what is made in these places."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import Kernel, Kernels
+from attention_engine.compiler import Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.ir.pretty import lines
@@ -151,8 +151,7 @@ class Shown(Engine):
         """
         given = order_custom(self.custom_io, custom, named) if custom or named else []
         kernels = self._all_kernels(device, given)
-        for kernel in kernels.values():
-            _ = kernel.compiled
+        compile_all(kernels.values())
         return list(kernels)
 
     def resources(self, device: Arch | None = None) -> dict[str, Resources]:
@@ -162,6 +161,7 @@ class Shown(Engine):
         NoCudaCompiler, TileDoesNotFit.
         """
         kernels = self._all_kernels(device or self.device or detect()).values()
+        compile_all(kernels)
         return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels}
 
     def _all_kernels(self, device: Arch, given: Sequence[Tensor] = ()) -> dict[str, Kernel]:

@@ -149,7 +149,7 @@ def test_explain_names_the_entry_of_a_file(tmp_path, capsys):
 
 
 def test_cache_lists_and_clears(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cache, "_module", lambda path: {"forward": None})
+    monkeypatch.setattr(cache, "load_library", lambda path: {"forward": None})
     cache.find_or_compile(KEY, Compiler(tmp_path))
     status, out, _ = ran(capsys, "cache", "--list")
     assert status == 0

@@ -119,7 +119,7 @@ def test_what_has_no_spelling_stands_in_no_key():
 def loaded(monkeypatch):
     """Libraries are not loaded; the paths that would be are listed."""
     paths: list[Path] = []
-    monkeypatch.setattr(cache, "_module", lambda path: paths.append(path) or {"forward": lambda *_: None})
+    monkeypatch.setattr(cache, "load_library", lambda path: paths.append(path) or {"forward": lambda *_: None})
     return paths
 
 
@@ -334,7 +334,7 @@ def test_compile_for_knows_custom_inputs_as_calls_give_them(monkeypatch):
     )
     ids, slopes = document_ids([100, 156]), torch.ones(4)
     made.compile_for(H100, slopes=slopes, documents=ids)
-    program = made._trace({"documents": Type.INT, "slopes": Type.FLOAT}, None)
+    program = made._trace({"documents": Type.INT, "slopes": Type.FLOAT}, made.ORDINARY)
     launcher = Launcher(analyse(program), list(made.custom_io.specs.values()), False, H100, False)
     q = torch.empty(1, 1, 4, 64, dtype=torch.float16)
     called = launcher.kernels(q, q, q, [ids, slopes])

@@ -21,7 +21,7 @@ def test_what_is_around_a_macro_is_its_own_in_every_kernel(monkeypatch):
     found = [scripts(dim) for dim in dims]
     known = len(remembered._rewritten)
     assert [scripts(dim) for dim in dims] == found and len(remembered._rewritten) == known > 0
-    monkeypatch.setattr(remembered, "OURS", "nobody's")
+    monkeypatch.setattr(remembered, "WHOSE", "nobody's")
     assert [scripts(dim) for dim in dims] == found
     assert found[0] != found[1] != found[2]
 

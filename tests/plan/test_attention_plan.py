@@ -168,6 +168,9 @@ def test_zeroed_buffers_come_as_zeros_and_others_as_they_are():
         def __init__(self, launch):
             self.name = launch.name
 
+        def begin(self):
+            pass
+
     lengths = {"batch": 2, "q_length": 5, "kv_length": 9}
     memory = {b.place: torch.full((1,), 7.0) for b in over_keys if b.role is Role.GIVEN}
     rows = {b.place: torch.full((1,), 7.0) for b in buffers_of(made.preprocess(()).arguments)}
@@ -195,6 +198,9 @@ class Writes:
 
     def __init__(self, launch):
         self.launch = launch
+
+    def begin(self):
+        pass
 
     def run(self, *given):
         Writes.calls += 1

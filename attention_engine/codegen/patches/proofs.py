@@ -6,7 +6,8 @@ one, without searching for bounds and equalities that follow, takes half of that
 the time. The CUDA text stays the same, but for a condition that may stand twice where it stood once.
 
 Z3 has these parameters for the whole process alone. So this is the one change that others may meet, who lower a kernel
-by TileLang in another thread at the same time. Before and after, Z3 is as it was.
+by TileLang in another thread at the same time. Before the first of our threads lowers and after the last, Z3 is as it
+was.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 Lowered = TypeVar("Lowered")
-_lock = threading.RLock()  # the parameters are the whole process's
 
 VERSION = "0.1.15"  # of TileLang
 PROOF = "test_tilelang_proves_slowly"  # it fails once TileLang is as quick without
@@ -29,28 +29,48 @@ QUICK = {
 }
 
 
+class _Threads:
+    """The threads that lower by quick proofs, and what Z3's parameters were before the first of them."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.inside = 0
+        self.before: dict[str, object] = {}
+
+
+_threads = _Threads()
+
+
 @contextmanager
 def quick_proofs() -> Iterator[None]:
-    """Z3's global parameters, which each solver takes over when it is made, as QUICK says; as before afterwards."""
+    """Z3's global parameters, which each solver takes over when it is made, are QUICK while any thread is inside."""
     import z3
 
-    before = {name: z3.get_param(name) for name in QUICK}
+    with _threads.changed:
+        if not _threads.inside:
+            _threads.before = {name: z3.get_param(name) for name in QUICK}
+            for name, value in QUICK.items():
+                z3.set_param(name, value)
+        _threads.inside += 1
     try:
-        for name, value in QUICK.items():
-            z3.set_param(name, value)
         yield
     finally:
-        for name, value in before.items():
-            z3.set_param(name, value)
+        with _threads.changed:
+            _threads.inside -= 1
+            if not _threads.inside:
+                for name, was in _threads.before.items():
+                    z3.set_param(name, was)
+                _threads.changed.notify_all()
 
 
 def with_quick_proofs(lower: Callable[[], Lowered]) -> Lowered:
     """What `lower` returns, by quick proofs; by all that Z3 has where TileLang misses one that it needs."""
     from tvm.error import InternalError
 
-    with _lock:
-        try:
-            with quick_proofs():
-                return lower()
-        except InternalError:
+    try:
+        with quick_proofs():
+            return lower()
+    except InternalError:
+        with _threads.changed:  # held: no thread sets quick ones meanwhile
+            _threads.changed.wait_for(lambda: not _threads.inside)
             return lower()

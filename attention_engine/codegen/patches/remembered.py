@@ -1,8 +1,9 @@
 """TileLang's rewriting of a macro, done once for each piece of code.
 
-Kernels define their macros where they are built, around what is known of the problem. TileLang 0.1.15 parses, rewrites
-and compiles a macro's source each time it is defined, most of the time that tracing a kernel takes; but the result is a
-function of the names that the macro finds around it, and only their values differ from one kernel to the next.
+Kernels define their macros where they are built, around what is known of the problem, and so does TileLang those of its
+products, when it lowers one. TileLang 0.1.15 parses, rewrites and compiles a macro's source each time it is defined,
+most of the time that tracing a kernel takes; but the result is a function of the names that the macro finds around it,
+and only their values differ from one kernel to the next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
 
-OURS = "attention_engine.kernels"
+WHOSE = "attention_engine.kernels", "tilelang."  # modules
 Names = tuple[str, ...]
 _rewritten: dict[tuple[int, Names], tuple[CodeType, Callable[..., Any], str]] = {}  # by identity: the code is kept
 
@@ -37,13 +38,13 @@ _kept = _Kept()
 
 
 def put() -> Undo:
-    """Macros and functions of kernels/ are rewritten once."""
+    """Macros and functions of kernels/, and of TileLang itself, are rewritten once."""
     from tilelang.language.eager import builder, utils
 
     rewrite, compile_source = builder.mutate, utils.get_compiled_object
 
     def remembered(func: FunctionType) -> Rewritten:
-        ours = inside() and func.__module__.startswith(OURS)
+        ours = inside() and func.__module__.startswith(WHOSE)
         return _remembered(func, rewrite) if ours else rewrite(func)
 
     def kept(*args: Any, **named: Any) -> Any:

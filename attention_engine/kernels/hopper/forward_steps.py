@@ -29,7 +29,7 @@ from attention_engine.kernels.tile_maths import (
 )
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.unseen import clear_step
-from attention_engine.kernels.warps import ROWS_WHOLE, WARP
+from attention_engine.kernels.warps import ROWS_WHOLE, WARP, thread_of_row
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,21 @@ def compute_item(
     memory.queries.store(buffers, memory.output, item, thread)
     for name, expr in form.schedule.rows:
         maths.write_row(memory.written, expr)
-        T.copy(memory.written, buffers[f"row_{name}"][batch, head, q0 : q0 + form.tile.q])
+        store_row(memory.written, buffers[f"row_{name}"], batch, head, q0, form.tile.q)
     if not memory.queries.next_are_there:
         start_next()
+
+
+@T.macro
+def store_row(values: Any, row: Any, batch: Any, head: Any, q0: Any, rows: int) -> None:
+    """Writes the values of a block's queries to a row of the caller, by the four threads that hold each.
+
+    T.copy would do, but TileLang plans how to vectorize it anew for each way that it tries to lay registers out: half
+    of the time that lowering the kernel took.
+    """
+    for i in T.Parallel(rows, loop_layout=T.Fragment((rows,), forward_fn=thread_of_row, replicate=4)):
+        if q0 + i < row.shape[2]:
+            row[batch, head, q0 + i] = values[i]
 
 
 @T.macro
