@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attention_engine.frontend.meta import meta_tensor
     from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
     from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, where
+    from attention_engine.runtime.functional import attention
     from attention_engine.runtime.linear import LinearAttentionEngine
     from attention_engine.runtime.masks import create_block_mask, create_mask, document_ids
     from attention_engine.runtime.module import AttentionEngine
@@ -31,6 +32,7 @@ _WHERE = {
     "SymbolicArray": "frontend.symbols",
     "SymbolicTensor": "frontend.symbols",
     "Var": "frontend.online_func",
+    "attention": "runtime.functional",
     "create_block_mask": "runtime.masks",
     "create_mask": "runtime.masks",
     "document_ids": "runtime.masks",
@@ -40,8 +42,8 @@ _WHERE = {
     "where": "frontend.symbols",
 }
 __all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "LinearAttentionEngine", "OnlineFunc",
-           "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "create_block_mask", "create_mask",
-           "document_ids", "library", "meta_tensor", "show_mask", "show_scores", "where"]  # fmt: skip
+           "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "attention", "create_block_mask",
+           "create_mask", "document_ids", "library", "meta_tensor", "show_mask", "show_scores", "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

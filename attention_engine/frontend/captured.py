@@ -63,35 +63,35 @@ class Computed:
 
     def now(self) -> Any:
         """The tensor to read in this call."""
-        args = _each(self.args, lambda source: source.now())
+        args = each_source(self.args, lambda source: source.now())
         if self.attribute is not None:
             return getattr(args[0], self.attribute)
-        found = self.function(*args, **_each(self.named, lambda source: source.now()))
+        found = self.function(*args, **each_source(self.named, lambda source: source.now()))
         return found if self.part is None else found[self.part]
 
 
 Source = Fixed | Attribute | Computed
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def each_source(value: Any, change: Callable[[Any], Any]) -> Any:
     """The value with every source in it (of tuples, lists and dicts) changed."""
     if isinstance(value, (Fixed, Attribute, Computed)):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return tuple([_each(v, change) for v in value]) if isinstance(value, tuple) else [
-            _each(v, change) for v in value
+        return tuple([each_source(v, change) for v in value]) if isinstance(value, tuple) else [
+            each_source(v, change) for v in value
         ]  # fmt: skip
-    return {k: _each(v, change) for k, v in value.items()} if isinstance(value, dict) else value
+    return {k: each_source(v, change) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _names(value: Any) -> list[str]:
     found: list[str] = []
-    _each(value, lambda source: found.append(source.name))
+    each_source(value, lambda source: found.append(source.name))
     return found
 
 
 def _spell(value: Any) -> str:
-    return repr(_each(value, lambda source: source.key))
+    return repr(each_source(value, lambda source: source.key))
 
 
 class Captured:
@@ -126,6 +126,7 @@ class Capture:
         self._computed: dict[int, tuple[Any, Computed]] = {}  # by id; the tensor is held, so that its id stays its own
         self._inputs: dict[str, CustomInput] = {}
         self._held: list[Any] = []
+        self.reads_numbers = False  # did a function make a Python number of a tensor? It stays as it was then
         self.wide: set[str] = set()  # the names of those that hold int64
 
     @property

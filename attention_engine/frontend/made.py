@@ -14,7 +14,7 @@ class Made:
     """What a factory returned: `scale(0.125)` in print, in pickles and in error messages."""
 
     def __init__(self, factory: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._factory, self._args, self._named = factory, args, named
+        self.factory, self.args, self.named = factory, args, named
         self.__wrapped__ = factory.__wrapped__(*args, **named)  # type: ignore[attr-defined] # its signature is ours
         self.__code__ = getattr(self.__wrapped__, "__code__", None)
         self.__qualname__ = repr(self)
@@ -23,11 +23,11 @@ class Made:
         return self.__wrapped__(*args, **named)
 
     def __repr__(self) -> str:
-        given = [_spell(a) for a in self._args] + [f"{name}={_spell(a)}" for name, a in self._named.items()]
-        return f"{self._factory.__name__}({', '.join(given)})"
+        given = [_spell(a) for a in self.args] + [f"{name}={_spell(a)}" for name, a in self.named.items()]
+        return f"{self.factory.__name__}({', '.join(given)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (self._factory, self._args, self._named)
+        return _make, (self.factory, self.args, self.named)
 
 
 def _spell(argument: Any) -> str:

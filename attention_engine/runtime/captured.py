@@ -23,6 +23,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # by the names that torch's
     "__floordiv__": operator.floordiv, "__mod__": operator.mod, "__lshift__": operator.lshift,
     "__rshift__": operator.rshift, "bitwise_and": operator.and_, "bitwise_or": operator.or_,
 }  # fmt: skip
+NUMBERS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
 Axes = tuple[tuple[AxisSpec, ...], ...]  # of each captured tensor
 
 
@@ -54,6 +55,7 @@ class _Watch(TorchFunctionMode):
             if name in OPERATORS:
                 return OPERATORS[name](wrap(lift(args[0])), args[1])
             return function(*args, **kwargs)
+        self.capture.reads_numbers |= name in NUMBERS
         with torch.no_grad():  # here alone: torch.export notes each change of it
             result = function(*args, **kwargs)
         if _holds(Tensor, (args, kwargs)) and _holds(Tensor, result) and not _in_place(name):

@@ -40,6 +40,7 @@ class Engine(torch.nn.Module):
 
     qkv_meta: tuple[Meta, Meta, Meta] | None  # None: heads, dims and dtype are those of each call
     _called: tuple[Meta, Meta, Meta] | None = None  # those of the newest kind of call, where there are no metas
+    _reads_numbers: bool = False  # did a function make a Python number of a captured tensor?
     custom_io: CustomIO
     layout: str
     device: Arch | None
@@ -127,6 +128,7 @@ class Engine(torch.nn.Module):
     def _traced(self, types: Mapping[str, Type], variant: Any) -> tuple[Any, tuple[Captured, ...]]:
         with capturing(tuple(self._io(variant).specs), types) as capture:
             program = self._trace_functions(types, variant)
+        self._reads_numbers |= capture.reads_numbers
         return replace(program, custom=(*program.custom, *capture.names)), tuple(capture.captured.values())
 
     def _trace_functions(self, types: Mapping[str, Type], variant: Any) -> Any:

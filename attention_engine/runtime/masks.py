@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.errors import BadInput, NotATensor
-from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.custom_io import INDEX, AxisSpec, CustomIO
 from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Axis, Expr
@@ -37,18 +37,29 @@ def document_ids(lengths: Sequence[int] | Tensor, total: int | None = None, devi
 
 
 def io_of(custom: Mapping[str, Tensor], sizes: Sequence[int | None]) -> CustomIO:
-    """A declaration of these tensors. Only a mod that reads one without indices needs names of axes: a dimension has
-    one where it is as long as exactly one of the batch, the heads, the queries and the keys."""
-    names = ("batch", "heads", "seq_len", "seq_len_kv")
+    """A declaration of these tensors."""
+    return CustomIO({name: axes_of(name, tensor, sizes) for name, tensor in custom.items()})
 
-    def axis(length: int) -> int | str:
-        fits = [name for name, size in zip(names, sizes, strict=True) if size == length]
-        return fits[0] if len(fits) == 1 and length != 1 else length
 
-    for name, tensor in custom.items():
-        if not isinstance(tensor, Tensor):
-            raise NotATensor(f"custom input '{name}' is {type(tensor).__name__}. Give a tensor.")
-    return CustomIO({name: tuple(map(axis, tensor.shape)) for name, tensor in custom.items()})
+def axes_of(name: str, tensor: Tensor, sizes: Sequence[int | None]) -> tuple[AxisSpec, ...]:
+    """The axes of a custom input that is not declared. Only a mod that reads it without indices needs their names.
+
+    A dimension has one where it is as long as exactly one of the batch, the heads, the queries and the keys (`sizes`).
+    Where there are as many queries as keys, two dimensions of that length are those of the queries and of the keys.
+    """
+    if not isinstance(tensor, Tensor):
+        raise NotATensor(f"custom input '{name}' is {type(tensor).__name__}. Give a tensor.")
+    axes: list[AxisSpec] = []
+    of_pairs = [
+        n for n, length in enumerate(tensor.shape) if length == sizes[2] == sizes[3] and length not in sizes[:2]
+    ]
+    for n, length in enumerate(tensor.shape):
+        fits = [axis for axis, size in zip(INDEX, sizes, strict=True) if size == length]
+        if len(of_pairs) == 2 and n in of_pairs:
+            axes.append("seq_len" if n == of_pairs[0] else "seq_len_kv")
+        else:  # a compiler knows how long a range is: an axis is a plain number
+            axes.append(fits[0] if len(fits) == 1 and length != 1 else len(range(length)))
+    return tuple(axes)
 
 
 class TracedMask:

@@ -1,0 +1,213 @@
+"""`attention(q, k, v, score_mod=..., mask_mod=...)`: an attention in one call, without an engine to keep."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from attention_engine.errors import NotYetSupported, UnknownOption
+from attention_engine.frontend.captured import Captured, Computed, Fixed, Source, each_source
+from attention_engine.frontend.custom_io import AxisSpec, CustomIO
+from attention_engine.frontend.made import Made
+from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.runtime.captured import tensors_now
+from attention_engine.runtime.inputs import check_ranks
+from attention_engine.runtime.masks import axes_of
+from attention_engine.runtime.module import AttentionEngine
+from attention_engine.runtime.recipes import Recipe
+
+KEPT = 64  # engines, the least recently used of which goes
+Specs = tuple[tuple[str, tuple[AxisSpec, ...]], ...]  # custom inputs: names and axes
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None, online_func: OnlineFunc | None = None, scale: float | None = None,
+    custom: Mapping[str, Tensor] | None = None, custom_io: CustomIO | None = None, block_mask: Tensor | None = None,
+    block_size: tuple[int, int] = (128, 128), layout: str = "bshd", backend: str = "auto",
+    deterministic: bool = False, return_rowscales: bool = False,
+) -> Any:  # fmt: skip
+    """An attention of q, k and v in one call: what `AttentionEngine(...)(q, k, v)` gives.
+
+    An engine is made once for functions that are alike in code, numbers and options, also where they are defined anew
+    in each call. The 64 engines that were used last are kept, with the tensors that their functions captured first.
+
+    Args:
+        q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd".
+        score_mod, mask_mod, online_func, scale, block_size, layout, backend, deterministic: as AttentionEngine's.
+        custom: custom inputs by name; the functions may as well capture tensors.
+        custom_io: the axes of the custom inputs. Left out: a dimension is that of the batch, the heads, the queries or
+            the keys where it is as long as one of them alone; any is read at explicit indices.
+        block_mask: which blocks exist, int8 or bool (B or 1, H or 1, ceil(Sq/bq), ceil(Skv/bkv)).
+        return_rowscales: return (o, {name: row (B, H, Sq), fp32}) too.
+
+    Returns:
+        o, like q with v's head dim; differentiable in q, k, v, and every floating custom or captured tensor.
+
+    Raises:
+        BadInput: tensors that don't fit each other.
+        UnknownOption: an option has a value that means nothing.
+
+    Example:
+        >>> import torch
+        >>> from attention_engine import attention, library
+        >>> q = k = v = torch.randn(1, 16, 2, 8)
+        >>> bias = torch.zeros(2, 31, requires_grad=True)
+        >>> def score_mod(score, custom, b, h, q_idx, kv_idx):
+        ...     return score * 8**-0.5 + bias[h, q_idx - kv_idx + 15]
+        >>> attention(q, k, v, score_mod=score_mod, mask_mod=library.causal).shape
+        torch.Size([1, 16, 2, 8])
+    """
+    if custom is not None and not isinstance(custom, Mapping):
+        raise UnknownOption(f"custom is {type(custom).__name__}. Give tensors by name: custom={{'slopes': slopes}}.")
+    given = custom if custom is not None else {}
+    specs = _specs(custom_io, given, layout, q, k, v)
+    options = (score_mod, mask_mod, online_func, scale, specs, block_size, layout, backend, deterministic)
+    if is_compiling():
+        given_functions = _sent(score_mod), _sent(mask_mod), (_guard(score_mod), _guard(mask_mod))
+        engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *options[3:])]
+        return engine(q, k, v, block_mask=block_mask, return_rowscales=return_rowscales, **given)
+    engine, captured = _find(Recipe(*options))
+    names = [name for name, _ in specs]
+    if given.keys() == set(names):
+        return engine._call(q, k, v, [given[n] for n in names], captured, block_mask, return_rowscales, {})
+    return engine._call(q, k, v, (), captured, block_mask, return_rowscales, given)
+
+
+def _specs(
+    custom_io: CustomIO | None, custom: Mapping[str, Tensor], layout: str, q: Tensor, k: Tensor, v: Tensor
+) -> Specs:
+    """Names and axes of the custom inputs: as declared, else by the sizes of the call."""
+    if custom_io is not None:
+        return tuple([(s.name, s.axes) for s in custom_io.in_order])
+    if not custom:
+        return ()
+    check_ranks(layout if layout == "bhsd" else "bshd", q, k, v)
+    length, heads = (2, 1) if layout == "bhsd" else (1, 2)
+    sizes = (q.shape[0], q.shape[heads], q.shape[length], k.shape[length])
+    return tuple([(name, axes_of(name, tensor, sizes)) for name, tensor in custom.items()])
+
+
+def _build(recipe: Recipe) -> AttentionEngine:
+    options: tuple[Any, ...] = recipe.values
+    score_mod, mask_mod, online_func, scale, specs, block_size, layout, backend, deterministic = options
+    return AttentionEngine(
+        None, CustomIO(dict(specs)), score_mod, mask_mod, online_func, scale=scale, block_size=block_size,
+        layout=layout, backend=backend, deterministic=deterministic,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _engine_of(recipe: Recipe, values: object = None) -> tuple[AttentionEngine, list[Tensor]]:
+    """The engine of all recipes that equal this one, and the tensors of the first. values: if those matter too."""
+    return _build(recipe), recipe.tensors
+
+
+def _find(recipe: Recipe) -> tuple[AttentionEngine, Sequence[Tensor]]:
+    """The engine, and the tensors that these functions captured."""
+    engine, first = _engine_of(recipe)
+    if engine._reads_numbers:  # as t.item(), which is in the program
+        engine, first = _engine_of(recipe, recipe.exact())
+    captured = engine._captured
+    if not captured:
+        return engine, ()
+    if any([a is not b for a, b in zip(recipe.tensors, first)]):
+        new = {id(old): tensor for old, tensor in zip(first, recipe.tensors, strict=True)}
+        captured = tuple([_replaced(one, new) for one in captured])
+    return engine, tensors_now(captured)
+
+
+def _replaced(one: Captured, new: Mapping[int, Tensor]) -> Captured:
+    """A captured tensor of other functions of the same recipe. new: their tensors, by the ids of the first ones'."""
+    other = copy.copy(one)
+    other.source = Fixed(_now(one.source, new), one.name)
+    return other
+
+
+def _now(source: Source, new: Mapping[int, Tensor]) -> Any:
+    if isinstance(source, Fixed):
+        return new.get(id(source.tensor), source.tensor)
+    if not isinstance(source, Computed):
+        return source.now()
+    again = copy.copy(source)
+    again.args, again.named = (
+        each_source(held, lambda inner: Fixed(_now(inner, new), inner.name)) for held in (source.args, source.named)
+    )
+    return again.now()
+
+
+# ---- under torch.compile
+
+FOR_COMPILERS: dict[str, AttentionEngine] = {}
+
+
+def _name_of(score_mod: Any, mask_mod: Any, guarded: object, *options: object) -> str:
+    """Where the engine of a compiled call stands among FOR_COMPILERS. A graph whose engine has gone is compiled again.
+
+    guarded: what the compiler has looked at, so that it compiles again where that changes.
+    """
+    recipe = Recipe(_received(score_mod), _received(mask_mod), *options)
+    name = f"{hash((recipe, *map(id, recipe.tensors)))}"
+    if name not in FOR_COMPILERS:
+        while len(FOR_COMPILERS) >= KEPT:
+            del FOR_COMPILERS[next(iter(FOR_COMPILERS))]
+        FOR_COMPILERS[name] = _build(recipe)
+    return name
+
+
+_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined] # as Engine._key is
+
+
+def _sent(mod: Any) -> Any:
+    """A function in a form that a compiler takes for a constant; a factory's one as the call that makes it."""
+    if isinstance(mod, Made):
+        return mod.factory, tuple([_sent(a) for a in mod.args]), tuple([(n, _sent(a)) for n, a in mod.named.items()])
+    return _number(mod) if isinstance(mod, (int, float)) and not isinstance(mod, bool) else mod
+
+
+def _received(sent: Any) -> Any:
+    """The function that was sent."""
+    if not isinstance(sent, tuple) or len(sent) != 3:
+        return sent
+    if sent[0] == "number":
+        return float.fromhex(sent[1]) if isinstance(sent[1], str) else sent[1] - sent[2]
+    factory, args, named = sent
+    return factory(*map(_received, args), **{name: _received(a) for name, a in named})
+
+
+def _number(value: float) -> tuple[str, Any, int]:
+    """A number in a form that a compiler compiles anew for, where it is another."""
+    if isinstance(value, float):
+        return "number", value.hex(), 0
+    return "number", len(range(value)), len(range(-value))
+
+
+def _guard(function: Any) -> tuple[object, ...]:
+    """What a function captured, in a form that makes a compiler look at it anew in each call.
+
+    A compiler itself takes two functions of the same code for the same.
+    """
+    try:
+        cells = function.__closure__ or ()
+    except AttributeError:  # none, a factory's, or made in the compiled function: there numbers are looked at anyway
+        return ()
+    found: list[object] = []
+    for cell in cells:
+        value = cell.cell_contents
+        if isinstance(value, bool) or value is None or isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, (int, float)):
+            found.append(_number(value))
+        elif callable(value) and not isinstance(value, Tensor):
+            found.append(_guard(value))
+        else:
+            raise NotYetSupported(
+                "attention() in a compiled function was given a function that captured a tensor or an object.\n"
+                "  Give tensors by name, custom={'bias': bias}, or build an AttentionEngine outside."
+            )
+    return tuple(found)
