@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import json
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import attention_engine
 from attention_engine import folders
 from attention_engine.arch import Arch, detect
 from attention_engine.cli.terminal import GREEN, RED, YELLOW, coloured
@@ -24,9 +28,14 @@ class Finding:
     well: bool | None
     words: str
 
+    @property
+    def state(self) -> str:
+        """In a word or two."""
+        return {True: "ok", False: "NOT ok", None: "none"}[self.well]
+
     def __str__(self) -> str:
-        mark = {True: coloured("ok", GREEN), False: coloured("NOT ok", RED), None: coloured("none", YELLOW)}[self.well]
-        return f"{self.what:12} {mark}: {self.words}"
+        colour = {True: GREEN, False: RED, None: YELLOW}[self.well]
+        return f"{self.what:12} {coloured(self.state, colour)}: {self.words}"
 
 
 def versions() -> Finding:
@@ -149,10 +158,22 @@ def findings() -> Iterator[Finding]:
         yield check()
 
 
-def run(_: argparse.Namespace) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="the findings as JSON, and nothing else on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
     """Prints the findings; 1 where something is not ok."""
-    bad = 0
-    for finding in findings():
-        print(finding, flush=True)
-        bad += finding.well is False
-    return 1 if bad else 0
+    if not args.json:
+        bad = 0
+        for finding in findings():
+            print(finding, flush=True)
+            bad += finding.well is False
+        return 1 if bad else 0
+    with contextlib.redirect_stdout(sys.stderr):  # what compilers say is none of it
+        found = list(findings())
+    well = all(finding.well is not False for finding in found)
+    listed = [{"what": f.what, "state": f.state, "words": f.words} for f in found]
+    print(json.dumps({"well": well, "version": attention_engine.__version__, "findings": listed}, indent=2))
+    return 0 if well else 1

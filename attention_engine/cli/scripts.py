@@ -1,8 +1,4 @@
-"""python -m attention_engine show, check, bench: attentions in Python files, and the repository's benchmarks.
-
-A script defines an AttentionEngine, or a function make_engine(qkv_meta, **options) that returns one, as those of
-attn_script/ do.
-"""
+"""python -m attention_engine show, check, bench: attentions in Python files, and the repository's benchmarks."""
 
 from __future__ import annotations
 
@@ -11,16 +7,20 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attention_engine.errors import BadScript
+from attention_engine.cli.targets import engines_of
 
 if TYPE_CHECKING:
-    from attention_engine import AttentionEngine
+    from torch import Tensor
 
-MAKER = "make_engine"
+    from attention_engine.cli.targets import AnyEngine
+
 BENCHMARKS = "benchmarks.run"
+SCRIPT_HELP = (
+    "a Python file, and in it an engine, a module with engines, a score_mod, a mask_mod, an OnlineFunc, or a function "
+    "that makes engines"
+)
 SHOW_EXAMPLE = "show attn_script/mha.py:make_engine --stage cuda --arch H100"
 CHECK_EXAMPLE = "check attn_script/gqa.py --heads 8 --kv-heads 2"
 
@@ -28,8 +28,13 @@ CHECK_EXAMPLE = "check attn_script/gqa.py --heads 8 --kv-heads 2"
 def add_options(show_parser: argparse.ArgumentParser, check_parser: argparse.ArgumentParser) -> None:
     """SCRIPT[:NAME], sizes, and what to show."""
     for parser in (show_parser, check_parser):
-        parser.add_argument("script", metavar="SCRIPT[:NAME]", help="a Python file, and the engine or function in it")
-        parser.add_argument("--heads", type=int, default=4, help="query heads, for make_engine (default 4)")
+        parser.add_argument(
+            "script",
+            metavar="SCRIPT[:NAME]",
+            help="a Python file, and what in it: an engine, a module "
+            "with engines, a score_mod, a mask_mod, an OnlineFunc, or a function that makes engines",
+        )
+        parser.add_argument("--heads", type=int, default=4, help="query heads, if the script does not say (default 4)")
         parser.add_argument("--kv-heads", type=int, help="key heads (default: as many)")
         parser.add_argument("--dim", type=int, help="head dim (default: the script's D, or 64)")
         parser.add_argument("--length", type=int, default=160, help="queries and keys (default 160)")
@@ -40,60 +45,17 @@ def add_options(show_parser: argparse.ArgumentParser, check_parser: argparse.Arg
     show_parser.add_argument("--arch", default="H100", help="the GPU to compile for where none is here (default: H100)")
 
 
-def load(path: Path) -> ModuleType:
-    """A script as a module, its own folder importable."""
-    if not path.is_file():
-        raise BadScript(f"there is no file {path}. Give a Python file: show attn_script/mha.py.")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def engine_of(args: argparse.Namespace, **options: Any) -> AttentionEngine:
-    """The engine that SCRIPT[:NAME] names. Raises BadScript."""
-    from attention_engine import AttentionEngine, meta_tensor
-
-    file, _, name = args.script.partition(":")
-    module = load(Path(file))
-    if not name:
-        engines = [n for n, value in vars(module).items() if isinstance(value, AttentionEngine)]
-        name = engines[0] if engines else MAKER
-    found = getattr(module, name, None)
-    if isinstance(found, AttentionEngine):
-        return found
-    if not callable(found):
-        held = [n for n, v in vars(module).items() if isinstance(v, AttentionEngine) or n == MAKER]
-        raise BadScript(
-            f"{file} has no engine {name!r}. It has: {', '.join(held) or 'none'}.\n"
-            f"  Name an AttentionEngine, or a function that takes (qkv_meta, **options): {file}:NAME."
-        )
-    dim = args.dim or getattr(module, "D", 64)
-    metas = [
-        meta_tensor(1, n, args.length, dim, dtype=args.dtype)
-        for n in (args.heads, args.kv_heads or args.heads, args.kv_heads or args.heads)
-    ]
-    made = found(tuple(metas), **options)
-    if not isinstance(made, AttentionEngine):
-        raise BadScript(f"{file}:{name} returned {type(made).__name__}. It must return an AttentionEngine.")
-    return made
-
-
 def show(args: argparse.Namespace) -> int:
     """Prints the program, or a kernel."""
     import torch
 
     from attention_engine.cli.tuning import arch_called
 
-    options = {}
-    if args.stage == "cuda" and not torch.cuda.is_available():
-        options["device"] = arch_called(args.arch)
-    engine = engine_of(args, **options)
-    print(engine)
-    print()
-    print(engine.program() if args.stage == "program" else engine.source(args.kernel, form=args.stage))
+    device = arch_called(args.arch)
+    options = {"device": device} if args.stage == "cuda" and not torch.cuda.is_available() else {}
+    for number, (name, engine) in enumerate(engines_of(args, **options).items()):
+        print("\n" * min(number, 1) + f"# {name}\n{engine}\n")
+        print(engine.program() if args.stage == "program" else engine.source(args.kernel, form=args.stage))
     return 0
 
 
@@ -102,20 +64,36 @@ def check(args: argparse.Namespace) -> int:
     import torch
 
     here = torch.cuda.is_available()
-    engine = engine_of(args, **({} if here else {"backend": "interpret"}))
-    place, dtype = "cuda" if here else "cpu", getattr(torch, args.dtype)
-    q, k, v = engine._metas()
-    sizes = {"batch": 1, "heads": q.heads, "seq_len": args.length, "seq_len_kv": args.length}
-    tensors = [torch.randn(1, args.length, m.heads, m.dim, device=place).to(dtype) for m in (q, k, v)]
+    well = True
+    for name, engine in engines_of(args, **({} if here else {"backend": "interpret"})).items():
+        print(f"# {name}")
+        report = engine.check(*_drawn(engine, args, "cuda" if here else "cpu"))
+        print(report, flush=True)
+        well = well and report.ok
+    return 0 if well else 1
+
+
+def _drawn(engine: AnyEngine, args: argparse.Namespace, place: str) -> list[Tensor]:
+    """Random tensors of a call: q, k, v, log decays of at most 0 for a linear attention, custom inputs."""
+    import torch
+
+    from attention_engine import LinearAttentionEngine, meta_tensor
+
+    linear, kv_heads = isinstance(engine, LinearAttentionEngine), args.kv_heads or args.heads
+    counts = (kv_heads, kv_heads, args.heads) if linear else (args.heads, kv_heads, kv_heads)
+    asked = tuple(meta_tensor(1, n, args.length, args.dim or 64, dtype=args.dtype) for n in counts)
+    q, k, v = engine.qkv_meta or asked
+    sizes = {"batch": 1, "heads": v.heads if linear else q.heads, "seq_len": args.length, "seq_len_kv": args.length}
+    tensors = [torch.randn(1, args.length, m.heads, m.dim, device=place).to(getattr(torch, m.dtype_name))
+               for m in (q, k, v)]  # fmt: skip
+    if linear:
+        tensors.append(-torch.rand(1, args.length, v.heads, device=place))
     if engine.layout == "bhsd":
         tensors = [t.transpose(1, 2) for t in tensors]
-    custom = [
+    return tensors + [
         torch.rand([sizes[a] if isinstance(a, str) else a for a in s.axes], device=place)
-        for s in engine.custom_io.specs.values()
+        for s in engine.custom_io.in_order
     ]
-    report = engine.check(*tensors, *custom)
-    print(report)
-    return 0 if report.ok else 1
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from attention_engine import arch
-from attention_engine.errors import UnknownOption
+from attention_engine.errors import UnknownOption, did_you_mean
 
 if TYPE_CHECKING:
     from attention_engine import AttentionEngine
@@ -42,7 +42,7 @@ def arch_called(name: str) -> arch.Arch:
     """The description of a GPU. Raises UnknownOption."""
     known = _archs()
     if name not in known:
-        raise UnknownOption(f"no GPU is called {name!r} here. Choose {', '.join(known)}.")
+        raise UnknownOption(f"no GPU is called {name!r} here.{did_you_mean(name, known)} Choose {', '.join(known)}.")
     found: arch.Arch = known[name]()
     return found
 

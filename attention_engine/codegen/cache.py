@@ -268,12 +268,13 @@ def load_runtime() -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel on disk: what it was made of, its size in bytes, and where it is."""
+    """A kernel on disk: what it was made of, its size in bytes, where it is, and when it was written (Unix time)."""
 
     digest: str
     record: Mapping[str, Any]
     size: int
     folder: Path
+    written: float
 
 
 def entries() -> Iterator[Entry]:
@@ -282,10 +283,11 @@ def entries() -> Iterator[Entry]:
         try:
             record = json.loads((place / KEY).read_text())
             size = sum(f.stat().st_size for f in place.iterdir())
+            written = (place / KEY).stat().st_mtime
         except (OSError, ValueError):
             continue
         if isinstance(record, dict) and {"kernel", "given", "target", "tilelang"} <= record.keys():
-            yield Entry(place.name, record, size, place.parent)
+            yield Entry(place.name, record, size, place.parent, written)
 
 
 def clear() -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention_engine import library
-from attention_engine.errors import UnknownOption
+from attention_engine.errors import UnknownOption, did_you_mean
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, meta_tensor
 from attention_engine.frontend.symbols import Symbol
@@ -145,7 +145,8 @@ def find(*patterns: str) -> list[Case]:
         names = fnmatch.filter(CASES, pattern)
         if not names:
             raise UnknownOption(
-                f"no case is called {pattern!r}. A case is shape.program.mask.length, * stands for any:\n"
+                f"no case is called {pattern!r}.{did_you_mean(pattern, CASES)} A case is shape.program.mask.length, "
+                "and * stands for any:\n"
                 f"  shapes {', '.join(SHAPES)}\n  programs {', '.join(PROGRAMS)}\n  masks {', '.join(MASKS)}\n"
                 f"  lengths {', '.join(map(str, LENGTHS))}"
             )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+import attention_engine
 from attention_engine.cli import doctor
+from attention_engine.cli.caches import spell_age
 from attention_engine.cli.doctor import Finding
 from attention_engine.cli.main import main
 from attention_engine.codegen import cache
@@ -84,28 +89,82 @@ def test_no_colours_where_there_is_no_terminal():
 def test_show_prints_the_engine_and_its_program(capsys):
     status, out, _ = ran(capsys, "show", MHA, "--dim", "64")
     assert status == 0
-    assert out.startswith("AttentionEngine\n  q, k, v     4 heads of 64, float16; ")
-    assert "batch 1, queries 160, keys 160" in out
+    assert out.startswith("# make_engine\nAttentionEngine") and "160" in out
     assert "state.m = -inf" in out and "# backward: dweight = dO . v" in out
 
 
-def test_show_takes_an_engine_or_a_function_by_name(tmp_path, capsys):
+MINE = """
+import torch
+from attention_engine import AttentionEngine, LinearAttentionEngine, OnlineFunc, library, meta_tensor
+class Block(torch.nn.Module):
+    def __init__(self, metas, **options):
+        super().__init__()
+        self.near = AttentionEngine(metas, mask_mod=library.sliding_window(4), **options)
+        self.far = torch.nn.ModuleList([LinearAttentionEngine(metas, **options)])
+def make(metas, **options):
+    return AttentionEngine(metas, **options)
+def alone():
+    return AttentionEngine((meta_tensor(1, 2, 8, 16),) * 3)
+def block(metas, backend="auto"):
+    return Block(metas, backend=backend)
+def linear(metas, **options):
+    return LinearAttentionEngine(metas, **options)
+def softer(score, custom, b, h, q_idx, kv_idx):
+    return score * 0.125 + 0.5
+def near(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx < 5
+class Sigmoid(library.OnlineSigmoid):
+    pass
+def other(metas, **options):
+    return 5
+size = 3
+"""
+EITHER = "mine = AttentionEngine((meta_tensor(1, 2, 8, 16),) * 3)\nwhole = Block((meta_tensor(1, 2, 8, 16),) * 3)\n"
+
+
+@pytest.mark.parametrize(("name", "shown"), [
+    ("", ["# mine\nAttentionEngine", "# backward: dweight"]),  # the first that is one, or holds some
+    (":mine", ["# mine\nAttentionEngine"]),
+    (":whole", ["# whole.near\nAttentionEngine", "\n\n# whole.far.0\nLinearAttentionEngine"]),
+    (":make", ["# make\nAttentionEngine", "6 heads", "3"]),
+    (":alone", ["# alone\nAttentionEngine"]),
+    (":block", ["# block.near\n", "# block.far.0\n"]),
+    (":linear", ["# linear\nLinearAttentionEngine"]),
+    (":softer", ["# softer\nAttentionEngine", "0.125"]),
+    (":near", ["# near\nAttentionEngine", "< 5"]),
+    (":Sigmoid", ["# Sigmoid\nAttentionEngine", "sigmoid"]),
+])  # fmt: skip
+def test_show_takes_engines_modules_and_functions_by_name(name, shown, tmp_path, capsys):
     script = tmp_path / "mine.py"
-    script.write_text(
-        "from attention_engine import AttentionEngine, meta_tensor\n"
-        "mine = AttentionEngine((meta_tensor(1, 2, 8, 16),) * 3)\n"
-        "def make(metas, **options):\n    return AttentionEngine(metas, **options)\n"
-        "def other(metas, **options):\n    return 5\n"
-    )
-    assert "2 heads of 16, float16" in ran(capsys, "show", f"{script}:mine")[1]
-    assert "2 heads of 16, float16" in ran(capsys, "show", str(script))[1]  # the engine, as there is one
-    out = ran(capsys, "show", f"{script}:make", "--heads", "6", "--kv-heads", "3", "--dim", "32")[1]
-    assert "6 heads of 32, 3 key heads, float16" in out and "batch 1, queries 160, keys 160" in out
-    for name, message in (("absent", "has no engine 'absent'. It has: mine."), ("other", "returned int.")):
-        status, _, err = ran(capsys, "show", f"{script}:{name}")
-        assert status == 1 and err.startswith("BadScript: ") and message in err
-    status, _, err = ran(capsys, "show", str(tmp_path / "none.py"))
-    assert status == 1 and "there is no file" in err
+    script.write_text(MINE + EITHER)
+    heads = ("--heads", "6", "--kv-heads", "3", "--dim", "32") if name == ":make" else ("--dim", "32")
+    status, out, err = ran(capsys, "show", f"{script}{name}", *heads)
+    assert (status, err) == (0, "")
+    for text in shown if name != ":make" else shown[:1]:
+        assert text in out, out
+
+
+def test_what_holds_no_engine_is_refused_with_what_does(tmp_path, capsys):
+    script = tmp_path / "mine.py"
+    script.write_text(MINE)
+    for name, message in (
+        (
+            "alon",
+            "has no 'alon'. Did you mean 'alone'? It has: make, alone, block, linear, softer, near, Sigmoid, other.",
+        ),
+        ("other", ":other returned int, with no engine in it."),
+        ("size", ":size is int, with no engine in it."),
+        ("", "has no 'make_engine'. It has: make,"),
+    ):
+        status, _, err = ran(capsys, "show", f"{script}:{name}" if name else str(script))
+        assert status == 1 and err.startswith("BadScript: ") and message in err and "Name an engine, a module" in err
+    status, _, err = ran(capsys, "show", str(tmp_path / "mien.py"))
+    assert status == 1 and "mien.py. Did you mean 'mine.py'? Give a Python file" in err
+    (tmp_path / "notes.txt").touch()
+    assert "notes.txt is no Python file." in ran(capsys, "show", str(tmp_path / "notes.txt"))[2]
+    status, _, err = ran(capsys, "show", MHA, "--arch", "H10")
+    assert status == 1 and "no GPU is called 'H10' here. Did you mean 'H100'" in err
+    assert "See docs/errors.md#unknownoption." in err
 
 
 def test_check_compares_with_float64(capsys):
@@ -113,6 +172,64 @@ def test_check_compares_with_float64(capsys):
     status, out, _ = ran(capsys, "check", MHA, "--heads", "2", "--length", "40", "--dim", "32")
     assert status == 0
     assert "ok: the limit is 1.1 x" in out and "dv " in out
+
+
+@pytest.mark.parametrize("name", ["block", "near"])
+def test_check_compares_all_that_a_module_holds(name, tmp_path, capsys):
+    pytest.importorskip("tilelang")
+    (tmp_path / "mine.py").write_text(MINE)
+    status, out, _ = ran(capsys, "check", f"{tmp_path / 'mine.py'}:{name}", "--heads", "2", "--length", "20",
+                         "--dim", "32")  # fmt: skip
+    assert status == 0 and "NOT ok" not in out
+    assert out.count("ok: the limit is") == out.count("\n# ") + 1 == (2 if name == "block" else 1)
+
+
+def test_alone_it_prints_help_and_it_knows_its_version(capsys):
+    status, out, err = ran(capsys)
+    assert (status, err) == (0, "") and out.startswith("usage: attention_engine") and "examples:" in out
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    found = capsys.readouterr().out
+    assert ended.value.code == 0 and found.startswith(f"attention_engine {attention_engine.__version__}, Python 3.")
+    assert f"torch {importlib.metadata.version('torch')}" in found
+
+
+def test_a_command_that_is_none_is_told_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["shwo"])
+    assert ended.value.code == 2 and "Did you mean 'show'?" in capsys.readouterr().err
+
+
+def test_the_console_script_is_this_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"attention-engine": f"{main.__module__}:{main.__name__}"}
+
+
+def test_doctor_gives_json_alone(monkeypatch, capsys):
+    def noisy():
+        print("a compiler's words")
+        return Finding("nvcc", False, "Install it.")
+
+    monkeypatch.setattr(doctor, "CHECKS", [lambda: Finding("GPU", None, "none is here"), noisy])
+    status, out, err = ran(capsys, "doctor", "--json")
+    assert status == 1 and err == "a compiler's words\n"
+    assert json.loads(out) == {
+        "well": False, "version": attention_engine.__version__,
+        "findings": [{"what": "GPU", "state": "none", "words": "none is here"},
+                     {"what": "nvcc", "state": "NOT ok", "words": "Install it."}],
+    }  # fmt: skip
+    monkeypatch.setattr(doctor, "CHECKS", [lambda: Finding("GPU", None, "none is here")])
+    status, out, _ = ran(capsys, "doctor", "--json")
+    assert status == 0 and json.loads(out)["well"]
+
+
+def test_doctor_names_the_folder_that_is_used_in_place_of_another(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATTENTION_ENGINE_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    found = doctor.cache()
+    assert not found.well and f"kernels are kept in {tmp_path / 'users'}" in found.words
+    assert f"{tmp_path / 'file' / 'kernels'} can't be made" in found.words
 
 
 def test_tune_merges_files(tmp_path, capsys):
@@ -132,6 +249,8 @@ def test_tune_says_what_it_wants(tmp_path, capsys):
     status, _, err = ran(capsys, "tune", "nothing", "--file", str(tmp_path / "f.json"))
     assert status == 1 and "no case is called 'nothing'." in err
     assert "shapes mha-128, mha-64, mha-128-b1, llama-8b" in err
+    err = ran(capsys, "tune", "mha-128.sofmax.causal.8192", "--file", str(tmp_path / "f.json"))[2]
+    assert "Did you mean 'mha-128.softmax.causal.8192'" in err
     status, _, err = ran(capsys, "tune", "mha-128.softmax.causal.8192", "--file", str(tmp_path / "f.json"))
     assert status == 1 and "There is no GPU to measure on." in err
 
@@ -145,18 +264,28 @@ def test_explain_names_the_entry_of_a_file(tmp_path, capsys):
     TuneFile(tmp_path / "f.json").add([entry])
     out = ran(capsys, *argv)[1]
     assert f"forward: 64 queries x 96 keys, 128 threads, 3 stages\n  from {tmp_path / 'f.json'}: 7.5 us" in out
-    assert "no GPU is called 'H300' here. Choose A100," in ran(capsys, *argv[:3], "H300")[2]
+    assert (
+        "no GPU is called 'H300' here. Did you mean 'H200' or 'H100'? Choose A100," in ran(capsys, *argv[:3], "H300")[2]
+    )
 
 
 def test_cache_lists_and_clears(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cache, "load_library", lambda path: {"forward": None})
     cache.find_or_compile(KEY, Compiler(tmp_path))
     status, out, _ = ran(capsys, "cache", "--list")
-    assert status == 0
-    assert f"{KEY.digest[:12]}        1 KB  forward sm_90a float16 heads 2/2 dims 64/64 tile 64x64, 128 threads" in out
+    assert status == 0 and out == ran(capsys, "cache")[1]
+    head, line, _ = out.splitlines()
+    assert head.split() == ["kernel", "age", "size", "what", "it", "is", "for"]
+    assert re.match(r"straight forward +\d s +1 KB  sm_90a float16 heads 2/2 dims 64/64 tile 64x64, 128 threads", line)
+    assert line.endswith(f"({KEY.digest[:12]})")
     assert "1 kernels, 0.0 MB, in" in out
     assert ran(capsys, "cache", "--clear")[1].startswith("removed 1 kernels from")
     assert ran(capsys, "cache", "--list")[1].startswith("0 kernels")
+
+
+def test_ages_are_read_at_a_glance():
+    ages = {-1: "0 s", 59.9: "59 s", 60: "1 minute", 7199: "1 hour", 7200: "2 hours", 86400 * 3.5: "3 days"}
+    assert [spell_age(seconds) for seconds in ages] == list(ages.values())
 
 
 def test_bench_hands_its_options_on_or_says_where_it_is(monkeypatch, capsys, tmp_path):
