@@ -39,7 +39,7 @@ def test_the_example_runs_and_is_right(example):
 
 
 def test_the_example_shows_what_it_says(example, capsys):
-    report = example["attention"].check(*(example[name] for name in "qkv"))
+    report = example["engine"].check(*(example[name] for name in "qkv"))
     assert report.ok
     for shown in ("o", "dq", "dk", "dv"):
         assert re.search(rf"^{shown}\b", str(report), re.MULTILINE), shown

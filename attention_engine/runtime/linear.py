@@ -63,14 +63,27 @@ ROWS = {
 class LinearAttentionEngine(LinearShown):
     """A linear attention, from its maths: h_t = exp(a_t) h_{t-1} + k_t^T v_t, o_t = q_t h_t for each head.
 
-    qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v; the heads are v's, and those of q and of k divide them (head
-    h reads query head h // (heads / query heads)). q_mod, k_mod, v_mod, decay_mod: (x, custom) -> x, elementwise, on
-    the entries of q, k, v and decay (the log of what a token keeps of the state, or of a channel of it: its rows);
-    None leaves them. custom_io: its
-    "seq_len" and "seq_len_kv" are the same here, "heads" are v's. layout, device, backend: as AttentionEngine's. Every
-    gradient is the same in every run, so `deterministic` asks for what there is anyway.
+    Args:
+        qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v. The heads are v's, and those of q and of k divide them:
+            head h reads query head h // (heads / query heads). Left out: heads, dims and dtype are those of each call.
+        q_mod, k_mod, v_mod: `(x, custom) -> x`, elementwise, on the entries of q, k and v; None leaves them.
+        decay_mod: the same on decay, the log of what a token keeps of the state, or of a channel of it.
+        custom_io: the custom inputs. "seq_len" and "seq_len_kv" are the same here, and "heads" are v's.
+        layout, device, backend, tune, tune_file, tune_bwd, tune_file_bwd: as AttentionEngine's.
+        deterministic: every gradient is the same in every run, asked for or not.
 
-    Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotYetSupported, and what tracing finds wrong in the mods.
+    Raises:
+        BadMeta: qkv_meta doesn't describe a linear attention.
+        HeadsDoNotGroup: heads of q or k don't divide those of v.
+        UnknownOption: an option has a value that means nothing.
+        NotYetSupported: this version can't do it.
+
+    >>> metas = [meta_tensor(1, 2, None, 16, dtype=torch.float32)] * 3
+    >>> retention = LinearAttentionEngine(metas, decay_mod=lambda a, custom: -a.exp())
+    >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
+    >>> o, state = retention(q, k, v, torch.zeros(1, 8, 2), output_final_state=True)
+    >>> o.shape, state.shape
+    (torch.Size([1, 8, 2, 16]), torch.Size([1, 2, 16, 16]))
     """
 
     ORDINARY: ClassVar[int] = RANKS["token"]  # a variant is the rank of the decay, 0 without one

@@ -66,23 +66,44 @@ Variant: TypeAlias = tuple[Blocks, int | None]  # the blocks of a call, and q's 
 
 
 class AttentionEngine(Shown):
-    """An attention, from its maths.
+    """An attention, from its maths, as a torch.nn.Module. What is left out is as usual: softmax of scaled q . k.
 
-    qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v. custom_io: a CustomIO. score_mod(score, custom, b, h,
-    q_idx, kv_idx): elementwise on q . k (fp32) times scale. scale: a number; None is dim ** -0.5 where there is no
-    score_mod, and 1 where there is one, which scales itself. mask_mod(b, h, q_idx, kv_idx[, custom]): True keeps;
-    applied after score_mod, and a masked pair takes no part in anything. mask_value: None, "-inf" or "0", which mean
-    the same. online_func: an OnlineFunc; None is library.OnlineSoftmax(). block_mask: a callable is a mask_mod; a
-    tensor, int8 or bool (B or 1, H or 1, ceil(Sq/bq), ceil(Skv/bkv)) with block_size=(bq, bkv), says which blocks
-    exist. layout: of the tensors in a call, "bshd" or "bhsd". device: an Arch to compile for, or None: the tensors'
-    own. backend: "auto" (kernels on CUDA tensors, the reference on CPU tensors), "tilelang", "reference", or
-    "interpret" (the kernels on CPU tensors). deterministic: gradients that are bitwise the same in every run.
-    tune: at the first call of each new problem (a dtype, a power of two of the lengths, ...) tiles of the forward
-    kernel are compiled and measured, in processes of their own and on random q, k, v; tune_bwd: those of the backward
-    kernels. tune_file: where what was found is kept, and looked up; a file that holds the problem spares measuring,
-    also without tune. tune_file_bwd: another one for the backward kernels.
+    Args:
+        qkv_meta: three `meta_tensor(B, H, S, D)` for q, k, v. Left out: heads, dims and dtype are those of each call.
+        custom_io: the custom inputs, tensors that are given with a call. What functions capture needs none.
+        score_mod: `(score, custom, b, h, q_idx, kv_idx) -> score`, for each pair, on q . k (fp32) times scale.
+        mask_mod: `(b, h, q_idx, kv_idx[, custom]) -> bool`. True keeps. It is applied after score_mod, and a masked
+            pair takes no part in anything.
+        online_func: how a row of scores becomes weights; None is `library.OnlineSoftmax()`.
+        mask_value: None, "-inf" or "0", which mean the same.
+        scale: a number. None is dim ** -0.5 where there is no score_mod, and 1 where there is one, which scales itself.
+        block_mask: a callable is a mask_mod. A tensor, int8 or bool (B or 1, H or 1, ceil(Sq/bq), ceil(Skv/bkv)), says
+            which blocks exist.
+        block_size: (bq, bkv), the queries and keys of a block of block_mask.
+        layout: of the tensors in a call: "bshd" is (batch, length, heads, dim), "bhsd" (batch, heads, length, dim).
+        device: an Arch to compile for; None is the tensors' own.
+        backend: "auto" (kernels on CUDA tensors, the reference on CPU tensors), "tilelang", "reference", or "interpret"
+            (the kernels, emulated on CPU tensors).
+        tune: measure tiles of the forward kernel at the first call of each new problem (a dtype, a power of two of the
+            lengths, ...), in processes of their own and on random q, k, v.
+        tune_file: where what was found is kept, and looked up, also without tune.
+        tune_bwd: the same as tune for the backward kernels.
+        tune_file_bwd: another file for the backward kernels.
+        deterministic: gradients are bitwise the same in every run.
+        custom_fwd_inputs: another name of custom_io.
+        tune_filename: another name of tune_file.
 
-    Raises BadMeta, HeadsDoNotGroup, UnknownOption, NotOnline, and what tracing finds wrong in the functions.
+    Raises:
+        BadMeta: qkv_meta doesn't describe an attention.
+        HeadsDoNotGroup: query heads can't share the key heads evenly.
+        UnknownOption: an option has a value that means nothing.
+        NotOnline: the result depends on how a row is cut into tiles.
+        AttentionEngineError: what else is wrong in the functions; each mistake has a class of its own.
+
+    >>> engine = AttentionEngine(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    >>> q, k, v = torch.randn(3, 1, 8, 2, 16, requires_grad=True)
+    >>> engine(q, k, v).shape
+    torch.Size([1, 8, 2, 16])
     """
 
     block_mask: Tensor | None
@@ -207,10 +228,19 @@ class AttentionEngine(Shown):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                 return_rowscales: bool = False, **named: Tensor) -> Any:  # fmt: skip
-        """o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}).
+        """The output, differentiable in q, k, v and every floating custom or captured tensor.
 
-        q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd". custom: in CustomIO's
-        order, or by name; what the functions captured is read where it is. Raises BadInput for tensors that don't fit.
+        Args:
+            q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd".
+            custom: custom inputs in the order of custom_io, or by name.
+            block_mask: which blocks exist, for this call alone.
+            return_rowscales: return the rows of the epilogue, too.
+
+        Returns:
+            o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}).
+
+        Raises:
+            BadInput: tensors that don't fit.
         """
         try:
             captured = self._captured

@@ -8,7 +8,15 @@ import torch
 
 import attention_engine
 
-MODULES = ("library", "frontend.custom_io", "frontend.meta", "frontend.online_func")
+MODULES = (
+    "library",
+    "frontend.custom_io",
+    "frontend.meta",
+    "frontend.online_func",
+    "runtime.module",
+    "runtime.linear",
+    "runtime.functional",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
