@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from attention_engine.frontend.meta import Meta
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.ir.program import Program
+from attention_engine.passes.maths import Maths
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.engine import Engine
+from attention_engine.runtime.program_text import Part
 
 if TYPE_CHECKING:
     from attention_engine.runtime.linear_shown import LinearShown
@@ -182,3 +185,36 @@ def _compiled(engine: Engine) -> Iterator[str]:
             launcher = getattr(ATTENTIONS.get(each), "launcher", None)
             for kernels in launcher._kernels.values() if launcher is not None else ():
                 yield from (k.builder for k in kernels._made.values() if "compiled" in vars(k))
+
+
+def parts_of(engine: Shown, program: Program) -> list[Part]:
+    """An attention's program, with the user's functions beside its lines."""
+    online = type(engine.online_func)
+    functions = {"score": engine.score_mod, "keep": engine.mask_mod}
+    functions |= dict.fromkeys(("next", "weights", "rescale"), online.online_fwd)
+    functions |= dict.fromkeys(("output", "final"), online.online_fwd_epilogue)
+    functions |= {f"user.{name}": getattr(online, name, None) for name in ("forward", "backward")}
+    places = {n: f"{line_of(f)} {name_of(f)}" for n, f in functions.items() if f is not None and line_of(f)}
+    start = tuple((f"state.{s.name}", s.initial) for s in program.states)
+    return [
+        *([Part("before the first tile", given=start)] if start else []),
+        Part("each tile, then the end of the row", tuple(program.named()), places=places),
+    ]
+
+
+def parts_of_backward(maths: Maths) -> list[Part]:
+    """The derived backward pass, and what comes before it where the output is bent."""
+    found = []
+    if maths.bent is not None:
+        inner, bend = maths.bent.maths.program, maths.bent.bend
+        gradients = [(f"d_{target}", gradient) for target, gradient in bend.gradients]
+        start = tuple((f"state.{s.name}", s.initial) for s in inner.states)
+        found = [
+            Part("with gradients: this program, and what is made of its o and rows", given=start),
+            Part("each tile, then the end of the row", tuple(inner.named())),
+            Part("of its o and rows", (("output", bend.output), *gradients), prefix="b"),
+        ]
+    backward = maths.trained.backward
+    if backward is None:
+        return [*found, Part(f"no backward pass: {maths.refusal}")]
+    return [*found, Part("backward: dweight = dO . v, delta = dO . o", tuple(backward.named()), prefix="g")]

@@ -17,13 +17,14 @@ from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import LinearCost, linear_cost_of
-from attention_engine.runtime.described import linear_in_lines, linear_in_one_line
+from attention_engine.runtime.described import line_of, linear_in_lines, linear_in_one_line, name_of
 from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.linear_check import check_linear_call
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_tuning import LinearAsked
+from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.small_call import draw
 
 USUAL = (1, 1024)  # batch and length of metas that don't say
@@ -131,8 +132,10 @@ class LinearShown(Engine):
         }
 
     def program(self) -> str:
-        """The traced mods as numbered lines."""
-        return str(self._program)
+        """The traced mods as numbered lines, each with the function that it is of; in a notebook they are drawn."""
+        places = {n: f"{line_of(m)} {name_of(m)}" for n, m in self.mods.items() if m is not None and line_of(m)}
+        law = "h = exp(decay) h + k^T v;  o = q h;  x: the tensor's own entry"
+        return program_text([Part(law, tuple(self._program.named()), places=places)])
 
     def explain(self, *, decay: str | None = "token") -> str:
         """Which tile each kernel runs with for the metas' sizes, where it comes from, and why others fell.

@@ -13,7 +13,6 @@ from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
-from attention_engine.ir.pretty import lines
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
@@ -22,12 +21,13 @@ from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import check_call
 from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import Cost, cost_of
-from attention_engine.runtime.described import in_lines, in_one_line, name_of
+from attention_engine.runtime.described import in_lines, in_one_line, name_of, parts_of, parts_of_backward
 from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.pictures import MaskPicture, ScorePicture
+from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine
 from attention_engine.runtime.small_call import draw
 from attention_engine.runtime.tuning import Asked
@@ -67,15 +67,14 @@ class Shown(Engine):
         return analyse(self._program if dim is None else self._trace(self._types, self._variant(dim=dim)))
 
     def program(self) -> str:
-        """The traced maths and the derived backward pass, as numbered lines."""
-        maths, bent = self._maths(), ""
-        if maths.bent is not None:
-            gradients = [(f"d_{target}", gradient) for target, gradient in maths.bent.bend.gradients]
-            told = lines([("output", maths.bent.bend.output), *gradients], prefix="b")
-            bent = "\n".join(["\n\n# with gradients: this program, and what is made of its o and rows",
-                              str(maths.bent.maths.program), *told])  # fmt: skip
-        backward = maths.trained.backward or f"# no backward pass: {maths.refusal}"
-        return f"# {self._spell_scale()}\n{maths.program}{bent}\n\n{backward}"
+        """The traced maths and the derived backward pass as numbered lines, each after what it uses, with the function
+        that it is of. In a notebook its formulas are drawn.
+
+        qk is q . k of a pair; `score` what score_mod made of it; state.m a row's state so far and next.m after this
+        tile; o the sum of weights times v so far; v0, g0 names of what is used twice.
+        """
+        maths = self._maths()
+        return program_text([Part(self._spell_scale()), *parts_of(self, maths.program), *parts_of_backward(maths)])
 
     def _spell_scale(self) -> str:
         """What multiplies q . k before score_mod, in words."""

@@ -106,8 +106,8 @@ def test_a_printed_program_read_as_python_is_the_program(name, mask):
     for line in body:
         left, text = line.split(" = ", 1)
         results[left] = read(text, known)
-        if left.startswith("v"):
-            known[left] = wrap(results[left])
+        *group, last = left.split(".")
+        (known.setdefault(group[0], Fields()) if group else known).setdefault(last, wrap(results[left]))
     for left, expr in program.named():
         float_nodes = [n for n in topological(expr, results[left]) if n.op is Op.VAR or n.op is Op.LOAD]
         values = {n: [3] * 4 if n.dtype is Type.INT else [0.3, 0.7, 1.1, -0.4] for n in float_nodes}
@@ -148,7 +148,22 @@ def test_the_spelling_of(expr, text):
 
 def test_what_is_used_twice_is_named_once():
     shared = make(Op.EXP, X)
-    assert lines([("a", shared * shared), ("b", shared)]) == ["v0 = exp(x)", "a = v0 * v0", "b = v0"]
+    assert lines([("a", shared * shared)]) == ["v0 = exp(x)", "a = v0 * v0"]
+    assert lines([("a", shared * shared), ("b", shared)]) == ["b = exp(x)", "a = b * b"]  # by the result that it is
+    assert lines([("a", shared), ("b", shared)]) == ["a = exp(x)", "b = a"]
+    assert lines([("d_t[h]", shared), ("b", shared + 1)]) == ["v0 = exp(x)", "d_t[h] = v0", "b = v0 + 1"]
+
+
+def test_a_sign_and_a_divisor_are_spelled_at_each_use():
+    assert lines([("a", X - ROW), ("b", Y - ROW)]) == ["a = x - row", "b = y - row"]
+    assert lines([("a", X / ROW), ("b", Y / ROW)]) == ["a = x / row", "b = y / row"]
+    total = ROW + Y
+    assert lines([("a", X / total), ("b", Y / total)]) == ["v0 = row + y", "a = x / v0", "b = y / v0"]
+    assert lines([("a", X + const(-2.0) * Y)]) == ["a = x - 2 * y"]
+
+
+def test_a_result_that_is_a_variable_stands_before_what_follows():
+    assert lines([("a", X), ("b", make(Op.EXP, Y))]) == ["a = x", "b = exp(y)"]
 
 
 def test_a_chain_of_5000_operations_is_printed_without_recursion():

@@ -1,5 +1,7 @@
 """An engine as users call it: layouts, strides, sizes, dtypes, and what it shows of itself."""
 
+import re
+
 import pytest
 import torch
 
@@ -309,7 +311,41 @@ def test_a_printed_engine_says_what_it_was_given_and_what_runs():
 
 def test_a_program_is_shown_with_its_backward_pass():
     text = build().program()
-    assert text.index("lse") < text.index("\n\n") < text.index("delta")
+    assert text.index("lse") < text.index("\n\n# backward: ") < text.index("delta")
+
+
+def test_a_programs_lines_are_numbered_and_name_the_users_functions():
+    text = build().program()
+    lines = text.splitlines()
+    assert lines[0] == "# q . k comes unscaled: score_mod scales itself"
+    numbered = [line for line in lines if line and not line.startswith("#")]
+    assert [int(line[:3]) for line in numbered] == list(range(1, len(numbered) + 1))
+    assert max(map(len, lines)) < 120 and repr(text) == str(text)
+    score, keep, m = (next(n for n in numbered if n[5:].startswith(name)) for name in ("score = ", "keep = ", "next.m"))
+    assert score.endswith(f"# engines.py:{scaled.__code__.co_firstlineno} scaled")
+    assert keep.endswith(f"# engines.py:{causal.__code__.co_firstlineno} causal")
+    assert m[5:].startswith("next.m = maximum(state.m, row_max(score))  ") and m.endswith(" OnlineSoftmax.online_fwd")
+    assert "weights = exp(score - next.m)" in text
+    defined = [line[5:].split(" = ")[0] for line in numbered]
+    for n, line in enumerate(numbered):  # each name stands before it is used
+        used = line[5:].split(" = ", 1)[1].split("# ")[0]
+        assert not [late for late in defined[n + 1 :] if re.search(rf"(?<![\w.]){re.escape(late)}(?![\w.])", used)], (
+            line
+        )
+
+
+def test_a_notebook_gets_a_program_as_latex():
+    drawn = build({"a_b": ("heads",)}, score_mod=lambda s, c, b, h, i, j: s / c["a_b"] + 2.0).program()._repr_latex_()
+    assert drawn.startswith("$$\\begin{aligned}\n") and drawn.endswith("\n\\end{aligned}$$")
+    for line in (
+        r"m &= -\infty \\",
+        r"s &= \frac{q \cdot k}{\mathrm{a\_b}_{h}} + 2 \\",
+        r"\mathrm{keep} &= j \le i \\",
+        r"m' &= \max\left(m, \max_j s\right) \\",
+        r"w &= \exp\left(s - m'\right) \\",
+        r"r' &= \sum_j w + r \, \rho \\",
+    ):
+        assert line in drawn.splitlines(), line
 
 
 KERNELS = {
