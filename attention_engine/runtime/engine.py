@@ -211,15 +211,20 @@ class Engine(torch.nn.Module):
         return op.run(key, returns, given, direct)
 
 
+def gpu_of(engine: Engine) -> Arch | None:
+    """The GPU that an engine compiles for, else this machine's, if there is one."""
+    if engine.device is not None:
+        return engine.device
+    return detect(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
 def device_to_show(engine: Engine, form: str) -> Arch | None:
     """The GPU whose kernels are shown as "tilelang" or "cuda": the engine's, else this machine's; None: the
     interpreter's. Raises UnknownOption, NoDevice."""
     if form not in ("tilelang", "cuda"):
         raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
-    if engine.device is not None:
-        return engine.device
-    if torch.cuda.is_available():
-        return detect(torch.device("cuda"))
+    if (found := gpu_of(engine)) is not None:
+        return found
     if form == "cuda":
         raise NoDevice(
             f"there is no GPU to compile for. Say which: {type(engine).__name__}(..., "

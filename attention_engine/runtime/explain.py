@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from attention_engine.errors import BackwardNotDerived
@@ -82,12 +82,37 @@ def spell(tile: Tile | LinearTile) -> str:
 
 def _others(asked: Any, tuning: Tuning, name: Any, tiles: Any) -> list[str]:
     space = asked.space(name, tiles)
-    reasons = Counter(re.sub(r"\d+", "N", reason) for _, reason in space.rejected)
-    lines = [f"  {len(space.tiles)} tiles may run; {len(space.rejected)} were rejected before compiling:"]
-    lines += [f"    {count:5} {reason}" for reason, count in reasons.most_common()]
+    every, may = len(space.tiles) + len(space.rejected), len(space.tiles)
+    lines = [f"  of {_spaced(every)} tiles {_spaced(may)} may run; the others were rejected before compiling:"]
+    lines += [f"    {_spaced(count):>6}  {reason}" for reason, count in _alike([r for _, r in space.rejected])]
     result = tuning.results.get(name_of(asked.key(name, tiles)))
     if result is not None:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in result.counts().items())
         lines.append(f"  tried by this process: {counts}")
         lines += [f"    {spell(t.tile)}: {t.outcome.value}: {t.message}" for t in result.trials if t.message]
     return lines
+
+
+def _alike(reasons: Sequence[str]) -> list[tuple[str, int]]:
+    """Reasons that differ in their numbers alone as one, with all of them, and how many tiles it is of; most first."""
+    numbers: dict[str, list[tuple[int, ...]]] = {}
+    for reason in reasons:
+        numbers.setdefault(re.sub(r"\d+", "#", reason), []).append(tuple(map(int, re.findall(r"\d+", reason))))
+    told = []
+    for pattern, found in sorted(numbers.items(), key=lambda each: -len(each[1])):
+        spelled = [_range(sorted(set(column))) for column in zip(*found, strict=True)]
+        between = pattern.split("#")
+        told.append((between[0] + "".join(n + rest for n, rest in zip(spelled, between[1:], strict=True)), len(found)))
+    return told
+
+
+def _range(values: list[int]) -> str:
+    """Up to three numbers one by one, more by the first and the last."""
+    if len(values) > 3:
+        return f"{_spaced(values[0])} to {_spaced(values[-1])}"
+    *first, last = map(_spaced, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")

@@ -18,7 +18,7 @@ from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import LinearCost, linear_cost_of
 from attention_engine.runtime.described import line_of, linear_in_lines, linear_in_one_line, name_of
-from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
+from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.linear_check import check_linear_call
@@ -65,14 +65,15 @@ class LinearShown(Engine):
 
     def cost(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
-        initial_state: Tensor | None = None, output_final_state: bool = False, **named: Tensor,
+        initial_state: Tensor | None = None, output_final_state: bool = False, device: Arch | None = None,
+        **named: Tensor,
     ) -> LinearCost:  # fmt: skip
         """FLOPs of the products with the state that a call with these tensors makes, and bytes that must move, forward
-        and backward."""
+        and backward; it prints as a table, with the time that a GPU needs at least, as `AttentionEngine.cost`'s."""
         order_custom(self.custom_io, custom, named)
         check_ranks(self.layout, q, k, v)
         q, k, v, decay = self._tokens_first(q, k, v, decay)
-        return linear_cost_of(q, k, v, decay, initial_state, output_final_state)
+        return linear_cost_of(q, k, v, decay, initial_state, output_final_state, device or gpu_of(self))
 
     def source(self, kernel: str = "forward", form: str = "tilelang", *, decay: str | None = "token") -> str:
         """A kernel as text, by the name that `compile_for` returns; "forward" is the one that makes the output.

@@ -22,7 +22,7 @@ from attention_engine.runtime.check import check_call
 from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import Cost, cost_of
 from attention_engine.runtime.described import in_lines, in_one_line, name_of, parts_of, parts_of_backward
-from attention_engine.runtime.engine import Engine, device_to_show, kernel_of
+from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
@@ -203,15 +203,19 @@ class Shown(Engine):
         return check_call(self, drawn[0], drawn[1], drawn[2], tensors, block_mask)
 
     def cost(
-        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None, **named: Tensor
-    ) -> Cost:
-        """FLOPs of the pairs that a call with these tensors keeps, and bytes that must move, forward and backward."""
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+        device: Arch | None = None, **named: Tensor,
+    ) -> Cost:  # fmt: skip
+        """FLOPs of the pairs that a call with these tensors keeps, and bytes that must move, forward and backward; it
+        prints as a table, with the time that a GPU needs at least: `device`, else the engine's, else this machine's.
+        """
         check_ranks(self.layout, q, k, v)
         tensors = [q, k, v, *order_custom(self.custom_io, custom, named), *tensors_now(self._captured)]
         program, names, extra = self._dense_program(tensors, block_mask)
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return cost_of(program, q, k, v, dict(zip(names, [*tensors[3:], *extra], strict=True)))
+        inputs = dict(zip(names, [*tensors[3:], *extra], strict=True))
+        return cost_of(program, q, k, v, inputs, device or gpu_of(self))
 
     def show_mask(
         self, *custom: Tensor, B: int | None = None, H: int | None = None, Sq: int | None = None,

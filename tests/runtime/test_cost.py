@@ -1,9 +1,11 @@
 """engine.cost(): the pairs that a mask keeps, and the FLOPs and bytes that follow."""
 
+import re
+
 import pytest
 import torch
 
-from attention_engine import create_mask, document_ids, library
+from attention_engine import arch, create_mask, document_ids, library
 from attention_engine.runtime import cost
 from tests.runtime.engines import build, qkv
 
@@ -43,3 +45,23 @@ def test_the_layout_changes_nothing():
     q, k, v = qkv(Q_LEN, KV_LEN)
     other = build(layout="bhsd").cost(*(t.transpose(1, 2) for t in (q, k, v)))
     assert other == build().cost(q, k, v)
+
+
+def test_a_cost_prints_with_units_and_the_bound_of_a_gpu():
+    q, k, v = qkv(64, 64, batch=1, dtype=torch.float16)
+    found = build(dtype=torch.float16).cost(q, k, v, device=arch.H100())
+    assert found.share == found.pairs / found.all_pairs and found.all_pairs == 4 * 64 * 64
+    seconds = found.bounds("forward")
+    assert seconds["compute"] == pytest.approx(found.forward_flops / 989e12)
+    assert seconds["memory"] == pytest.approx(found.forward_bytes / 3.35e12)
+    text = repr(found)
+    assert text.startswith("8 320 of 16 384 pairs kept (50.8 %)\n") and text.endswith("products and 3.35 TB/s")
+    flops, intensity = f"{found.forward_flops / 1000:.4g} kFLOP", found.forward_flops / found.forward_bytes
+    assert flops in text and f"{intensity:.1f} FLOP/B" in text
+    assert re.search(r"\nat least +0\.0 us \(memory\) +0\.0 us \(memory\)\n", text)
+    slow = build().cost(*(t.float() for t in (q, k, v)), device=arch.H100())
+    assert slow.bounds("forward")["compute"] == pytest.approx(6 * seconds["compute"])
+
+
+def test_without_a_gpu_a_cost_says_how_to_name_one():
+    assert "no GPU is here; give one" in repr(build().cost(*qkv(5))) or torch.cuda.is_available()

@@ -219,7 +219,9 @@ def test_explain_says_where_a_tile_comes_from_and_why_others_fell(tmp_path):
     made = engine(tmp_path / "tiles.json", mask_mod=causal)
     text = made.explain()
     assert "forward: 128 queries x 128 keys, 256 threads, 2 stages\n  the default (measured on H100" in text
-    assert "were rejected before compiling:" in text and "N rows don't cut into N" in text
+    assert "were rejected before compiling:" in text and max(map(len, text.split("  key ")[0].splitlines())) < 120
+    assert re.search(r"\n  of [\d ]+ tiles \d+ may run; ", text)
+    assert re.search(r"\n +\d+  \d[\d, orto]* rows don't cut into \d[\d, orto]* what \d", text), text
     made.qkv_meta = tuple(replace(m, length=11) for m in made.qkv_meta)
     made(*inputs())
     text = made.explain()
