@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -16,14 +17,16 @@ import pytest
 
 tilelang = pytest.importorskip("tilelang")
 
+import tilelang.language as T  # noqa: E402
 import tvm_ffi  # noqa: E402
 from tilelang import tvm  # noqa: E402
 from tilelang.language.eager import builder, utils  # noqa: E402
+from tvm import tirx  # noqa: E402
 
 from attention_engine import arch  # noqa: E402
 from attention_engine.codegen import patches  # noqa: E402
 from attention_engine.codegen.compile import lower_kernel  # noqa: E402
-from attention_engine.codegen.patches import PATCHES, ended_reads, patched, printed, proofs  # noqa: E402
+from attention_engine.codegen.patches import PATCHES, ended_reads, patched, printed, proofs, quiet  # noqa: E402
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from tests.codegen import flash  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
@@ -268,6 +271,31 @@ def test_tilelang_reports_what_it_compiles(monkeypatch):
         assert not tilelang.env.is_print_on_compilation_enabled()
         monkeypatch.setenv("ATTENTION_ENGINE_VERBOSE", "1")
         assert tilelang.env.is_print_on_compilation_enabled()
+
+
+def test_what_tilelang_finds_in_our_kernels_no_user_hears(capfd, caplog, monkeypatch):
+    """Its warnings are for who wrote the kernel; a power is the same call with and without."""
+    x, exponent = tirx.Var("x", "float32"), tirx.FloatImm("float32", 3.5)
+    loggers = [logging.getLogger(name) for name in quiet.LOGGERS]
+    with caplog.at_level(logging.WARNING):
+        for logger in loggers:
+            monkeypatch.setattr(logger, "propagate", True)
+            logger.addHandler(caplog.handler)
+        try:
+            theirs = T.pow(x, exponent)
+            assert "Detected pow(x, y) where y >= 3" in capfd.readouterr().err
+            with patched():
+                tvm.ir.assert_structural_equal(T.pow(x, exponent), theirs, map_free_vars=True)
+                for logger in loggers:
+                    logger.warning("Return value `Ellipsis` is unused")
+                assert capfd.readouterr().err == "" and caplog.records == []
+                loggers[0].error("a defect")
+            assert {record.message for record in caplog.records} == {"a defect"}
+            loggers[0].warning("not ours")
+            assert "not ours" in {record.message for record in caplog.records}
+        finally:
+            for logger in loggers:
+                logger.removeHandler(caplog.handler)
 
 
 def tiles_given_back_unfenced(text):
