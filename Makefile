@@ -49,6 +49,7 @@ drawings: $(READY)
 	$(RUN) docs/pictures.py
 	$(RUN) docs/drawings/draw.py
 	$(RUN) docs/outputs.py --write
+	$(RUN) docs/notebooks/run.py --write
 
 # torch first and alone: the constraint then takes whichever 2.13.0 build the index prefers, and nothing replaces it.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -58,10 +58,8 @@ class _Bounded:
         bounds = [self.bounds(d) for d in ("forward", "backward")]
         if self.arch is not None and all(bounds):
             for what in bounds[0]:
-                rows.append((f"{what} bound", *(f"{1e6 * b[what]:.1f} us" for b in bounds)))
-            rows.append(
-                ("at least", *(f"{1e6 * max(b.values()):.1f} us ({max(b, key=b.__getitem__)})" for b in bounds))
-            )
+                rows.append((f"{what} bound", *(_time(b[what]) for b in bounds)))
+            rows.append(("at least", *(f"{_time(max(b.values()))} ({max(b, key=b.__getitem__)})" for b in bounds)))
         table = [f"{name:15}{left:>22}{right:>22}" for name, left, right in rows]
         return "\n".join([self.work(), *table, self._of_arch()])
 
@@ -116,6 +114,13 @@ class LinearCost(_Bounded):
 
 def _spaced(number: int) -> str:
     return f"{number:,}".replace(",", " ")
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
 
 
 def _unit(number: float, unit: str) -> str:

@@ -288,9 +288,12 @@ class ScorePicture(Picture):
         levels, span = "▁▂▃▄▅▆▇█", (self.high - self.low) or 1.0
 
         def glyph(value: float) -> str:
+            if self.weights and value == 0:
+                return " "
             return "·" if math.isnan(value) else levels[min(int((value - self.low) / span * 8), 7)]
 
-        return f"▁▁ {self.low:.3g}  to  ██ {self.high:.3g}  ·· masked", glyph
+        blank = "  blank: exactly 0" if self.weights and self.low == 0 else ""
+        return f"▁▁ {self.low:.3g}  to  ██ {self.high:.3g}  ·· masked{blank}", glyph
 
 
 def percent(share: float) -> str:

@@ -52,7 +52,7 @@ def program_text(parts: Iterable[Part]) -> ProgramText:
             left = line.split(" = ", 1)[0]
             place = (part.places or {}).get(left) or (part.places or {}).get(left.split(".")[0], "")
             numbered = f"{number:3}  {line}"
-            said.append(f"{numbered:{PLACE}}# {place}" if place else numbered)
+            said.append(f"{numbered + '  ':{PLACE}}# {place}" if place else numbered)
         drawn += [rf"{latex.name(name)} &= {_spell(value)}" for name, value in part.given]
         drawn += latex.aligned(part.results, part.prefix)
     text = ProgramText("\n".join(said))

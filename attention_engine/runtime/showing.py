@@ -110,6 +110,7 @@ def draw_scores(
     batch: Choice, head: Choice,
 ) -> ScorePicture:  # fmt: skip
     """The picture of the scores of q and k, (batch, heads, length, dim)."""
+    custom = {name: tensor.detach() for name, tensor in custom.items()}
     queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // max(k.shape[1], 1)
     chosen, others = _choose(q.shape[0], q.shape[1], batch, head)
     cell, panels = (_cell_of(queries, None), _cell_of(keys, None)), []
