@@ -309,3 +309,7 @@ class NotWhileCapturing(AttentionEngineError, RuntimeError):
 
 class BadScript(AttentionEngineError, ValueError):
     """A file that was named on the command line has no attention as named."""
+
+
+class KernelsNotBuilt(AttentionEngineError, RuntimeError):
+    """A wheel of kernels can't be made: some of them were not compiled, or not kept."""

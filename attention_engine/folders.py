@@ -6,7 +6,8 @@ The first that serves of these is written to:
 3. attention_engine-UID in the folder for temporary files, of this user alone;
 4. a folder of this process, which is removed when it ends.
 
-Those before it that can be read are read: a cache that root filled serves everybody. A folder is trusted where nobody
+Those before it that can be read are read: a cache that root filled serves everybody. After them come the folders of
+wheels of kernels that are installed (shipping/), which nobody writes to. A folder is trusted where nobody
 but its owner and group may write to it or to a folder around it (others may create, but not replace, in a sticky one as
 /tmp), and where the owner is this user or root; where the user named the folder, whoever owns it.
 """
@@ -16,28 +17,31 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention_engine import files, settings
 
 LOG = logging.getLogger("attention_engine")
+SHIPPED = "attention_engine_kernels"  # a namespace package: each wheel of kernels brings a folder of it
 
 
 @dataclass(frozen=True)
 class Folders:
     """Where kernels are read from, in order, and where they are written; None: nowhere. passed_over: folders that were
-    wanted before that one, each with what is wrong with it."""
+    wanted before that one, each with what is wrong with it. shipped: the last of the readable ones, of wheels."""
 
     readable: tuple[Path, ...]
     writable: Path | None
     passed_over: tuple[str, ...] = ()
+    shipped: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         where = "for this process alone, in memory" if self.writable is None else f"in {self.writable}"
@@ -51,6 +55,22 @@ def kernel_folders() -> Folders:
 
 @functools.lru_cache(maxsize=16)
 def _found(named: Path | None, users: Path | None) -> Folders:
+    found, shipped = _of_the_user(named, users), tuple(place for place, why in shipped_folders() if why is None)
+    for why in (why for _, why in shipped_folders() if why is not None):
+        LOG.warning("installed kernels are passed over: %s", why)
+    return replace(found, readable=(*found.readable, *shipped), shipped=shipped)
+
+
+@functools.cache
+def shipped_folders() -> tuple[tuple[Path, str | None], ...]:
+    """The folders of installed wheels of kernels, each with what is wrong with it; one look along sys.path."""
+    spec = importlib.util.find_spec(SHIPPED)
+    inside = [*(spec.submodule_search_locations or ())] if spec is not None else []
+    places = [place for base in inside for place in sorted(Path(base).glob("*/kernels"))]
+    return tuple((place, distrust(place)) for place in places)
+
+
+def _of_the_user(named: Path | None, users: Path | None) -> Folders:
     readable: list[Path] = []
     passed_over: list[str] = []
     for base, anyones in ((named, True), (users, False)):

@@ -28,8 +28,8 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 # What each part may import of the package, besides itself. A level may use all levels below it.
 LEVELS = [
     {"errors", "settings", "files", "folders"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"},
-    {"plan"}, {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations"}, {"__init__"}, {"cli"},
-    {"__main__"},
+    {"plan"}, {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"}, {"integrations", "shipping"},
+    {"__init__"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 BELOW = {part: set().union(*LEVELS[:i]) for i, level in enumerate(LEVELS) for part in level}
 BELOW["settings"] = {"errors"}
@@ -45,7 +45,15 @@ BELOW_IN_CODEGEN: dict[str, set[str]] = {
 }  # fmt: skip
 # The folders of kernels/: each knows what lies in kernels/ itself, and no other. Keys of kernels on disk rely on it.
 KERNEL_FOLDERS = {"straight", "hopper", "linear"}
-TORCH_PARTS = {"reference", "codegen", "tuner", "runtime", "integrations", "cli"}  # and inside functions of arch
+TORCH_PARTS = {
+    "reference",
+    "codegen",
+    "tuner",
+    "runtime",
+    "integrations",
+    "shipping",
+    "cli",
+}  # and inside functions of arch
 TILELANG_PARTS = {"kernels", "codegen"}
 
 

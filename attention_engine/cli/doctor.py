@@ -105,11 +105,21 @@ def cache() -> Finding:
     from attention_engine.codegen.cache import entries
 
     found = folders.kernel_folders()
-    held = list(entries())
+    held = [entry for entry in entries() if entry.folder not in found.shipped]
     words = f"{found}; {len(held)} kernels, {sum(e.size for e in held) / 2**20:.1f} MB"
     if found.passed_over:
         return Finding("cache", False, f"{words}. Set ATTENTION_ENGINE_CACHE_DIR to a folder that is yours.")
     return Finding("cache", True, words)
+
+
+def shipped() -> Finding:
+    """The wheels of compiled kernels that are installed."""
+    from attention_engine.shipping.installed import installed
+
+    found = list(installed())
+    if not found:
+        return Finding("shipped", None, "no wheel of compiled kernels is installed; each is compiled when first called")
+    return Finding("shipped", all(wheel.well for wheel in found), "; ".join(map(str, found)))
 
 
 def kernel() -> Finding:
@@ -149,7 +159,7 @@ def _arch() -> Arch:
     return detect() if torch.cuda.is_available() else H100()
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (versions, gpu, driver, limits, compiler, cache, kernel)
+CHECKS: tuple[Callable[[], Finding], ...] = (versions, gpu, driver, limits, compiler, cache, shipped, kernel)
 
 
 def findings() -> Iterator[Finding]:

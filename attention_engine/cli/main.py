@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import attention_engine
-from attention_engine.cli import caches, doctor, scripts, tuning
+from attention_engine.cli import caches, doctor, kernels, scripts, tuning
 from attention_engine.errors import AttentionEngineError, did_you_mean, message_of
 
 EXAMPLES = """examples:
@@ -68,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
         add("explain", tuning.explain, "says which tile a case runs with, and why others fell", tuning.EXPLAIN_EXAMPLE),
     )
     caches.add_options(add("cache", caches.run, "lists or clears the compiled kernels on disk", "cache"))
+    words = "compiles the library's kernels ahead, as a wheel for machines without a compiler"
+    kernels.add_options(add("kernels", kernels.build, words, kernels.EXAMPLE))
     scripts.add_options(
         add("show", scripts.show, "prints what is made of a script's attention", scripts.SHOW_EXAMPLE),
         add("check", scripts.check, "compares a script's attention with float64", scripts.CHECK_EXAMPLE),

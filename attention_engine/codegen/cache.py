@@ -22,7 +22,7 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -115,6 +115,13 @@ class KernelKey:
         """The name of the kernel's folder."""
         text = json.dumps(self.record(), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def is_current(record: Mapping[str, Any]) -> bool:
+    """Of a kernel's key.json: is it made by the sources and the versions that are here?"""
+    here = {"schema": SCHEMA, "tilelang": tilelang_version(), "machine": platform.machine()}
+    here["sources"] = sources_digest(str(record.get("kernel")).split(".")[0])
+    return all(record.get(name) == value for name, value in here.items())
 
 
 def find_or_compile(key: KernelKey, compile_now: Callable[[], CompiledKernel]) -> CompiledKernel:
@@ -277,9 +284,10 @@ class Entry:
     written: float
 
 
-def entries() -> Iterator[Entry]:
-    """The kernels on disk."""
-    for place in [p for held in folders.kernel_folders().readable for p in sorted(held.glob("[!.]*"))]:
+def entries(places: Sequence[Path] | None = None) -> Iterator[Entry]:
+    """The kernels on disk, in these folders or in all that are read."""
+    places = folders.kernel_folders().readable if places is None else places
+    for place in [p for held in places for p in sorted(held.glob("[!.]*"))]:
         try:
             record = json.loads((place / KEY).read_text())
             size = sum(f.stat().st_size for f in place.iterdir())

@@ -44,12 +44,12 @@ def test_help_names_every_command_and_has_examples():
     command = [sys.executable, "-m", "attention_engine", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
-    for command in ("doctor", "tune", "explain", "cache", "show", "check", "bench"):
+    for command in ("doctor", "tune", "explain", "cache", "kernels", "show", "check", "bench"):
         assert f"    {command} " in done.stdout
     assert "python -m attention_engine show attn_script/mha.py" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["doctor", "tune", "explain", "cache", "show", "check", "bench"])
+@pytest.mark.parametrize("command", ["doctor", "tune", "explain", "cache", "kernels", "show", "check", "bench"])
 def test_every_command_has_help_with_an_example(command, capsys):
     if command == "bench":
         return  # its help is the benchmark's
