@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attention_engine import arch, library
     from attention_engine.errors import AttentionEngineError
-    from attention_engine.frontend.custom_io import CustomIO
+    from attention_engine.frontend.custom_io import CustomInputs, CustomIO
     from attention_engine.frontend.meta import meta_tensor
     from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
-    from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor, where
+    from attention_engine.frontend.symbols import Symbol, SymbolicArray, SymbolicTensor, where
     from attention_engine.runtime.functional import attention
     from attention_engine.runtime.linear import LinearAttentionEngine
     from attention_engine.runtime.masks import create_block_mask, create_mask, document_ids
@@ -26,8 +26,10 @@ _WHERE = {
     "AttentionEngine": "runtime.module",
     "AttentionEngineError": "errors",
     "CustomIO": "frontend.custom_io",
+    "CustomInputs": "frontend.custom_io",
     "LinearAttentionEngine": "runtime.linear",
     "OnlineFunc": "frontend.online_func",
+    "Symbol": "frontend.symbols",
     "SymbolScalar": "frontend.online_func",
     "SymbolicArray": "frontend.symbols",
     "SymbolicTensor": "frontend.symbols",
@@ -41,9 +43,10 @@ _WHERE = {
     "show_scores": "runtime.showing",
     "where": "frontend.symbols",
 }
-__all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "LinearAttentionEngine", "OnlineFunc",
-           "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "attention", "create_block_mask",
-           "create_mask", "document_ids", "library", "meta_tensor", "show_mask", "show_scores", "where"]  # fmt: skip
+__all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "CustomInputs", "LinearAttentionEngine",
+           "OnlineFunc", "Symbol", "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "attention",
+           "create_block_mask", "create_mask", "document_ids", "library", "meta_tensor", "show_mask", "show_scores",
+           "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

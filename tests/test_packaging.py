@@ -91,7 +91,7 @@ follow_imports = silent
 
 @pytest.mark.parametrize(("change", "complaint"), [
     (None, None),
-    (('backend="reference"', "backend=3"), '"AttentionEngine" has incompatible type "int"; expected "str"'),
+    (('backend="reference"', "backend=3"), '"AttentionEngine" has incompatible type "Literal[3]"; expected "Literal'),
     (("assert_type(engine.program(), str)", "assert_type(engine.program(), int)"), "Expression is of type"),
 ], ids=["right", "a wrong argument", "a wrong result"])  # fmt: skip
 def test_a_users_script_is_clean_under_mypy_and_a_wrong_one_is_not(change, complaint, tmp_path):

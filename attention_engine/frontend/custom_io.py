@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from attention_engine.errors import BadCustomInput, UnknownAxis, UnknownCustomInput, WrongIndex, did_you_mean
 from attention_engine.frontend.frames import where_from
+from attention_engine.frontend.signatures import AxisName, DeclaredAxis
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, wrap
 from attention_engine.ir.expr import Expr, Op, Type, const, make, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
 AxisSpec = int | str
-INDEX = {"batch": B, "heads": H, "seq_len": Q_IDX, "seq_len_kv": KV_IDX}
+INDEX: dict[AxisName, Expr] = {"batch": B, "heads": H, "seq_len": Q_IDX, "seq_len_kv": KV_IDX}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class CustomIO:
     torch.Size([1, 8, 2, 16])
     """
 
-    def __init__(self, input_tensors: Mapping[str, Sequence[AxisSpec]] | None = None) -> None:
+    def __init__(self, input_tensors: Mapping[str, Sequence[DeclaredAxis]] | None = None) -> None:
         specs = {}
         if input_tensors is not None and not isinstance(input_tensors, Mapping):
             raise BadCustomInput(
@@ -117,7 +118,7 @@ class CustomInput:
         indices = []
         for axis in self.spec.axes:
             if isinstance(axis, str):
-                indices.append(INDEX[axis])
+                indices.append(INDEX[cast(AxisName, axis)])
             elif axis == 1:
                 indices.append(const(0))
             else:

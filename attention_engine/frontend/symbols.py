@@ -26,8 +26,6 @@ from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topologi
 FP32_MOST, FP32_LEAST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least that is not taken as 0 in fast arithmetic
 RANKS = {Type.BOOL: 0, Type.INT: 1, Type.FLOAT: 2}
 CAPTURE: ContextVar[Any] = ContextVar("capture", default=None)  # the captured.Capture of the tracing that runs
-
-
 _reduces_nothing: ContextVar[str] = ContextVar("reduces_nothing", default="")
 
 
@@ -156,6 +154,8 @@ class Symbol:
 
     def __abs__(self) -> Symbol:
         return wrap(make(Op.ABS, *unify(self, least=Type.INT)))
+
+    abs = __abs__  # type checkers look for it: a mask may be of tensors too
 
     # comparisons and logic
     def __lt__(self, other: object) -> Symbol:

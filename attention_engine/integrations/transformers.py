@@ -16,13 +16,14 @@ from attention_engine.errors import NotYetSupported
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.meta import Meta, meta_tensor
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.signatures import AxisName, DeclaredAxis
 from attention_engine.frontend.symbols import Symbol, where
 from attention_engine.integrations.masks import Band, Mask, make_mask
 from attention_engine.library import OnlineSoftmax, OnlineSoftmaxSink
 from attention_engine.runtime.module import AttentionEngine
 
-Axes = tuple[int | str, ...]
-PAIRS = ("batch", "heads", "seq_len", "seq_len_kv")
+Axes = tuple[DeclaredAxis, ...]
+PAIRS: tuple[AxisName, ...] = ("batch", "heads", "seq_len", "seq_len_kv")
 
 
 @dataclass(frozen=True)

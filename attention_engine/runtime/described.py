@@ -190,7 +190,7 @@ def _compiled(engine: Engine) -> Iterator[str]:
 def parts_of(engine: Shown, program: Program) -> list[Part]:
     """An attention's program, with the user's functions beside its lines."""
     online = type(engine.online_func)
-    functions = {"score": engine.score_mod, "keep": engine.mask_mod}
+    functions: dict[str, object] = {"score": engine.score_mod, "keep": engine.mask_mod}
     functions |= dict.fromkeys(("next", "weights", "rescale"), online.online_fwd)
     functions |= dict.fromkeys(("output", "final"), online.online_fwd_epilogue)
     functions |= {f"user.{name}": getattr(online, name, None) for name in ("forward", "backward")}

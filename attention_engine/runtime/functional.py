@@ -4,34 +4,66 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attention_engine.errors import NotYetSupported, UnknownOption
+from attention_engine.errors import AttentionEngineError, NotYetSupported, UnknownOption
 from attention_engine.frontend.captured import Captured, Computed, Fixed, Source, each_source
 from attention_engine.frontend.custom_io import AxisSpec, CustomIO
+from attention_engine.frontend.frames import brief
 from attention_engine.frontend.made import Made
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.signatures import Backend, Layout, MaskMod, ScoreMod
 from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.inputs import check_ranks
 from attention_engine.runtime.masks import axes_of
-from attention_engine.runtime.module import AttentionEngine
+from attention_engine.runtime.module import AttentionEngine, WithRows
 from attention_engine.runtime.recipes import Recipe
 
 KEPT = 64  # engines, the least recently used of which goes
 Specs = tuple[tuple[str, tuple[AxisSpec, ...]], ...]  # custom inputs: names and axes
 
 
+@overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None, online_func: OnlineFunc | None = None, scale: float | None = None,
-    custom: Mapping[str, Tensor] | None = None, custom_io: CustomIO | None = None, block_mask: Tensor | None = None,
-    block_size: tuple[int, int] = (128, 128), layout: str = "bshd", backend: str = "auto",
-    deterministic: bool = False, return_rowscales: bool = False,
-) -> Any:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
+    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    return_rowscales: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
+    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    return_rowscales: Literal[True],
+) -> WithRows: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
+    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    return_rowscales: bool,
+) -> Tensor | WithRows: ...  # fmt: skip
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
+    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    return_rowscales: bool = False,
+) -> Tensor | WithRows:  # fmt: skip
     """An attention of q, k and v in one call: what `AttentionEngine(...)(q, k, v)` gives.
 
     An engine is made once for functions that are alike in code, numbers and options, also where they are defined anew
@@ -72,11 +104,14 @@ def attention(
         given_functions = _sent(score_mod), _sent(mask_mod), (_guard(score_mod), _guard(mask_mod))
         engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *options[3:])]
         return engine(q, k, v, block_mask=block_mask, return_rowscales=return_rowscales, **given)
-    engine, captured = _find(Recipe(*options))
-    names = [name for name, _ in specs]
-    if given.keys() == set(names):
-        return engine._call(q, k, v, [given[n] for n in names], captured, block_mask, return_rowscales, {})
-    return engine._call(q, k, v, (), captured, block_mask, return_rowscales, given)
+    try:
+        engine, captured = _find(Recipe(*options))
+        names = [name for name, _ in specs]
+        if given.keys() == set(names):
+            return engine._call(q, k, v, [given[n] for n in names], captured, block_mask, return_rowscales, {})
+        return engine._call(q, k, v, (), captured, block_mask, return_rowscales, given)
+    except AttentionEngineError as error:
+        raise brief(error) from error.__cause__
 
 
 def _specs(

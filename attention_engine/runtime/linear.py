@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -23,6 +23,7 @@ from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.frames import brief
 from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
+from attention_engine.frontend.signatures import Backend, Layout, LinearMod
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.plan.targets import Target
@@ -91,10 +92,10 @@ class LinearAttentionEngine(LinearShown):
 
     @explains_names
     def __init__(
-        self, qkv_meta: Sequence[Meta] | None = None, q_mod: Callable[..., Any] | None = None,
-        k_mod: Callable[..., Any] | None = None, v_mod: Callable[..., Any] | None = None,
-        decay_mod: Callable[..., Any] | None = None, custom_io: CustomIO | None = None, *,
-        layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
+        self, qkv_meta: Sequence[Meta] | None = None, q_mod: LinearMod | None = None,
+        k_mod: LinearMod | None = None, v_mod: LinearMod | None = None,
+        decay_mod: LinearMod | None = None, custom_io: CustomIO | None = None, *,
+        layout: Layout = "bshd", device: Arch | None = None, backend: Backend = "auto", tune: bool = False,
         tune_file: str | None = None, tune_bwd: bool = False, tune_file_bwd: str | None = None,
         deterministic: bool = False, custom_fwd_inputs: CustomIO | None = None, tune_filename: str | None = None,
     ) -> None:  # fmt: skip
@@ -150,7 +151,7 @@ class LinearAttentionEngine(LinearShown):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                 initial_state: Tensor | None = None, output_final_state: bool = False,
-                **named: Tensor) -> Any:  # fmt: skip
+                **named: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """o, like v; with output_final_state (o, the state after the last token: (B, H, D, DV), fp32).
 
         q, k, v: (batch, length, heads, dim) and decay (batch, length, heads), or (batch, heads, length, dim) and
@@ -169,14 +170,33 @@ class LinearAttentionEngine(LinearShown):
                 raise
             raise brief(error) from error.__cause__
 
+    if TYPE_CHECKING:  # how an engine is called
+
+        @overload
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
+                    initial_state: Tensor | None = None, output_final_state: Literal[False] = False,
+                    **named: Tensor) -> Tensor: ...  # fmt: skip
+
+        @overload
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
+                    initial_state: Tensor | None = None, output_final_state: Literal[True],
+                    **named: Tensor) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+        @overload
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
+                    initial_state: Tensor | None = None, output_final_state: bool,
+                    **named: Tensor) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **named: Any) -> Any: ...
+
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, tensors: Sequence[Tensor],
         initial_state: Tensor | None, output_final_state: bool,
-    ) -> Any:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """A call with these custom inputs, and these tensors in place of the captured ones behind them."""
         output, *last = self._held(False, output_final_state, q, k, v, decay, initial_state, tensors)
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
-        return (output, *last) if output_final_state else output
+        return (output, last[0]) if output_final_state else output
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
              state: Tensor | None = None, **named: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip

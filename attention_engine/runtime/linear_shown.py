@@ -12,6 +12,7 @@ from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, compile_all
 from attention_engine.errors import UnknownOption
+from attention_engine.frontend.signatures import DecayOf, Form
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
@@ -75,7 +76,7 @@ class LinearShown(Engine):
         q, k, v, decay = self._tokens_first(q, k, v, decay)
         return linear_cost_of(q, k, v, decay, initial_state, output_final_state, device or gpu_of(self))
 
-    def source(self, kernel: str = "forward", form: str = "tilelang", *, decay: str | None = "token") -> str:
+    def source(self, kernel: str = "forward", form: Form = "tilelang", *, decay: DecayOf | None = "token") -> str:
         """A kernel as text, by the name that `compile_for` returns; "forward" is the one that makes the output.
 
         form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). Raises
@@ -85,7 +86,7 @@ class LinearShown(Engine):
         forward = next(each for name, each in kernels.items() if name in ("forward walk", "forward output"))
         return kernel_of({"forward": forward, **kernels}, kernel).source(form)
 
-    def compile_for(self, device: Arch, *custom: Tensor, decay: str | None = "token", **named: Tensor) -> list[str]:
+    def compile_for(self, device: Arch, *custom: Tensor, decay: DecayOf | None = "token", **named: Tensor) -> list[str]:
         """Compiles the kernels of calls at the metas' lengths for a GPU, which need not be here; their names.
 
         They are kept on disk: a machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs
@@ -98,7 +99,7 @@ class LinearShown(Engine):
         compile_all([kernel for _, kernel in found])
         return list(dict.fromkeys(name for name, _ in found))
 
-    def resources(self, device: Arch | None = None, *, decay: str | None = "token") -> dict[str, Resources]:
+    def resources(self, device: Arch | None = None, *, decay: DecayOf | None = "token") -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel, as ptxas reports them, by its name; of calls with states.
 
         device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
@@ -138,7 +139,7 @@ class LinearShown(Engine):
         law = "h = exp(decay) h + k^T v;  o = q h;  x: the tensor's own entry"
         return program_text([Part(law, tuple(self._program.named()), places=places)])
 
-    def explain(self, *, decay: str | None = "token") -> str:
+    def explain(self, *, decay: DecayOf | None = "token") -> str:
         """Which tile each kernel runs with for the metas' sizes, where it comes from, and why others fell.
 
         Decays and custom inputs are taken as fp32, and all their gradients as wanted.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attention_engine.errors import BadInput, NotATensor
-from attention_engine.frontend.custom_io import INDEX, AxisSpec, CustomIO
+from attention_engine.frontend.custom_io import INDEX, CustomIO
 from attention_engine.frontend.frames import briefly
+from attention_engine.frontend.signatures import DeclaredAxis, MaskMod
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
@@ -41,7 +42,7 @@ def io_of(custom: Mapping[str, Tensor], sizes: Sequence[int | None]) -> CustomIO
     return CustomIO({name: axes_of(name, tensor, sizes) for name, tensor in custom.items()})
 
 
-def axes_of(name: str, tensor: Tensor, sizes: Sequence[int | None]) -> tuple[AxisSpec, ...]:
+def axes_of(name: str, tensor: Tensor, sizes: Sequence[int | None]) -> tuple[DeclaredAxis, ...]:
     """The axes of a custom input that is not declared. Only a mod that reads it without indices needs their names.
 
     A dimension has one where it is as long as exactly one of the batch, the heads, the queries and the keys (`sizes`).
@@ -49,7 +50,7 @@ def axes_of(name: str, tensor: Tensor, sizes: Sequence[int | None]) -> tuple[Axi
     """
     if not isinstance(tensor, Tensor):
         raise NotATensor(f"custom input '{name}' is {type(tensor).__name__}. Give a tensor.")
-    axes: list[AxisSpec] = []
+    axes: list[DeclaredAxis] = []
     of_pairs = [
         n for n, length in enumerate(tensor.shape) if length == sizes[2] == sizes[3] and length not in sizes[:2]
     ]
@@ -99,7 +100,7 @@ def trace_mask(
 
 @briefly
 def create_mask(
-    mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
+    mask_mod: MaskMod, B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
     **custom: Tensor,
 ) -> Tensor:  # fmt: skip
     """The mask as bool (B or 1, H or 1, Sq, Skv), True where a pair is kept: for looking at, not for the kernels.
@@ -115,7 +116,7 @@ def create_mask(
 
 @briefly
 def create_block_mask(
-    mask_mod: Callable[..., Any], B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
+    mask_mod: MaskMod, B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
     Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128, **custom: Tensor,
 ) -> Tensor:  # fmt: skip
     """Which blocks hold a kept pair: int8 (B or 1, H or 1, ceil(Sq / Q_BLOCK_SIZE), ceil(Skv / KV_BLOCK_SIZE)).

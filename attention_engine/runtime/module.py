@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.frames import brief
 from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.signatures import Backend, Layout, MaskMod, MaskValue, ScoreMod
 from attention_engine.frontend.tracing import place_of, trace
 from attention_engine.ir.expr import Type
 from attention_engine.ir.problem import Problem
@@ -61,6 +62,10 @@ from attention_engine.runtime.names import declared, either, explains_names
 from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for all batches? one for all heads?
 Variant: TypeAlias = tuple[Blocks, int | None]  # the blocks of a call, and q's head dim where it makes the scale
 
@@ -113,10 +118,10 @@ class AttentionEngine(Shown):
     @explains_names
     def __init__(
         self, qkv_meta: Sequence[Meta] | None = None, custom_io: CustomIO | None = None,
-        score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
-        online_func: OnlineFunc | None = None, mask_value: str | None = None, *, scale: float | None = None,
-        block_mask: Callable[..., Any] | Tensor | None = None, block_size: tuple[int, int] = (128, 128),
-        layout: str = "bshd", device: Arch | None = None, backend: str = "auto", tune: bool = False,
+        score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, online_func: OnlineFunc | None = None,
+        mask_value: MaskValue | None = None, *, scale: float | None = None,
+        block_mask: MaskMod | BlockMask | Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+        layout: Layout = "bshd", device: Arch | None = None, backend: Backend = "auto", tune: bool = False,
         tune_file: str | None = None, tune_bwd: bool = False, tune_file_bwd: str | None = None,
         deterministic: bool = False, custom_fwd_inputs: CustomIO | None = None, tune_filename: str | None = None,
     ) -> None:  # fmt: skip
@@ -138,6 +143,7 @@ class AttentionEngine(Shown):
                 )
             mask_mod, block_mask = block_mask, None
         check_type("block_mask", block_mask, Tensor, optional=True)
+        assert block_mask is None or isinstance(block_mask, Tensor)
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.online_func = online_func if online_func is not None else OnlineSoftmax()
         self.scale = 1.0 if scale is None else float(scale)
@@ -227,7 +233,7 @@ class AttentionEngine(Shown):
         return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
-                return_rowscales: bool = False, **named: Tensor) -> Any:  # fmt: skip
+                return_rowscales: bool = False, **named: Tensor) -> Tensor | WithRows:  # fmt: skip
         """The output, differentiable in q, k, v and every floating custom or captured tensor.
 
         Args:
@@ -251,10 +257,26 @@ class AttentionEngine(Shown):
                 raise
             raise brief(error) from error.__cause__
 
+    if TYPE_CHECKING:  # how an engine is called
+
+        @overload
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+                    return_rowscales: Literal[False] = False, **named: Tensor) -> Tensor: ...  # fmt: skip
+
+        @overload
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+                    return_rowscales: Literal[True], **named: Tensor) -> WithRows: ...  # fmt: skip
+
+        @overload
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+                    return_rowscales: bool, **named: Tensor) -> Tensor | WithRows: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **named: Any) -> Any: ...
+
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
         block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor],
-    ) -> Any:  # fmt: skip
+    ) -> Tensor | WithRows:  # fmt: skip
         """A call with these tensors in place of the captured ones."""
         given = (q, k, v, *custom, *captured)
         alone = block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling()
@@ -296,7 +318,7 @@ class AttentionEngine(Shown):
             self._remember(None, given, key, direct)
         return self._results(op.run(key, return_rowscales, (q, k, v, *tensors), direct), return_rowscales)
 
-    def _results(self, found: Sequence[Tensor], return_rowscales: bool) -> Any:
+    def _results(self, found: Sequence[Tensor], return_rowscales: bool) -> Tensor | WithRows:
         output, *rows = found
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         if not return_rowscales:

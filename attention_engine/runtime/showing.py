@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention_engine.errors import BadInput, CustomInputMissing, UnknownOption
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.signatures import Layout, MaskMod, ScoreMod
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Op, const, substitute, topological
 from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, B, H, Program
@@ -37,7 +38,7 @@ Choice = int | Sequence[int] | None
 
 
 def show_mask(
-    mask_mod: Callable[..., Any], B: int | None = None, H: int | None = None, Sq: int = USUAL_LENGTH,
+    mask_mod: MaskMod, B: int | None = None, H: int | None = None, Sq: int = USUAL_LENGTH,
     Skv: int | None = None, *, batch: Choice = None, head: Choice = None, tile: tuple[int, int] | None = None,
     **custom: Tensor,
 ) -> MaskPicture:  # fmt: skip
@@ -56,9 +57,9 @@ def show_mask(
 
 
 def show_scores(
-    q: Tensor, k: Tensor, score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
+    q: Tensor, k: Tensor, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, *, scale: float | None = None, weights: bool = False,
-    batch: Choice = None, head: Choice = None, layout: str = "bshd", **custom: Tensor,
+    batch: Choice = None, head: Choice = None, layout: Layout = "bshd", **custom: Tensor,
 ) -> ScorePicture:  # fmt: skip
     """A picture of the scores of q and k after score_mod, and of the pairs that the mask keeps.
 

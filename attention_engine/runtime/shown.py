@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
@@ -38,8 +39,8 @@ USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
 class Shown(Engine):
     """The half of an AttentionEngine that looks at it; the other half runs calls."""
 
-    score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     online_func: OnlineFunc
     scale: float | None
     block_size: tuple[int, int]
@@ -87,7 +88,7 @@ class Shown(Engine):
         usual = " = dim ** -0.5" if known and scale == known[0].dim ** -0.5 else ""
         return f"q . k is scaled by {scale!r}{usual}"
 
-    def source(self, kernel: str = "forward", form: str = "tilelang") -> str:
+    def source(self, kernel: str = "forward", form: Form = "tilelang") -> str:
         """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
         and what else this engine launches.
 

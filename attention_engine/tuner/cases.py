@@ -14,6 +14,7 @@ from attention_engine import library
 from attention_engine.errors import UnknownOption, did_you_mean
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import Meta, meta_tensor
+from attention_engine.frontend.signatures import DeclaredAxis
 from attention_engine.frontend.symbols import Symbol
 
 WINDOW = 1024
@@ -66,7 +67,7 @@ class Maths:
 
     score_mod: Callable[[float], Callable[..., Any]]
     online_func: Callable[[], Any]
-    custom: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
+    custom: tuple[tuple[str, tuple[DeclaredAxis, ...]], ...] = ()
 
 
 PROGRAMS = {

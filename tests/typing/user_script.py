@@ -8,12 +8,14 @@ from torch import Tensor
 from attention_engine import (
     AttentionEngine,
     CustomIO,
+    LinearAttentionEngine,
     OnlineFunc,
     SymbolicArray,
     SymbolicTensor,
     SymbolScalar,
     Var,
     arch,
+    attention,
     create_block_mask,
     create_mask,
     library,
@@ -28,7 +30,7 @@ from attention_engine.library import OnlineSoftmax, and_masks, causal, scale, sl
 
 def score_mod(score: SymbolicTensor, custom: Any, b: Any, h: Any, q_idx: SymbolicArray, kv_idx: SymbolicTensor) -> Any:
     score = 2 * (score / 2).tanh() + 1.0
-    return where(q_idx > kv_idx, score * custom["slopes"], torch.exp(score))
+    return where(q_idx > kv_idx, score * custom["slopes"], score.exp())
 
 
 def mask(b: Any, h: Any, q_idx: SymbolicArray, kv_idx: SymbolicTensor) -> Any:
@@ -59,6 +61,13 @@ assert_type(create_mask(causal, 1, 1, 8, 8), Tensor)
 assert_type(create_block_mask(library.causal, None, None, 8, 8), Tensor)
 assert_type(create_mask(library.document(), 1, 1, 8, 8, documents=q), Tensor)
 picture: str = show_mask(library.causal, Sq=8).svg() + engine.show_mask(Sq=8).svg() + show_scores(q, q).svg()
+assert_type(engine(q, q, q), Tensor)
+assert_type(engine(q, q, q, return_rowscales=True), tuple[Tensor, dict[str, Tensor]])
+linear = LinearAttentionEngine(v_mod=lambda x: x * 2)
+assert_type(linear(q, q, q, output_final_state=True), tuple[Tensor, Tensor])
+assert_type(linear(q, q, q, output_final_state=False), Tensor)
+assert_type(attention(q, q, q, score_mod=score_mod, custom={"slopes": q}), Tensor)
+assert_type(attention(q, q, q, return_rowscales=True), tuple[Tensor, dict[str, Tensor]])
 try:
     engine(q, q, q)
 except BadInput as error:
