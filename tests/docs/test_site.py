@@ -89,6 +89,13 @@ def test_the_schema_of_tune_files_is_told(site):
     assert json.loads(shown)["schema"] == entries.SCHEMA and entry.tile.persistent
 
 
+def test_examples_of_docstrings_are_shown_as_code(site):
+    for name in ("library", "engines", "parts"):
+        html = (site / "api" / f"{name}.html").read_text()
+        assert "<blockquote>" not in html and 'class="language-pycon' in html, name
+        assert html.count("language-pycon") >= {"library": 24, "engines": 2, "parts": 3}[name]
+
+
 def test_nothing_is_fetched_from_elsewhere(site):
     """Neither by a page nor by a style: search and formulas work from files."""
     for page in site.rglob("*.html"):
