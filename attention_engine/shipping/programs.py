@@ -18,6 +18,7 @@ from attention_engine.compiler import Kernel
 from attention_engine.errors import UnknownOption, did_you_mean
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.meta import meta_tensor
+from attention_engine.frontend.signatures import AxisName
 from attention_engine.library import (
     OnlineSigmoid,
     alibi,
@@ -40,6 +41,9 @@ HINTS = ((None, None), (1, 1024))
 LINEAR_HINTS = ((1, 256), (1, 8192))
 
 
+Custom = Mapping[str, tuple[tuple[AxisName, ...], torch.dtype]]
+
+
 @dataclass(frozen=True)
 class Attention:
     """A softmax-like one. score: makes the score function of a factor, which is head dim ** -0.5; None: the factor is
@@ -48,15 +52,15 @@ class Attention:
     score: Callable[[float], Callable[..., Any]] | None = None
     mask: Callable[..., Any] | None = None
     weights: type[OnlineSigmoid] | None = None
-    custom: Mapping[str, tuple[tuple[str, ...], torch.dtype]] = field(default_factory=dict)
+    custom: Custom = field(default_factory=dict)
 
 
 def _softcap(factor: float) -> Callable[..., Any]:
     return softcap(50.0, factor)
 
 
-IDS = {"documents": (("batch", "seq_len"), torch.int32)}
-SLOPES = {"slopes": (("heads",), torch.float32)}
+IDS: Custom = {"documents": (("batch", "seq_len"), torch.int32)}
+SLOPES: Custom = {"slopes": (("heads",), torch.float32)}
 ATTENTIONS = {
     "softmax.full": Attention(),
     "softmax.causal": Attention(mask=causal),
