@@ -218,3 +218,17 @@ def parts_of_backward(maths: Maths) -> list[Part]:
     if backward is None:
         return [*found, Part(f"no backward pass: {maths.refusal}")]
     return [*found, Part("backward: dweight = dO . v, delta = dO . o", tuple(backward.named()), prefix="g")]
+
+
+def places_of(engine: Shown) -> str:
+    """The user's functions with their files and lines, one after the other."""
+    given = [f for f in (engine.score_mod, engine.mask_mod) if f is not None]
+    rows = type(engine.online_func)
+    return ", ".join(
+        [*map(_placed, given), ", ".join(p for p in (rows.__name__, line_of_rows(engine.online_func)) if p)]
+    )
+
+
+def linear_places_of(engine: LinearShown) -> str:
+    """The same of a linear attention's mods."""
+    return ", ".join(_placed(mod) for mod in engine.mods.values() if mod is not None)

@@ -18,7 +18,13 @@ from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import LinearCost, linear_cost_of
-from attention_engine.runtime.described import line_of, linear_in_lines, linear_in_one_line, name_of
+from attention_engine.runtime.described import (
+    line_of,
+    linear_in_lines,
+    linear_in_one_line,
+    linear_places_of,
+    name_of,
+)
 from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
@@ -27,6 +33,7 @@ from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.small_call import draw
+from attention_engine.runtime.source_text import titled
 
 USUAL = (1, 1024)  # batch and length of metas that don't say
 RANKS = {None: 0, "token": 3, "channel": 4}  # of the decay tensor, by who has one
@@ -84,7 +91,8 @@ class LinearShown(Engine):
         """
         kernels = self._planned(device_to_show(self, form), decay, starts=True)
         forward = next(each for name, each in kernels.items() if name in ("forward walk", "forward output"))
-        return kernel_of({"forward": forward, **kernels}, kernel).source(form)
+        text = kernel_of({"forward": forward, **kernels}, kernel).source(form)
+        return text if form == "cuda" else titled(kernel, text, linear_places_of(self))
 
     def compile_for(self, device: Arch, *custom: Tensor, decay: DecayOf | None = "token", **named: Tensor) -> list[str]:
         """Compiles the kernels of calls at the metas' lengths for a GPU, which need not be here; their names.

@@ -22,7 +22,7 @@ from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import check_call
 from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import Cost, cost_of
-from attention_engine.runtime.described import in_lines, in_one_line, name_of, parts_of, parts_of_backward
+from attention_engine.runtime.described import in_lines, in_one_line, name_of, parts_of, parts_of_backward, places_of
 from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
@@ -31,6 +31,7 @@ from attention_engine.runtime.pictures import MaskPicture, ScorePicture
 from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine
 from attention_engine.runtime.small_call import draw
+from attention_engine.runtime.source_text import titled
 from attention_engine.runtime.tuning import Asked
 
 USUAL = (1, 1024, 1024)  # batch, queries, keys of metas that don't say
@@ -92,12 +93,14 @@ class Shown(Engine):
         """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
         and what else this engine launches.
 
-        form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). With custom inputs
-        of other dtypes than fp32 the kernels of a call differ in those loads. Raises UnknownOption, NoDevice.
+        form: "tilelang", under a title and in lines of less than 120 columns, or "cuda" for what is compiled (for
+        `device`, else for this machine's GPU). With custom inputs of other dtypes than fp32 the kernels of a call
+        differ in those loads. Raises UnknownOption, NoDevice.
 
             print(engine.source("backward", form="cuda"))
         """
-        return self._source_kernel(kernel, form).source(form)
+        found = self._source_kernel(kernel, form)
+        return found.source(form) if form == "cuda" else titled(kernel, found.source(form), places_of(self))
 
     def _source_kernel(self, kernel: str, form: str) -> Kernel:
         kernels, trained = self._kernels(form), self._kernels(form, trained=True)

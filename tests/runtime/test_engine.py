@@ -408,3 +408,15 @@ def test_a_program_that_depends_on_the_cut_is_refused():
 
     with pytest.raises(NotOnline):
         build(online_func=Running(), score_mod=scaled)
+
+
+def test_a_kernels_text_has_a_title_and_no_long_line_and_means_the_same():
+    import ast
+
+    engine = build({"ids": ("batch", "seq_len")}, mask_mod=document("ids"), device=arch.H100(), dtype=torch.float16)
+    for kernel in ("forward", "backward"):
+        text, printed = engine.source(kernel), engine._source_kernel(kernel, "tilelang").source("tilelang")
+        assert text.startswith(f"# {kernel}: TileLang's own print of the kernel. ")
+        assert f"engines.py:{scaled.__code__.co_firstlineno}" in text and max(map(len, text.splitlines())) < 120
+        assert max(map(len, printed.splitlines())) > 120  # there was something to fold
+        assert ast.dump(ast.parse(text)) == ast.dump(ast.parse(printed))
