@@ -44,15 +44,26 @@ def linear_doubts_of(
     evaluate = Evaluator(indices, custom, torch.float64, v.device)
     everywhere = torch.ones((), dtype=torch.bool, device=v.device)
     yield from _reads_outside([e for _, e in program.named()], evaluate, everywhere, custom)
+    if grown := growth_of(program, q, k, v, decay, custom):
+        yield f"warning: {grown}"
+
+
+def growth_of(
+    program: LinearProgram, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Custom
+) -> str | None:  # fmt: skip
+    """Where decays are above 0, and what to do; None where none is. Tensors are (batch, length, heads, dim)."""
     double = {n: t.double() if t.is_floating_point() else t for n, t in custom.items()}
-    logs = apply_mods(program, q, k, v, decay, double, torch.float64)[3].detach()
-    if logs.numel() and logs.max() > 0:
-        b, h, t, _ = _first(logs == logs.max())
-        grown = int((logs > 0).any(-1).sum())
-        yield (
-            f"warning: {grown} decays are above 0, up to {logs.max():.3g} at batch {b}, head {h}, token {t}: the state "
-            "grows there.\n  A log decay is 0 or less where a state fades; say -x.exp() or x.logsigmoid() in decay_mod."
-        )
+    with torch.no_grad():
+        logs = apply_mods(program, q, k, v, decay, double, torch.float64)[3]
+    if not logs.numel() or not logs.max() > 0:
+        return None
+    b, h, t, _ = _first(logs == logs.max())
+    grown = int((logs > 0).any(-1).sum())
+    return (
+        f"{grown} decays are above 0, up to {logs.max():.3g} at batch {b}, head {h}, token {t}: the state grows "
+        "there.\n  A log decay is 0 or less where a state fades; say -x.exp() or x.logsigmoid() in decay_mod, or "
+        "x.log() of a factor."
+    )
 
 
 def _reads_outside(roots: list[Expr], evaluate: Evaluator, keep: Tensor, custom: Custom) -> Iterator[str]:

@@ -20,7 +20,7 @@ from attention_engine.errors import (
     WrongShape,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
-from attention_engine.frontend.frames import brief
+from attention_engine.frontend.frames import brief, warn
 from attention_engine.frontend.meta import Meta, check_linear_metas
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.frontend.signatures import Backend, Layout, LinearMod
@@ -30,6 +30,7 @@ from attention_engine.plan.targets import Target
 from attention_engine.runtime import linear_op, op
 from attention_engine.runtime.attentions import ATTENTIONS, Given
 from attention_engine.runtime.captured import axes_now, check_captured, sizes_of, tensors_now
+from attention_engine.runtime.doubts import growth_of
 from attention_engine.runtime.inputs import (
     ORDERS,
     backend_for,
@@ -241,9 +242,21 @@ class LinearAttentionEngine(LinearShown):
             launcher = ATTENTIONS[key].launcher
             direct = launcher.direct(q, k, v, decay, state, tensors, steps, returns) if launcher is not None else None
             self._remember(form, present, key, direct)
+            if q.device.type == "cpu":  # on a GPU to look would be to wait: there check() says it
+                self._warn_of_growth(key, q, k, v, decay, tensors)
         if not steps:
             self._begin_backward(key, inner)
         return self._run(key, form, returns, inner, direct)
+
+    def _warn_of_growth(
+        self, key: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, tensors: Sequence[Tensor]
+    ) -> None:  # fmt: skip
+        """Warns, at the first call of its kind, where log decays are above 0: often they are factors, not logs."""
+        attention = ATTENTIONS[key]
+        assert isinstance(attention, LinearAttention)
+        custom = dict(zip((spec.name for spec in attention.specs), tensors, strict=True))
+        if grown := growth_of(attention.program, q, k, v, decay, custom):
+            warn(grown, UserWarning)
 
     def _run(self, key: str, form: Any, returns: bool, given: Given, direct: Direct | None) -> tuple[Tensor, ...]:
         known = direct is not None and op.unwatched()

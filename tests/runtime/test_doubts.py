@@ -61,6 +61,20 @@ def test_a_decay_that_grows(backend, layout):
     assert f"warning: {decay.numel()} decays are above 0, up to 1.5 at batch 1, head 2, token 3" in found
 
 
+@both
+def test_a_call_warns_once_of_decays_that_are_no_logs(backend):
+    metas = [meta_tensor(2, 4, 9, 16, dtype=torch.float32)] * 3
+    q, k, v = (torch.randn(2, 9, 4, 16) for _ in range(3))
+    factors = torch.full((2, 9, 4), 0.9)
+    engine = LinearAttentionEngine(metas, backend=backend)
+    with pytest.warns(UserWarning, match="72 decays are above 0, up to 0.9 at batch 0, head 0, token 0") as caught:
+        engine(q, k, v, factors)
+    assert [w.filename for w in caught] == [__file__]  # the user's line
+    engine(q, k, v, factors)  # warnings are errors here
+    LinearAttentionEngine(metas, backend=backend)(q, k, v, factors.log())
+    LinearAttentionEngine(metas, decay_mod=lambda a, custom: a.log(), backend=backend)(q, k, v, factors)
+
+
 def test_a_read_outside_in_a_linear_mod():
     engine = LinearAttentionEngine(
         [meta_tensor(2, 4, 9, 16, dtype=torch.float32)] * 3, v_mod=lambda x, c: x * c["gain"][4],
