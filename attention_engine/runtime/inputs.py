@@ -184,8 +184,9 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
     names = [spec.name for spec in io.in_order]
     known = ", ".join(map(repr, names)) or "none"
     if len(given) > len(names):
+        many = "more arguments stand" if len(given) > 1 else "more argument stands"
         raise CustomInputMissing(
-            f"{len(given)} more arguments stand behind q, k and v, where custom inputs do (declared: {known}). Masks "
+            f"{len(given)} {many} behind q, k and v, where custom inputs do (declared: {known}). Masks "
             "and scales are the engine's:\n  AttentionEngine(..., mask_mod=..., scale=...)."
         )
     found = dict(zip(names, given, strict=False))

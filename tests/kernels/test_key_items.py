@@ -103,6 +103,9 @@ class Noted:
     def __init__(self, kernel):
         self.kernel, self.found = kernel, None
 
+    def begin(self):
+        pass
+
     def run(self, dq, *others):
         self.found = dq.clone()
         self.kernel.run(dq, *others)

@@ -234,20 +234,35 @@ def test_inputs_come_by_position_or_by_name():
     assert not torch.equal(engine(*inputs, HEAT * 2, BIAS), want)
 
 
+BEHIND = (
+    "{} behind q, k and v, where custom inputs do (declared: {}). Masks and scales are the engine's:\n"
+    "  AttentionEngine(..., mask_mod=..., scale=...)."
+)
 REFUSED = {
-    "too many": ((HEAT, BIAS, BIAS), {}, "3 custom inputs were given by position. Declared: 'heat', 'bias'."),
+    "too many": ((HEAT, BIAS, BIAS), {}, BEHIND.format("3 more arguments stand", "'heat', 'bias'")),
     "one missing": (
         (HEAT,), {}, "custom input 'bias' is missing. Declared: 'heat', 'bias'; give them after q, k, v, or by name.",
     ),
     "a name that is none": (
         (HEAT, BIAS), {"slope": BIAS},
-        "'slope' is no argument and no custom input. Declared custom inputs: 'heat', 'bias'.",
+        "'slope' is no argument of a call and no custom input. Leave it out, or declare it. "
+        "Declared custom inputs: 'heat', 'bias'.",
     ),
-    "given twice": ((HEAT, BIAS), {"heat": HEAT}, "custom input 'heat' was given twice, by position and by name."),
+    "given twice": (
+        (HEAT, BIAS), {"heat": HEAT}, "custom input 'heat' was given twice, by position and by name. Give it once.",
+    ),
     "a plain number": ((HEAT, 2.0), {}, "custom input 'bias' is float. Give a tensor: torch.tensor(2.0)."),
-    "a wrong shape": ((HEAT[:3], BIAS), {}, "custom input 'heat' has shape (3,). Its axes ('heads',) ask for (4,)."),
-    "another rank": ((HEAT, BIAS[None]), {}, "custom input 'bias' has shape (1, 1). Its axes (1,) ask for (1,)."),
-    "a number for many": ((BIAS[0], BIAS), {}, "custom input 'heat' has shape (). Its axes ('heads',) ask for (4,)."),
+    "a wrong shape": (
+        (HEAT[:3], BIAS), {}, "custom input 'heat' has shape (3,). Its axes ('heads',) ask for (4,): give that shape.",
+    ),
+    "another rank": (
+        (HEAT, BIAS[None]), {},
+        "custom input 'bias' has shape (1, 1). Its axes (1,) ask for (1,): give that shape.",
+    ),
+    "a number for many": (
+        (BIAS[0], BIAS), {},
+        "custom input 'heat' has shape (). Its axes ('heads',) ask for (4,): give that shape.",
+    ),
     "another device": (
         (HEAT, BIAS.to("meta")), {}, "custom input 'bias' is on 'meta' and q on 'cpu'. Put them on one device.",
     ),
@@ -269,7 +284,7 @@ def test_inputs_that_do_not_fit_are_refused(backend, kind):
 def test_an_engine_without_custom_inputs_says_so():
     with pytest.raises(BadInput) as caught:
         build(online_func=OnlineSoftmax())(*qkv(), HEAT)
-    assert str(caught.value) == "1 custom inputs were given by position. Declared: none."
+    assert str(caught.value) == BEHIND.format("1 more argument stands", "none")
 
 
 def test_a_float_tensor_as_an_index_is_refused_at_the_call():
@@ -282,8 +297,8 @@ def test_a_float_tensor_as_an_index_is_refused_at_the_call():
         engine(*inputs, bias, torch.zeros(11))
     line = score.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"test_custom_inputs.py:{line}: custom input 'bias' is read at place[q_idx], which is a float.\n"
-        "  Indices are integers: give an integer tensor, use // instead of /, or say x.to(int)."
+        f"test_custom_inputs.py:{line}: custom input 'bias' is read at place[q_idx], which is a float. "
+        "Write // instead of /, or x.to(int).\n  Indices are integers; so is what a custom input of integers holds."
     )
 
 

@@ -129,7 +129,7 @@ def test_maps_of_index_masks_are_kept_for_their_lengths():
         torch.testing.assert_close(
             engine(q, k, v).double(), exact(q.double(), k.double(), v.double()), atol=2e-3, rtol=2e-3
         )
-    key = engine._key("interpret", (), None, ())
+    key = engine._key("interpret", (), engine._variant(None, DIM), ())
     assert len(op.ATTENTIONS[key].launcher._kept.found) == 3
 
 
