@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import zlib
 from pathlib import Path
@@ -39,6 +40,21 @@ settings.load_profile("repeatable")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores already
+
+
+@pytest.fixture(autouse=True)
+def compiles_anew(request: pytest.FixtureRequest) -> None:
+    """torch compiles one function for so many engines, then refuses: where a file compiles, each test begins anew."""
+    file = getattr(request.module, "__file__", None) if request.node.getparent(pytest.Module) else None
+    if file is not None and _compiles(file):
+        import torch._dynamo
+
+        torch._dynamo.reset()
+
+
+@functools.cache
+def _compiles(file: str) -> bool:
+    return "torch.compile(" in Path(file).read_text()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
