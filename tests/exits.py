@@ -16,9 +16,11 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,20 +63,23 @@ KINDS = ("reference", "interpret", "tuner", "compiled", "gpu", "refused")
 SECONDS = 300  # for one process
 
 
-def end_of(kind: str) -> tuple[str, int, str]:
+def end_of(kind: str, cold: bool = False) -> tuple[str, int, str]:
     """The kind, the exit status (a signal's number below 0) and the last words of a process that trains a step."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", STEP, kind]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        if cold:
+            environment["ATTENTION_ENGINE_CACHE_DIR"] = folder
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
     return kind, done.returncode, "; ".join(done.stderr.strip().splitlines()[-3:])
 
 
-def ends(kinds: list[str], count: int, together: int) -> Iterator[tuple[str, int, str]]:
+def ends(kinds: list[str], count: int, together: int, cold: bool = False) -> Iterator[tuple[str, int, str]]:
     """How `count` processes ended, the kinds in turn, some at a time."""
     with ThreadPoolExecutor(together) as pool:
-        yield from pool.map(end_of, (kinds[n % len(kinds)] for n in range(count)))
+        yield from pool.map(partial(end_of, cold=cold), (kinds[n % len(kinds)] for n in range(count)))
 
 
 def kinds_here() -> list[str]:
@@ -93,9 +98,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--together", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="by default all that this machine can run")
+    parser.add_argument("--cold", action="store_true", help="each compiles its kernels anew")
     args = parser.parse_args(argv)
     counts: Counter[tuple[str, int]] = Counter()
-    for kind, status, words in ends(args.kinds or kinds_here(), args.count, args.together):
+    for kind, status, words in ends(args.kinds or kinds_here(), args.count, args.together, args.cold):
         counts[kind, status] += 1
         if status:
             print(f"{kind}: ended with {status}: {words}", flush=True)

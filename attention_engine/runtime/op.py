@@ -132,7 +132,7 @@ class AttentionFunction(torch.autograd.Function):
         else:
             ctx.save_for_backward(*given)
         ctx.set_materialize_grads(False)
-        return made[: attention.counts[form]]
+        return made[: attention.counts[int(form)]]
 
     @staticmethod
     @takes_batches
@@ -165,7 +165,7 @@ class TransformableFunction(torch.autograd.Function):
         ctx.save_for_backward(*given, *(output if attention.keeps else ()))
         ctx.key, ctx.count = key, len(given)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[attention.counts[form] :])
+        ctx.mark_non_differentiable(*output[attention.counts[int(form)] :])
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -233,8 +233,8 @@ def run(key: str, form: bool, given: Given, direct: Direct | None = None) -> tup
         key, attention = trained, ATTENTIONS[trained]
     if wanted:
         apply: Apply = TransformableFunction.apply if transformed else AttentionFunction.apply
-        return apply(key, form, None, *given)[: attention.counts[form]]
-    return _made(attention, form, given)[: attention.counts[form]]
+        return apply(key, form, None, *given)[: attention.counts[int(form)]]
+    return _made(attention, form, given)[: attention.counts[int(form)]]
 
 
 def run_unwatched(key: str, form: bool, given: Given, direct: Direct, with_gradients: bool) -> tuple[Tensor, ...]:
