@@ -134,6 +134,10 @@ class NotOnline(AttentionEngineError, ValueError):
     """A program whose result depends on how a row is cut into tiles."""
 
 
+class NoMerge(AttentionEngineError, NotImplementedError):
+    """A program for which no formula was found that joins the parts of a row, or whose `combine` is wrong."""
+
+
 class BackwardNotDerived(AttentionEngineError, NotImplementedError):
     """A program whose gradient the compiler can't derive."""
 

@@ -48,6 +48,8 @@ class VarKind(Enum):
     BLOCK = "block"  # a number of a batch and a head that a schedule computes before its loop
     MADE = "made"  # a row that a forward schedule computes on its way
     CUT = "cut"  # what of a mask depends on the query alone, or on the key alone
+    PART = "part"  # a row state of each part of a row: its keys count parts
+    WHOLE = "whole"  # a row state of parts that were merged
 
     @property
     def prefix(self) -> str:
@@ -56,7 +58,8 @@ class VarKind(Enum):
 
 
 # Users name these; the others have names that the package gives. The latter hold no dot, so that none is written alike.
-PREFIXES = {VarKind.STATE: "state.", VarKind.FINAL: "final.", VarKind.ARRIVING: "dfinal."}
+PREFIXES = {VarKind.STATE: "state.", VarKind.FINAL: "final.", VarKind.ARRIVING: "dfinal.", VarKind.PART: "part.",
+            VarKind.WHOLE: "whole."}  # fmt: skip
 
 
 class Variable(NamedTuple):

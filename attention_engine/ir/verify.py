@@ -13,6 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar, get_args
 from attention_engine import settings
 from attention_engine.ir.expr import INTEGERS, Axis, Expr, Extremum, Op, Reduction, Type, dtype_of, topological
 from attention_engine.ir.linear import GRADIENT, LinearProgram, ModGradient, X
+from attention_engine.ir.merge import Merge, part_variable, whole_variable
 from attention_engine.ir.pretty import formula
 from attention_engine.ir.program import (
     DELTA,
@@ -254,6 +255,33 @@ def verify_backward(backward: Backward, program: Program) -> None:
             reads(f"d_{load}", gradient, known, axes)
     if unknown := {name for name, _ in backward.undifferentiated} - finals.keys():
         raise refuse("undifferentiated", f"no row {min(unknown)!r} is returned")
+
+
+def verify_merge(merge: Merge) -> None:
+    """How parts of a row join: each state of states of the parts, and of those of the whole before it."""
+    reads, parts = Reads(merge.program.custom), {part_variable(s.name) for s in merge.program.states}
+    rows = {B, H, Q_IDX}
+    distinct("states of the whole", (name for name, _ in merge.states))
+    known = parts | rows
+    for name, state in merge.states:
+        reads(f"whole.{name}", state, known, OF_ROW, reduces=True)
+        known.add(whole_variable(name))
+    if merge.states and {name for name, _ in merge.states} != {s.name for s in merge.program.states}:
+        raise refuse("states of the whole", "are not those of the program")
+    reads("factor", merge.factor, known, OF_PAIR, reduces=True)
+    for what, expr in (("states", e) for _, e in merge.states):
+        _refuse_reads_of_keys(what, expr)
+    _refuse_reads_of_keys("factor", merge.factor)
+    reads("output", merge.output, known - parts | {OUTPUT}, OF_ENTRY)
+    for name, row in merge.finals:
+        reads(f"final.{name}", row, known - parts, OF_ROW)
+
+
+def _refuse_reads_of_keys(what: str, expr: Expr) -> None:
+    """A merge's keys are parts: what it reads of a custom input is none of a key's."""
+    for node in topological(expr):
+        if node.op is Op.LOAD and Axis.KEY in node.axes:
+            raise refuse(what, "reads a custom input at a key, where keys are parts", node, expr)
 
 
 def verify_linear(program: LinearProgram, captured: Iterable[str] = ()) -> None:

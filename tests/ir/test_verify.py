@@ -387,7 +387,8 @@ def test_nothing_is_checked_where_no_one_asks(monkeypatch):
 
 def test_every_kind_of_variable_is_told_from_the_others():
     """A program reads none of what schedules and kernels make, by whatever name."""
-    for kind in (VarKind.MADE, VarKind.BLOCK, VarKind.ROW, VarKind.CUT, VarKind.PLACE, VarKind.EXTREME):
+    for kind in (VarKind.MADE, VarKind.BLOCK, VarKind.ROW, VarKind.CUT, VarKind.PLACE, VarKind.EXTREME,
+                 VarKind.PART, VarKind.WHOLE):  # fmt: skip
         node = var(f"x{kind.value}", [Axis.QUERY], kind=kind)
         with pytest.raises(InvalidIR, match=f"weights: reads {node.name} \\({kind.value}, float, of q\\)"):
             verify_program(replace(SOFTMAX, weights=SCORE + node))
