@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from attention_engine.ir.expr import Axis, Expr, Extremum, Op, Type, VarKind, topological, var
+from attention_engine.ir.expr import Axis, Expr, Extremum, Op, Type, VarKind, const, make, topological, var
 from attention_engine.ir.pretty import lines
 
 PAIR = (Axis.BATCH, Axis.HEAD, Axis.QUERY, Axis.KEY)
@@ -17,12 +17,25 @@ H = var("h", [Axis.HEAD], Type.INT, VarKind.INDEX)
 Q_IDX = var("q_idx", [Axis.QUERY], Type.INT, VarKind.INDEX)
 KV_IDX = var("kv_idx", [Axis.KEY], Type.INT, VarKind.INDEX)
 
+STARTS = "_starts"  # the custom input, int32 (1 or batch, 4), that says where a launch's b, h, q_idx and kv_idx start
+
 PRODUCT = var("qk", PAIR)  # q . k, fp32, unscaled
 SCORE = var("score", PAIR)  # what score_mod made of it
 OUTPUT = var("o", [*ROW, Axis.CHANNEL])  # sum of weights times v, so far
 WEIGHT = var("weight", PAIR)  # the final weight of a pair: o = sum of weight * v
 WEIGHT_GRADIENT = var("dweight", PAIR)  # dO . v
 DELTA = var("delta", ROW)  # dO . o, one number a row
+
+
+def start_of(index: Expr, by_batch: bool = False) -> Expr:
+    """Where an index starts: what is added to the one that counts a launch's own entries. by_batch: of each batch."""
+    row = B if by_batch else const(0, Type.INT)
+    return make(Op.LOAD, row, const((B, H, Q_IDX, KV_IDX).index(index), Type.INT), arg=STARTS, dtype=Type.INT)
+
+
+def is_start(node: Expr) -> bool:
+    """Is it where an index starts? The same number for all pairs of a batch and head."""
+    return node.op is Op.LOAD and node.name == STARTS
 
 
 def state_variable(name: str) -> Expr:

@@ -19,7 +19,7 @@ from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
 from attention_engine.kernels.mask_ranges import MaskRanges, cut, held_as, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import EMPTY, PIECE, kv_range, q_range
+from attention_engine.kernels.tiles import EMPTY, PIECE, kv_range, q_range, with_starts
 from attention_engine.kernels.warps import WARP
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan import attention_buffers
@@ -113,7 +113,8 @@ class _Row:
         """First and one past the last piece that may hold a kept pair, by the mask's bounds."""
         of_range = kv_range if self.over_keys else q_range
         last = self.start + self.own_length - 1
-        first, stop = of_range(self.plan.bounds, self.start, last, PIECE, T.ceildiv(self.size, PIECE))
+        bounds = with_starts(self.plan.bounds, self.buffers, self.batch)
+        first, stop = of_range(bounds, self.start, last, PIECE, T.ceildiv(self.size, PIECE))
         return name_value(first), name_value(stop)
 
     def _value(self, variable: Expr, at: Any) -> Any:

@@ -21,8 +21,9 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from attention_engine.ir.problem import Problem
+from attention_engine.kernels.common import Place, reader
 from attention_engine.kernels.splice import name_value, take_for_granted
-from attention_engine.passes.analyse_mask import MaskPlan
+from attention_engine.passes.analyse_mask import Bound, MaskPlan
 from attention_engine.passes.tile_plan import TilePlan
 from attention_engine.plan.attention_buffers import LISTS
 from attention_engine.plan.forms import Tile
@@ -77,6 +78,18 @@ class Walks:
     tile: Tile
 
 
+@dataclass(frozen=True)
+class BoundHere(Bound):
+    """A bound in a launch that says where its indices start: these numbers are in its offset."""
+
+    greatest: int = 0
+
+    @property
+    def reach(self) -> int:
+        """As of the bound that it is made of."""
+        return self.greatest
+
+
 class KeyWalk:
     """The tiles of keys that a block of queries walks over: `count` steps.
 
@@ -88,6 +101,7 @@ class KeyWalk:
     ) -> None:  # fmt: skip
         plan, sizes, tile = of.plan, of.sizes, of.tile
         self.plan, self.shape, self.q0 = plan, tile, row * tile.q
+        self.bounds = with_starts(plan.bounds, buffers, batch)
         self.lists: HandedList | _Lists | None = handed
         if plan.mapped and handed is None:
             self.lists = _Lists(plan, buffers, batch, head, row)
@@ -95,7 +109,7 @@ class KeyWalk:
             self.count = self.lists.count
             return
         tiles = T.ceildiv(sizes.kv, tile.kv)
-        first, stop = kv_range(plan.bounds, self.q0, self.q0 + tile.q - 1, tile.kv, tiles)
+        first, stop = kv_range(self.bounds, self.q0, self.q0 + tile.q - 1, tile.kv, tiles)
         self.first = _name("first", first)
         self.count = _name("count", stop - self.first)
 
@@ -107,7 +121,7 @@ class KeyWalk:
         return Visit((self.first + step) * self.shape.kv, self._is_partial)
 
     def _is_partial(self, kv0: Any) -> Any:
-        return is_partial(self.plan.bounds, self.q0, self.q0 + self.shape.q - 1, kv0, kv0 + self.shape.kv - 1)
+        return is_partial(self.bounds, self.q0, self.q0 + self.shape.q - 1, kv0, kv0 + self.shape.kv - 1)
 
 
 class QueryWalk:
@@ -119,6 +133,7 @@ class QueryWalk:
         plan, sizes, tile = of.plan, of.sizes, of.tile
         self.plan, self.shape, self.group, self.kv_head, self.handed = plan, tile, of.problem.group, kv_head, handed
         self.kv0 = row * tile.kv
+        self.bounds = with_starts(plan.bounds, buffers, batch)
         self.lists: _Lists | None = None
         if handed is not None:
             self.first, self.count = handed.first, handed.count
@@ -129,7 +144,7 @@ class QueryWalk:
             self.count = self.lists.count if plan.by_head else self.group * self.lists.count
             return
         pieces = T.ceildiv(sizes.q, PIECE)
-        first, stop = q_range(plan.bounds, self.kv0, self.kv0 + tile.kv - 1, PIECE, pieces)
+        first, stop = q_range(self.bounds, self.kv0, self.kv0 + tile.kv - 1, PIECE, pieces)
         self.first = _name("first", first)
         self.count = _name("count", self.group * T.ceildiv(stop - self.first, tile.q // PIECE))
 
@@ -154,7 +169,7 @@ class QueryWalk:
         return Visit(piece * PIECE, lambda _: entry % 2 != 0, first_head + in_group, entry)
 
     def _is_partial(self, q0: Any) -> Any:
-        return is_partial(self.plan.bounds, q0, q0 + self.shape.q - 1, self.kv0, self.kv0 + self.shape.kv - 1)
+        return is_partial(self.bounds, q0, q0 + self.shape.q - 1, self.kv0, self.kv0 + self.shape.kv - 1)
 
 
 class _Lists:
@@ -174,6 +189,22 @@ class _Lists:
         of_entry = (*self.listed, step + 1)
         entry = self.buffer[of_entry]
         return _name("entry", entry) if first is None else name_value(T.if_then_else(step == 0, first, entry))
+
+
+def with_starts(plan: MaskPlan, buffers: Any, batch: Any) -> MaskPlan:
+    """The bounds in a launch that says where its indices start, these numbers in their offsets."""
+    if not any(bound.starts for bound in plan.bounds):
+        return plan
+    place = Place(batch, 0, {}, reader(buffers))
+
+    def here(bound: Bound) -> Bound:
+        whole = _width(bound.reach)
+        offset: Any = whole(bound.offset)
+        for start, number in bound.starts:
+            offset = offset + whole(number) * whole(place.splice(None, None, {})(start)[0])
+        return BoundHere(bound.q, bound.kv, _name("offset", offset), greatest=bound.reach)
+
+    return MaskPlan(tuple(here(b) if b.starts else b for b in plan.bounds), plan.exact)
 
 
 def _name(name: str, value: Any) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention_engine.ir.expr import INTEGERS, Expr, Op, const
-from attention_engine.ir.program import KV_IDX, Q_IDX
+from attention_engine.ir.expr import INTEGERS, Axis, Expr, Op, const
+from attention_engine.ir.program import KV_IDX, Q_IDX, is_start
 from attention_engine.passes.index_ranges import LONGEST, Ranges
 from attention_engine.passes.simplify import add, mul, split_coefficient, terms
 
@@ -14,17 +14,22 @@ FARTHEST = 2**62  # of a bound's numbers: kernels have 64 bits for what they add
 
 @dataclass(frozen=True)
 class Bound:
-    """Kept pairs have q * q_idx + kv * kv_idx + offset >= 0."""
+    """Kept pairs have q * q_idx + kv * kv_idx + offset + the sum of the starts, each times its number, >= 0.
+
+    starts: (where an index starts, number), where a launch says that. Kernels take them into the offset.
+    """
 
     q: int
     kv: int
     offset: int
+    starts: tuple[tuple[Expr, int], ...] = ()
 
     @property
     def reach(self) -> int:
         """The largest number that may come up while it is computed."""
         up, down = (sum(max(sign * number, 0) for number in (self.q, self.kv)) for sign in (1, -1))
-        return max(up, down) * (LONGEST - 1) + abs(self.offset)
+        of_starts = sum(abs(number) for _, number in self.starts)
+        return (max(up, down) + of_starts) * (LONGEST - 1) + abs(self.offset)
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,11 @@ class MaskPlan:
 
     bounds: tuple[Bound, ...]
     exact: bool
+
+    def of_all_batches(self) -> MaskPlan:
+        """The bounds that are the same in every batch."""
+        found = tuple(b for b in self.bounds if not any(Axis.BATCH in start.axes for start, _ in b.starts))
+        return self if found == self.bounds else MaskPlan(found, False)
 
 
 def analyse_mask(mask: Expr | None) -> MaskPlan:
@@ -78,6 +88,7 @@ def _minus(a: Expr, b: Expr) -> Expr:
 def _affine(expr: Expr, offset: int) -> Bound | None:
     """expr + offset >= 0 as a bound, where expr is affine in q_idx and kv_idx."""
     found = {Q_IDX: 0, KV_IDX: 0}
+    starts: dict[Expr, int] = {}
     left = [(1, expr)]
     while left:
         factor, part = left.pop()
@@ -87,9 +98,11 @@ def _affine(expr: Expr, offset: int) -> Bound | None:
                 offset += factor * int(number)
             elif rest in found:
                 found[rest] += factor * int(number)
+            elif is_start(rest):
+                starts[rest] = starts.get(rest, 0) + factor * int(number)
             elif rest.op is Op.CAST and rest.args[0].dtype in INTEGERS:  # the same number in another width
                 left.append((factor * int(number), rest.args[0]))
             else:
                 return None
-    bound = Bound(found[Q_IDX], found[KV_IDX], offset)
+    bound = Bound(found[Q_IDX], found[KV_IDX], offset, tuple(both for both in starts.items() if both[1] != 0))
     return bound if bound.reach < FARTHEST else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from attention_engine.ir.evaluate import WIDEST
 from attention_engine.ir.expr import INTEGERS, Expr, Op, Type, const, topological, transform
-from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+from attention_engine.ir.program import KV_IDX, Q_IDX, B, H, is_start
 
 Number = int | float
 Range = tuple[Number, Number]  # least and greatest; of a float, of its finite values
@@ -23,6 +23,7 @@ MOST_BLOCKS = 2**16  # batches or heads: a launch has no more of them
 INDICES: dict[Expr, Range] = {
     Q_IDX: (0, LONGEST - 1), KV_IDX: (0, LONGEST - 1), B: (0, MOST_BLOCKS - 1), H: (0, MOST_BLOCKS - 1)
 }  # fmt: skip
+STARTS_FROM: Range = (1 - LONGEST, LONGEST - 1)  # below 0, where the last query has the place of the last key
 BOUNDED: dict[Op, Range] = {
     Op.TANH: (-1.0, 1.0), Op.SIGMOID: (0.0, 1.0), Op.ERF: (-1.0, 1.0), Op.SIN: (-1.0, 1.0), Op.COS: (-1.0, 1.0),
     Op.ATAN: (-2.0, 2.0),
@@ -79,6 +80,8 @@ class Ranges:
             return INDICES[node] if node in INDICES else BOUNDED[node.op]
         if node.op is Op.CONST and node.dtype is not Type.BOOL:
             return (node.value, node.value) if math.isfinite(node.value) else None
+        if is_start(node):
+            return STARTS_FROM
         if node.op in (Op.VAR, Op.LOAD) and node.dtype in INTEGERS:
             return WIDE if node.dtype is Type.LONG or (node.op is Op.LOAD and node.name in self.wide) else NARROW
         return None

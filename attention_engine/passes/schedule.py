@@ -36,6 +36,7 @@ from attention_engine.passes.fills import NEUTRAL, find_fill
 from attention_engine.passes.row_terms import part_row_terms, reads_places_alone, terms_beside_product
 from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
+from attention_engine.passes.starts import starts_read
 from attention_engine.passes.strength import lighten, open_pairs, use_exp2
 
 TILE = var("tile", PAIR)
@@ -142,8 +143,9 @@ def schedule_forward(
     block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots, differences=far)))
     steps, rescale = _Steps(roots).build(program.states)
     output_rows, (output,) = _row_values([program.output], "end")
+    starts = starts_read(program.mask, score, *roots, program.output, *(e for _, e in rows))
     return ForwardSchedule(
-        block=tuple(block),
+        block=(*starts, *block),
         score=score,
         fill=fill,
         initial=tuple((s.variable, finite(s.initial, least)) for s in program.states),
@@ -224,9 +226,10 @@ def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     extremes = (dataclasses.replace(e, value=value) for e, value in zip(backward.extremes, values, strict=True))
     if backward.score is not None:  # no pass comes after this one that would part a score's sum
         weights, ends = substitute(weights, {SCORE: gradients.pop()}), None
-    loads = (load for load, _ in backward.pair_gradients)
+    loads = [load for load, _ in backward.pair_gradients]
+    starts = starts_read(program.mask, weights, product, *values, *gradients, *loads)
     return BackwardSchedule(
-        tuple(block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask, ends,
+        (*starts, *block), weights, product, scale, tuple(zip(loads, gradients, strict=True)), program.mask, ends,
         tuple(extremes),
     )  # fmt: skip
 

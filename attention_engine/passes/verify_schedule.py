@@ -20,6 +20,7 @@ from attention_engine.ir.program import (
     Program,
     final_gradient,
     final_variable,
+    is_start,
     row_variable,
 )
 from attention_engine.ir.verify import (
@@ -78,8 +79,9 @@ def _verify_block(reads: Reads, block: Sequence[tuple[Expr, Expr]]) -> set[Expr]
     """The values of a (batch, head), which read nothing but the place and custom inputs."""
     distinct("values of a block", (variable for variable, _ in block))
     for variable, value in block:
-        reads(f"{variable}", value, PLACES, OF_BLOCK)
-        if variable.kind is not VarKind.BLOCK or variable.axes != value.axes:
+        reads(f"{variable}", value, PLACES, OF_BLOCK, variable.dtype)
+        stands_for_itself = variable is value and is_start(variable)
+        if not stands_for_itself and (variable.kind is not VarKind.BLOCK or variable.axes != value.axes):
             raise refuse("values of a block", f"{variable} doesn't stand for", value)
     return {variable for variable, _ in block}
 

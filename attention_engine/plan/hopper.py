@@ -13,6 +13,7 @@ from attention_engine.ir.program import (
     Q_IDX,
     WEIGHT,
     Backward,
+    is_start,
     row_variable,
 )
 from attention_engine.passes.analyse_mask import analyse_mask
@@ -156,7 +157,7 @@ def scores_are_light(schedule: ForwardSchedule) -> bool:
 
 def scores_are_of_places(schedule: ForwardSchedule) -> bool:
     """Are they light but for what places add to a score, or multiply it with, as ALiBi and retention do?"""
-    of_places = all(node.op in OF_PLACES for node in topological(schedule.score))
+    of_places = all(node.op in OF_PLACES or is_start(node) for node in topological(schedule.score))
     return schedule.score is not PRODUCT and of_places and _weights_are_light(schedule)
 
 
@@ -184,7 +185,8 @@ def _of_pairs(*exprs: Expr) -> list[Expr]:
 
 
 def _weights_are_light(schedule: ForwardSchedule) -> bool:
-    return all(node.op in LIGHT for node in topological(*_weights(schedule))) and analyse_mask(schedule.mask).exact
+    nodes = topological(*_weights(schedule))
+    return all(node.op in LIGHT or is_start(node) for node in nodes) and analyse_mask(schedule.mask).exact
 
 
 def pairs_issue_much(schedule: ForwardSchedule) -> bool:
@@ -209,7 +211,7 @@ def pairs_are_light(schedule: BackwardSchedule, summed: CustomSums, dims: tuple[
     gradient = topological(schedule.product_gradient)
     nodes = [*gradient, *topological(schedule.weights)]
     plan = plan_tiles(schedule.mask)
-    reads = {node for node in nodes if node.op is Op.LOAD}
+    reads = {node for node in nodes if node.op is Op.LOAD and not is_start(node)}
     if plan.mapped or summed.of_keys:
         return False
     if reads or summed.diagonals:

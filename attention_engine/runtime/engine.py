@@ -24,6 +24,7 @@ from attention_engine.runtime.attentions import ATTENTIONS, Given
 from attention_engine.runtime.captured import Axes, capturing, specs_of
 from attention_engine.runtime.inputs import signature
 from attention_engine.runtime.launch import Direct
+from attention_engine.runtime.moved import Starts, moved
 from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Tuning
 
@@ -141,12 +142,16 @@ class Engine(torch.nn.Module):
 
     # ---- the keys of what runs
 
-    def _key(self, backend: str, types: tuple[tuple[str, Type], ...], variant: Any, axes: Axes) -> str:
-        """The key of the attention that runs these calls; registered when first needed. axes: of captured tensors."""
-        asked = (backend, types, variant, axes)
+    def _key(
+        self, backend: str, types: tuple[tuple[str, Type], ...], variant: Any, axes: Axes, starts: Starts = None
+    ) -> str:  # fmt: skip
+        """The key of the attention that runs these calls; registered when first needed. axes: of captured tensors.
+        starts: which indices start where a call says."""
+        asked = (backend, types, variant, axes, starts)
         if asked not in self._keys:
             program = self._trace(dict(types), variant)
             specs = [*self._io(variant).specs.values(), *specs_of(self._captured, axes)]
+            program, specs = (program, specs) if starts is None else moved(program, specs, starts)
             device = self.device.name if self.device else ""
             inputs = [(s.name, s.axes) for s in specs]
             options = f"{backend} {device} {self._options(variant)} {inputs} {self.tuning}"

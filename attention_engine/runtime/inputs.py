@@ -7,6 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -38,12 +39,14 @@ from attention_engine.errors import (
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import DTYPES, Heads, Meta, check_heads, check_linear_heads
 from attention_engine.ir.expr import Type
+from attention_engine.ir.program import STARTS
 from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
 from attention_engine.runtime.launch import CUSTOM_NAMES
 
 BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
 ORDERS = {"bshd": "(batch, length, heads, dim)", "bhsd": "(batch, heads, length, dim)"}
 MOST_GUESSES = 256
+NONE: Mapping[str, int] = MappingProxyType({})
 BLOCKS = "_block_mask"  # the custom input that an outside block mask becomes
 
 
@@ -343,11 +346,15 @@ def share_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return shared[0], shared[1]
 
 
-def check_custom(specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor) -> None:
-    """BadInput unless the custom inputs have the shapes that their axes ask for, on q's device."""
+def check_custom(
+    specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor, whole: Mapping[str, int] = NONE
+) -> None:  # fmt: skip
+    """BadInput unless the custom inputs have the shapes that their axes ask for, on q's device. whole: sizes of the
+    whole attention, where a call holds a part of one."""
     sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
+    sizes |= {f"whole_{axis}": size for axis, size in whole.items()}
     for spec, tensor in zip(specs, tensors, strict=True):
-        if spec.name == BLOCKS:
+        if spec.name in (BLOCKS, STARTS):
             continue
         what = f"custom input {spec.name!r}"
         expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)

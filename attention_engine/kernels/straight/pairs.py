@@ -26,7 +26,7 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.pair_maths import PairMaths, PairTile, keeps_products
-from attention_engine.kernels.tiles import kv_range
+from attention_engine.kernels.tiles import kv_range, with_starts
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
@@ -47,7 +47,7 @@ def backward_pairs(
     by_batch, by_head = Axis.BATCH in read.axes, Axis.HEAD in read.axes
     first_query, count = sizes.variable("first_query"), sizes.variable("queries")
     owners = [sizes.batch if by_batch else 1, problem.heads if by_head else 1]
-    bounds = plan_tiles(schedule.mask).bounds
+    bounds = plan_tiles(schedule.mask).bounds.of_all_batches()
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     sharers = (1 if by_batch else sizes.batch) * (1 if by_head else problem.heads)
 
@@ -64,7 +64,8 @@ def backward_pairs(
             total = T.alloc_fragment([tile.q, tile.kv], FLOAT)
             row_tiles = {row_variable(n): named(f"{n}_tile", T.alloc_shared([tile.q], FLOAT)) for n, _ in rows.rows}
             q0, kv0 = first_query + q_tile * tile.q, kv_tile * tile.kv
-            first, stop = kv_range(bounds, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
+            here = with_starts(bounds, buffers, 0)
+            first, stop = kv_range(here, q0, q0 + tile.q - 1, tile.kv, T.ceildiv(sizes.kv, tile.kv))
             steps = T.if_then_else(T.And(kv_tile >= first, kv_tile < stop), sharers, 0)
             T.fill(total, 0)
             for step in loop(steps, tile.stages):

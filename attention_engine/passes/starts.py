@@ -1,0 +1,99 @@
+"""A program whose launches hold a part of an attention: b, h, q_idx and kv_idx start where each launch says.
+
+q_idx becomes q_idx + its start, which a launch reads from a small tensor on the device (`program.start_of`). So one set
+of kernels serves all parts: nothing is compiled for another start, nobody waits for the device to tell a number, and
+a CUDA graph may be replayed with other starts in the same tensor. A program without starts is left as it is: plain
+calls run the kernels that they always ran.
+
+Custom inputs come whole, and are read at the indices of the whole attention, but for own rows: a dimension that every
+read asks at exactly the index of its axis may come as the part does, and is then read where the launch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from attention_engine.ir.expr import Expr, Op, rebuild, topological
+from attention_engine.ir.program import KV_IDX, Q_IDX, STARTS, B, H, Program, is_start, start_of
+from attention_engine.passes.simplify import simplify
+from attention_engine.passes.widths import widen
+
+AXES: Mapping[Expr, str] = {B: "batch", H: "heads", Q_IDX: "seq_len", KV_IDX: "seq_len_kv"}
+Axes = tuple[int | str, ...]  # of a custom input
+Dimension = tuple[str, int]  # a custom input's name, and which of its dimensions
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Which indices start elsewhere than at 0 (B, H, Q_IDX, KV_IDX, in this order); whether each batch has a start of
+    its own; which dimensions of custom inputs hold own rows of such an index."""
+
+    indices: tuple[Expr, ...]
+    by_batch: bool = False
+    own: frozenset[Dimension] = frozenset()
+
+    def axes_of(self, name: str, axes: Axes) -> Axes:
+        """The axes of a custom input in such a launch: one that comes whole has a length of its own."""
+        moved = {AXES[index] for index in self.indices}
+        return tuple(
+            f"whole_{axis}" if axis in moved and (name, n) not in self.own else axis for n, axis in enumerate(axes)
+        )
+
+    @property
+    def axes_of_starts(self) -> Axes:
+        """Those of the custom input that holds the starts."""
+        return ("batch" if self.by_batch else 1, 4)
+
+
+def own_rows(program: Program, axes: Mapping[str, Axes], indices: Collection[Expr]) -> frozenset[Dimension]:
+    """The dimensions that every read asks at exactly the index of their axis, one of these indices."""
+    found = {
+        (name, n) for name, each in axes.items() for n, axis in enumerate(each)
+        if any(AXES[index] == axis for index in indices)
+    }  # fmt: skip
+    for read in program.loads():
+        for n, (index, axis) in enumerate(zip(read.args, axes.get(read.name, ()), strict=False)):
+            if AXES.get(index) != axis:
+                found.discard((read.name, n))
+    return frozenset(found)
+
+
+def with_starts(program: Program, moved: Moved) -> Program:
+    """The program with these indices from their starts on; every expression in normal form."""
+    table = {index: index + start_of(index, moved.by_batch) for index in moved.indices}
+    done: dict[Expr, Expr] = {}
+
+    def change(root: Expr) -> Expr:
+        for node in topological(root):
+            if node in done:
+                continue
+            args = tuple(done[a] for a in node.args)
+            if node.op is Op.LOAD:
+                both = enumerate(zip(node.args, args, strict=True))
+                args = tuple(old if (node.name, n) in moved.own and old in table else new for n, (old, new) in both)
+            done[node] = table.get(node) or rebuild(node, args)
+        return widen(*simplify(done[root]))[0]
+
+    def optional(root: Expr | None) -> Expr | None:
+        return None if root is None else change(root)
+
+    return replace(
+        program,
+        score=change(program.score),
+        mask=optional(program.mask),
+        states=tuple(replace(s, update=change(s.update)) for s in program.states),
+        weights=change(program.weights),
+        rescale=change(program.rescale),
+        output=change(program.output),
+        finals=tuple((name, change(row)) for name, row in program.finals),
+        forward=optional(program.forward),
+        backward=optional(program.backward),
+        custom=(*program.custom, STARTS),
+    )
+
+
+def starts_read(*roots: Expr | None) -> list[tuple[Expr, Expr]]:
+    """Where indices start, as values of a block under their own names: its pairs and rows read no memory for them."""
+    found = topological(*(root for root in roots if root is not None))
+    return [(node, node) for node in found if is_start(node)]

@@ -1,0 +1,103 @@
+"""Calls that hold a part of an attention, whose batches, heads, queries and keys stand where the call says.
+
+Starts are an int32 tensor on the device, (1 or batch, 4): where b, h, q_idx and kv_idx begin. It is one custom input
+more: a call neither compiles for a number nor waits for one, and a CUDA graph reads what stands there when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from attention_engine.errors import OptionsClash
+from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.program import STARTS, Program
+from attention_engine.passes.starts import AXES, Moved, own_rows, with_starts
+from attention_engine.runtime import op, parts
+from attention_engine.runtime.attentions import ATTENTIONS
+from attention_engine.runtime.captured import axes_now, check_captured, tensors_now
+from attention_engine.runtime.inputs import (
+    check_custom,
+    check_qkv,
+    check_ranks,
+    follow_autocast,
+    heads_of,
+    order_custom,
+    share_keys,
+    type_of,
+)
+
+if TYPE_CHECKING:
+    from attention_engine.runtime.module import AttentionEngine
+
+Starts: TypeAlias = tuple[tuple[str, ...], bool] | None  # the axes whose indices are moved; has each batch its own?
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of an attention a call holds.
+
+    starts: int32 (1 or batch, 4), where its b, h, q_idx and kv_idx begin. moved: which of the axes "batch", "heads",
+    "seq_len" and "seq_len_kv" do so elsewhere than at 0. whole: the sizes of these axes in the whole attention, which
+    custom inputs have that come whole.
+    """
+
+    starts: Tensor
+    moved: tuple[str, ...]
+    whole: Mapping[str, int]
+
+
+def moved_of(program: Program, axes: Mapping[str, tuple[int | str, ...]], starts: Starts) -> Moved:
+    """Which indices of a program are moved, and which dimensions of custom inputs with these axes hold own rows."""
+    assert starts is not None
+    indices = tuple(index for index, axis in AXES.items() if axis in starts[0])
+    return Moved(indices, starts[1], own_rows(program, axes, indices))
+
+
+def moved(program: Program, specs: Sequence[CustomSpec], starts: Starts) -> tuple[Program, list[CustomSpec]]:
+    """A program and its custom inputs for such calls."""
+    how = moved_of(program, {spec.name: spec.axes for spec in specs}, starts)
+    found = [CustomSpec(spec.name, how.axes_of(spec.name, spec.axes)) for spec in specs]
+    return with_starts(program, how), [*found, CustomSpec(STARTS, how.axes_of_starts)]
+
+
+def call_part(
+    engine: AttentionEngine, part: Part, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
+    named: Mapping[str, Tensor] | None = None, return_rowscales: bool = False,
+) -> Any:  # fmt: skip
+    """What `engine(q, k, v, *custom)` gives of the part. Custom inputs come whole, but for own rows (passes/starts.py),
+    which come as the part does."""
+    if engine.block_mask is not None:
+        raise OptionsClash(
+            "the engine has a block_mask that is a tensor, and a call with a part of an attention can't take it.\n"
+            "  Write it as a function: block_mask=lambda b, h, q_idx, kv_idx: ..."
+        )
+    tensors, captured = order_custom(engine.custom_io, custom, named or {}), engine._captured
+    check_ranks(engine.layout, q, k, v)
+    q, k, v = follow_autocast(q, k, v)
+    if engine.layout == "bhsd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
+        k, v = share_keys(q, k, v)
+    backend = engine._backend_for(q.device)
+    metas = None if "heads" in part.moved else engine.qkv_meta
+    check_qkv(metas, engine.layout, backend != "reference", q, k, v)
+    held = tensors_now(captured) if captured else []
+    check_captured(captured, held, q)
+    sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
+    known = {axis: None if axis in part.moved else size for axis, size in sizes.items()}
+    variant = engine._variant(None, heads_of(q)[1])
+    names = [*engine.custom_io.specs, *[one.name for one in captured]]
+    types = tuple((n, type_of(t)) for n, t in zip(names, [*tensors, *held], strict=True))
+    starts = part.moved, part.starts.shape[0] != 1
+    key = engine._key(backend, types, variant, axes_now(captured, held, known) if captured else (), starts)
+    specs = ATTENTIONS[key].specs
+    check_custom(specs[: len(tensors)], tensors, q, k, part.whole)
+    given = [*tensors, *held, part.starts]
+    if backend != "reference" and v.shape[3] > parts.WIDEST:
+        return engine._results(parts.run(key, q, k, v, given, return_rowscales), return_rowscales)
+    engine._begin_backward(key, (q, k, v, *given))
+    return engine._results(op.run(key, return_rowscales, (q, k, v, *given)), return_rowscales)

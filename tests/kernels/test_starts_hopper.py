@@ -1,0 +1,36 @@
+"""The hand-placed kernels for Hopper on a part of an attention, in the warp simulator: starts in bounds and scores."""
+
+import pytest
+import torch
+
+from tests.cases import Shape
+from tests.kernels.test_hopper_interpret import forward_tile, kernels, key_tile, ran, skew  # noqa: F401 - a fixture
+from tests.moved_cases import Rectangle, errors
+
+WHOLE = Shape(1, 420, 420, 4, 2)
+PART = Rectangle((0, 2, 201, 26), (1, 2, 200, 333))
+LATE = Rectangle((0, 2, 210, 26), (1, 2, 140, 200), ("heads", "seq_len", "seq_len_kv"))  # whole tiles lie before it
+FORMS = {
+    "forward-64": ((64, 64), {"forward": forward_tile(192, threads=384)}),
+    "forward-128": ((128, 128), {"forward": forward_tile(128)}),
+    "persistent forward": ((128, 128), {"forward": forward_tile(128, persistent=True)}),
+    "queries ahead": ((128, 128), {"forward": forward_tile(128, persistent=True, queries_ahead=True)}),
+    "backward-64": ((64, 64), {"backward": key_tile(128)}),
+    "backward-128": ((128, 128), {"backward": key_tile(80)}),
+    "persistent backward": ((128, 128), {"backward": key_tile(64, persistent=True)}),
+}
+PAIRS = [("scaled", "late window"), ("alibi", "causal"), ("relative", "two-sided window"), ("scaled", "documents")]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_kernels_of_a_part_keep_the_rule(name, kernels):  # noqa: F811
+    dims, tiles = FORMS[name]
+    kernels.update(tiles)
+    number = list(FORMS).index(name)
+    for turn in range(2):
+        score, mask = PAIRS[(number + turn) % len(PAIRS)]
+        if score == "relative" and "backward" in name:
+            kernels.update(backward=skew(tiles["backward"]))
+        part, floor = (PART, LATE)[turn], 2e-3
+        assert errors(score, mask, WHOLE, part, torch.float16, floor, dims=dims, backend="interpret")
+    assert ran("forward" if "forward" in tiles else "backward")

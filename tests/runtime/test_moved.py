@@ -1,0 +1,81 @@
+"""Calls that hold a part of an attention: right at any start, with bounds where the whole has them."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine
+from attention_engine.errors import OptionsClash
+from attention_engine.ir.program import STARTS
+from attention_engine.library import and_masks, causal, sliding_window
+from attention_engine.runtime.attentions import ATTENTIONS
+from attention_engine.runtime.moved import Part, call_part
+from tests.cases import Shape
+from tests.mask_cases import PAIRS
+from tests.moved_cases import Rectangle, errors
+
+WHOLE = Shape(2, 205, 205, 4, 2)
+PART = Rectangle((1, 2, 61, 26), (1, 2, 139, 133))
+
+
+@pytest.mark.parametrize(("score", "mask"), PAIRS, ids=map(", ".join, PAIRS))
+def test_the_reference_keeps_the_rule(score, mask):
+    assert errors(score, mask, WHOLE, PART, torch.float32, floor=1e-7, backend="reference")
+
+
+@pytest.mark.parametrize(("score", "mask"), PAIRS, ids=map(", ".join, PAIRS))
+def test_kernels_keep_the_rule(score, mask):
+    assert errors(score, mask, WHOLE, PART, torch.float16, floor=1e-4, backend="interpret")
+
+
+def test_starts_of_queries_alone_move_nothing_else():
+    """As where a rank holds all keys and some queries: inputs of heads and batches are read where they stand."""
+    part = Rectangle((0, 0, 61, 0), (2, 4, 139, 205), ("seq_len",))
+    for pair in (("alibi", "causal"), ("of pairs", "causal"), ("of keys", "padding"), ("symmetric", "global")):
+        assert errors(*pair, WHOLE, part, torch.float16, floor=1e-4, kv_heads=2, backend="interpret")
+
+
+def causal_with_rows(q, k, v, q_starts):
+    """In float64, each batch's queries from their own place on."""
+    at = q_starts.view(-1, 1, 1, 1) + torch.arange(q.shape[1]).view(1, 1, -1, 1)
+    keep = at >= torch.arange(k.shape[1])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[-1] ** -0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~keep, -torch.inf).softmax(-1), v.double())
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+def test_each_batch_may_start_elsewhere(backend):
+    engine = AttentionEngine(mask_mod=causal, backend=backend)
+    q, k, v = (torch.randn(3, n, 2, 32, requires_grad=True) for n in (70, 160, 160))
+    starts = torch.tensor([[0, 0, 90, 0], [0, 0, 0, 0], [0, 0, 37, 0]], dtype=torch.int32)
+    found = call_part(engine, Part(starts, ("seq_len",), {}), q, k, v, [])
+    exact = causal_with_rows(q, k, v, starts[:, 2])
+    assert (found - exact).abs().max() < 2e-6
+    d_o = torch.randn_like(found)
+    for mine, theirs in zip(*(torch.autograd.grad(o, (q, k, v), d_o.to(o)) for o in (found, exact)), strict=True):
+        assert (mine - theirs).abs().max() < 1e-5
+
+
+def test_no_start_compiles_anything_and_bounds_stay_bounds():
+    engine = AttentionEngine(mask_mod=and_masks(causal, sliding_window(40, 0)), backend="interpret")
+    q, k, v = torch.randn(3, 1, 96, 2, 32)
+    for first in (0, 17, 1000):
+        starts = torch.tensor([[0, 0, first, first]], dtype=torch.int32)
+        found = call_part(engine, Part(starts, ("seq_len", "seq_len_kv"), {}), q, k, v, [])
+        torch.testing.assert_close(found, engine(q, k, v))  # a window knows distances alone
+    (key,) = (key for asked, key in engine._keys.items() if asked[-1] is not None)
+    (kernels,) = ATTENTIONS[key].launcher._kernels.values()
+    assert not kernels.plan.tile_plan.mapped and all(bound.starts for bound in kernels.plan.tile_plan.bounds.bounds)
+
+
+def test_a_call_without_starts_reads_none():
+    engine = AttentionEngine(mask_mod=causal, backend="interpret")
+    engine(*torch.randn(3, 1, 20, 2, 32))
+    assert STARTS not in engine._program.custom and STARTS not in engine.source("forward")
+
+
+def test_a_block_mask_that_is_a_tensor_is_refused():
+    engine = AttentionEngine(block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    with pytest.raises(OptionsClash, match="Write it as a function"):
+        call_part(
+            engine, Part(torch.zeros(1, 4, dtype=torch.int32), ("seq_len",), {}), *torch.randn(3, 1, 8, 2, 16), []
+        )
