@@ -12,8 +12,10 @@ from attention_engine.codegen.patches import patched
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.ir.problem import Problem
+from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths
 from attention_engine.plan.attention import AttentionPlan, Tiles
+from attention_engine.plan.cached import Cache, CachedPlan
 from attention_engine.plan.channels import ChannelPlan
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.plan.linear import LinearPlan
@@ -189,6 +191,21 @@ class Kernels(_Launched):
     def of_backward(self) -> dict[str, Kernel]:
         """What a backward pass launches where no gradient arrives at returned rows; of custom inputs in fp32."""
         return self.named((*self.plan.backward_steps(), *self.plan.pair_launches))
+
+
+class CachedKernels(_Launched):
+    """The same of attention to a cache."""
+
+    problem: Problem
+
+    def __init__(self, program: Program, problem: Problem, cache: Cache, target: Target) -> None:
+        super().__init__(problem, target)
+        self.plan = CachedPlan(program, problem, cache, target)
+
+    @property
+    def every(self) -> dict[str, Kernel]:
+        """What calls may launch, by name."""
+        return self.named(self.plan.every_step)
 
 
 class LinearKernels(_Launched):

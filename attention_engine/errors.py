@@ -222,6 +222,14 @@ class WrongBlockMask(BadInput):
     """A block mask whose shape or dtype isn't that of the blocks."""
 
 
+class WrongCache(BadInput):
+    """A cache, its lengths or its pages that don't fit the queries or the engine."""
+
+
+class CacheNotDifferentiable(AttentionEngineError, NotImplementedError):
+    """A gradient was asked for through attention to a cache."""
+
+
 class UnknownProgram(AttentionEngineError, RuntimeError):
     """A graph calls an attention that this process hasn't built."""
 

@@ -215,6 +215,15 @@ MISTAKES = [
         'blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=8)\n' + way
         for way in ("engine = AttentionEngine(qkv_meta)\nengine(q, k, v, block_mask=blocks)",
                     "engine = AttentionEngine(qkv_meta, block_mask=blocks)\nengine(q, k, v)"))),
+    Mistake(E.WrongCache, "pages of a number of keys that no tile can have", *(
+        f"engine = AttentionEngine(qkv_meta)\npages = torch.zeros(4, {keys}, 2, 16)\n"
+        "table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)\n"
+        "with torch.no_grad():\n"
+        "    engine.with_cache(q[:, :1], pages, pages, kv_lengths=lengths, page_table=table)"
+        for keys in (12, 16))),
+    Mistake(E.CacheNotDifferentiable, "a gradient through attention to a cache", *(
+        "engine = AttentionEngine(qkv_meta)\nq.requires_grad_()\nlengths = torch.tensor([8], dtype=torch.int32)\n"
+        f"{way}engine.with_cache(q, k, v, kv_lengths=lengths)" for way in ("", "with torch.no_grad():\n    "))),
     Mistake(E.NoDevice, "kernels asked for on a CPU", *(
         f'engine = AttentionEngine(qkv_meta, backend="{name}")\nengine(q, k, v)'
         for name in ("tilelang", "interpret"))),

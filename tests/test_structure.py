@@ -44,7 +44,7 @@ BELOW_IN_CODEGEN: dict[str, set[str]] = {
     "cache": {"compile"}, "__init__": set(),
 }  # fmt: skip
 # The folders of kernels/: each knows what lies in kernels/ itself, and no other. Keys of kernels on disk rely on it.
-KERNEL_FOLDERS = {"straight", "hopper", "linear"}
+KERNEL_FOLDERS = {"straight", "hopper", "linear", "cached"}
 TORCH_PARTS = {
     "reference",
     "codegen",

@@ -328,6 +328,12 @@ class Operand:
 def load(operand: Operand, source: Any) -> None:
     """Copies a window of a tensor (or a fragment, cast) into an operand."""
     T.copy(source, operand.whole)
+    split_operand(operand)
+
+
+@T.macro
+def split_operand(operand: Operand) -> None:
+    """What was copied whole becomes a high and a low part, where products take two."""
     if operand.low is not None:
         for i, j in T.Parallel(operand.shape[0], operand.shape[1]):
             operand.low[i, j] = operand.whole[i, j] - _high(operand.whole[i, j])

@@ -125,14 +125,27 @@ class TileMaths:
         self.schedule, self.tile, self.sizes, self.place, self.q0 = schedule, tile, sizes, place, q0
         self.scores, self.other, self.rows, self.parts, self.staged = of.scores, of.other, of.rows, of.parts, of.staged
 
+    def query(self, i: Any) -> Any:
+        """The query of a row of the tile."""
+        return self.q0 + i
+
+    def of_row(self, i: Any) -> dict[Expr, Any]:
+        """What a row has of its own beside its query and its values: nothing, where a tile is of one head."""
+        return {}
+
+    @property
+    def stop(self) -> Any:
+        """One past the last key."""
+        return self.sizes.kv
+
     def _row(self, i: Any) -> dict[Expr, Any]:
-        return {variable: fragment[i] for variable, fragment in self.rows.items()}
+        return {**{variable: fragment[i] for variable, fragment in self.rows.items()}, **self.of_row(i)}
 
     def _keep(self, place: Place, i: Any, j: Any, kv0: Any) -> Any:
-        inside = kv0 + j < self.sizes.kv
+        inside = kv0 + j < self.stop
         if self.schedule.mask is None:
             return inside
-        (keep,) = place.splice(self.q0 + i, kv0 + j, {})(self.schedule.mask)
+        (keep,) = place.splice(self.query(i), kv0 + j, self.of_row(i))(self.schedule.mask)
         return both(inside, keep)
 
     def _over_pairs(
@@ -252,7 +265,7 @@ class TileMaths:
 
     def _rows(self, step: RowStep, of_tile: dict[Expr, Any]) -> None:
         def entry(i: Any) -> None:
-            splice = self.place.splice(self.q0 + i, None, self._row(i) | of_tile)
+            splice = self.place.splice(self.query(i), None, self._row(i) | of_tile)
             assign([(self.rows[v], e) for v, e in step.assignments], splice, i)
 
         over_rows(self.tile.q, entry)
@@ -265,7 +278,7 @@ class TileMaths:
             return
 
         def entry(i: Any, d: Any) -> None:
-            splice = self.place.splice(self.q0 + i, None, {**self._row(i), OUTPUT: output[i, d]})
+            splice = self.place.splice(self.query(i), None, {**self._row(i), OUTPUT: output[i, d]})
             assign([(output, self.schedule.output)], splice, i, d)
 
         over_pairs(self.tile.q, dim_v, entry)
@@ -274,6 +287,6 @@ class TileMaths:
         """A row that the caller keeps."""
 
         def entry(i: Any) -> None:
-            assign([(target, expr)], self.place.splice(self.q0 + i, None, self._row(i)), i)
+            assign([(target, expr)], self.place.splice(self.query(i), None, self._row(i)), i)
 
         over_rows(self.tile.q, entry)

@@ -1,0 +1,187 @@
+"""Joins the parts of rows by the merge that was derived: a block has one query and head.
+
+The merge's reductions over parts are reductions of a tile of one row, which holds as many parts as there may be; what
+is behind the last part holds states as they begin, which change nothing. The sums of weights times values are then
+added, each times its part's factor, several parts side by side, and the program's epilogue ends the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr, Op, substitute, topological, var
+from attention_engine.ir.merge import Merge, part_variable, whole_variable
+from attention_engine.ir.problem import Problem, padded
+from attention_engine.ir.program import OUTPUT, Q_IDX, ROW, B, H
+from attention_engine.kernels.common import FLOAT, Sizes, assign, build, named, over_pairs, over_rows, reader, store
+from attention_engine.kernels.splice import Splice
+from attention_engine.kernels.tile_maths import REDUCE
+from attention_engine.passes.empty_rows import finite
+from attention_engine.passes.strength import use_exp2
+from attention_engine.plan import cached
+
+THREADS = 128
+SIDE_BY_SIDE = 16  # parts whose sums are read at once: few blocks run, and each would wait for one after the other
+LEAST = {"max": -3e38, "min": 3e38}
+
+
+def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache) -> Any:
+    """The PrimFunc: (custom..., kv_lengths, [q_starts], part_o, part_<state>..., o, rows...)."""
+    sizes = Sizes(problem)
+    parameters = sizes.declare(cached.joining(problem, cache, merge))
+    dim_v = padded(problem.dim_v)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        parts = sizes.spell(cached.PARTS)
+        with T.Kernel(problem.heads, sizes.q, sizes.batch, threads=THREADS) as (head, query, batch):
+            starts = buffers["q_starts"][batch] if cache.starts else buffers["kv_lengths"][batch] - sizes.q
+            row = _Row(problem, merge, most, sizes, buffers, (batch, head, query, starts + query))
+            factors = T.alloc_shared([most], FLOAT)
+            sums = T.alloc_fragment([SIDE_BY_SIDE, dim_v], FLOAT)
+            output = T.alloc_fragment([dim_v], FLOAT)
+            row.bring(parts)
+            row.join()
+            row.write_factors(factors)
+            T.fill(sums, 0)
+            for step in T.serial(T.ceildiv(parts, SIDE_BY_SIDE)):
+                for n, d in T.Parallel(SIDE_BY_SIDE, dim_v):
+                    at = step * SIDE_BY_SIDE + n
+                    if T.And(at < parts, d < problem.dim_v):
+                        sums[n, d] = sums[n, d] + factors[at] * buffers["part_o"][at, batch, query, head, d]
+            T.reduce_sum(sums, output, dim=0)
+            row.finish(output)
+
+    return build("combine", parameters, body)
+
+
+@dataclass
+class _Row:
+    """One row, its parts' states in tiles of one row, and what is known of the whole so far.
+
+    at: batch, head, query of the call, and the query's place. known: row values, each a fragment of one entry. held:
+    reductions of the merge, as the variables that hold them.
+    """
+
+    problem: Problem
+    merge: Merge
+    most: int
+    sizes: Sizes
+    buffers: Any
+    at: tuple[Any, Any, Any, Any]
+    parts: dict[Expr, Any] = field(default_factory=dict)
+    known: dict[Expr, Any] = field(default_factory=dict)
+    held: dict[Expr, Expr] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tile = T.alloc_fragment([1, self.most], FLOAT)
+        self.parts = {
+            part_variable(name): named(f"part_of_{name}", T.alloc_fragment([1, self.most], FLOAT))
+            for name in self.merge.read
+        }
+
+    def bring(self, parts: Any) -> None:
+        """The parts' states."""
+        batch, head, query, _ = self.at
+        initial = {state.name: finite(state.initial) for state in self.merge.program.states}
+        for name in self.merge.read:
+            source, target = self.buffers[f"part_{name}"], self.parts[part_variable(name)]
+            _bring(source, target, self.most, parts, (batch, query, head), initial[name])
+
+    def splice(self, values: dict[Expr, Any]) -> Splice:
+        """Splices at the row."""
+        batch, head, _, place = self.at
+        inside = ((batch, self.sizes.batch), (head, self.problem.heads))
+        at = {B: batch, H: head, Q_IDX: place, **{v: fragment[0] for v, fragment in self.known.items()}, **values}
+        return Splice(at, reader(self.buffers, inside), self.problem.approximate)
+
+    def _over_parts(self, target: Any, expr: Expr) -> None:
+        def entry(i: Any, n: Any) -> None:
+            assign([(target, expr)], self.splice({v: f[i, n] for v, f in self.parts.items()}), i, n)
+
+        over_pairs(1, self.most, entry)
+
+    def join(self) -> None:
+        """The states of the whole row, one after the other."""
+        for name, expr in self.merge.states:
+            (expr,) = use_exp2(expr)
+            for node in topological(expr):
+                if node.op is Op.REDUCE and node not in self.held:
+                    self._reduce(node)
+            self._keep(whole_variable(name), substitute(expr, self.held))
+
+    def _reduce(self, node: Expr) -> None:
+        self._over_parts(self.tile, substitute(node.args[0], self.held))
+        found = var(f"joined{len(self.held)}", ROW)
+        fragment = named(f"joined{len(self.held)}", T.alloc_fragment([1], FLOAT))
+        _reduce(str(node.arg), self.tile, fragment)
+        self.held[node], self.known[found] = found, fragment
+
+    def _keep(self, variable: Expr, expr: Expr) -> None:
+        fragment = named(variable.name, T.alloc_fragment([1], FLOAT))
+
+        def entry(i: Any) -> None:
+            assign([(fragment, expr)], self.splice({}), i)
+
+        over_rows(1, entry)
+        self.known[variable] = fragment
+
+    def write_factors(self, factors: Any) -> None:
+        """What each part's sum is multiplied with."""
+        (factor,) = use_exp2(self.merge.factor)
+        for node in topological(factor):
+            if node.op is Op.REDUCE and node not in self.held:
+                self._reduce(node)
+        factor = substitute(factor, self.held)
+
+        def entry(i: Any, n: Any) -> None:
+            (value,) = self.splice({v: f[i, n] for v, f in self.parts.items()})(factor)
+            store(factors, T.cast(value, FLOAT), n)
+
+        over_pairs(1, self.most, entry)
+
+    def finish(self, output: Any) -> None:
+        """The epilogue, on the sum of all parts."""
+        batch, head, query, _ = self.at
+        final, *rows = use_exp2(self.merge.output, *(row for _, row in self.merge.finals))
+
+        def entry(d: Any) -> None:
+            (value,) = self.splice({OUTPUT: output[d]})(final)
+            _store_inside(
+                d < self.problem.dim_v, self.buffers["o"], T.cast(value, self.problem.dtype), (batch, query, head, d)
+            )
+
+        over_rows(padded(self.problem.dim_v), entry)
+        for (name, _), row in zip(self.merge.finals, rows, strict=True):
+            target = self.buffers[f"row_{name}"]
+
+            def row_entry(_: Any, row: Expr = row, target: Any = target) -> None:
+                (value,) = self.splice({})(row)
+                store(target, value, batch, head, query)
+
+            over_rows(1, row_entry)
+
+
+@T.macro
+def _store_inside(inside: Any, target: Any, value: Any, at: tuple[Any, ...]) -> None:
+    if inside:
+        store(target, value, *at)
+
+
+@T.macro
+def _bring(source: Any, target: Any, most: int, parts: Any, at: tuple[Any, ...], initial: float) -> None:
+    batch, query, head = at
+    for i, n in T.Parallel(1, most):
+        target[i, n] = T.if_then_else(n < parts, source[n, batch, query, head], T.float32(initial))
+
+
+@T.macro
+def _reduce(kind: str, tile: Any, target: Any) -> None:
+    if kind == "sum":
+        T.reduce_sum(tile, target, dim=1)
+    else:
+        T.fill(target, LEAST[kind])
+        REDUCE[kind](tile, target, dim=1, clear=False)

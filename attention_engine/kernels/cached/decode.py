@@ -1,0 +1,221 @@
+"""A few queries a request against keys in a cache: a block has one part of the keys of a request and key head.
+
+Its tile's rows are the queries of all heads that share the key head (packed_rows.py), so that keys are read once. It
+leaves its rows' states and its sum of weights times values in fp32, which another kernel joins; or, where rows are not
+cut, their output. Lengths, tables and the number of parts are run-time values: the grid knows none of the lengths, and
+a block that has no key leaves states as they begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial as bind
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Axis
+from attention_engine.ir.key_condition import key_condition
+from attention_engine.ir.problem import Problem, padded
+from attention_engine.kernels.cached.packed_rows import PackedMaths, Rows, of_heads
+from attention_engine.kernels.cached.sources import Source, bring
+from attention_engine.kernels.common import (
+    FLOAT,
+    Accumulator,
+    Operand,
+    Place,
+    Sizes,
+    accumulate,
+    block_values,
+    build,
+    load,
+    loop,
+    multiply,
+    named,
+    reader,
+    split_operand,
+    where_partial,
+)
+from attention_engine.kernels.splice import name_value
+from attention_engine.kernels.staged import StagedReads
+from attention_engine.kernels.tile_maths import ScoreTile, multiply_rows, needs_another, row_variables
+from attention_engine.kernels.tiles import either, is_partial, kv_range
+from attention_engine.passes.schedule import ForwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan import cached
+from attention_engine.plan.forms import Tile
+
+
+def decode(problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cached.Cache, in_parts: bool) -> Any:
+    """The PrimFunc: (q, k, [v], custom..., kv_lengths, [page_table], [q_starts], then part_o, part_<state>... or o,
+    rows...)."""
+    sizes = Sizes(problem)
+    parameters = sizes.declare(cached.walk(problem, cache, schedule, in_parts))
+    of = _Of(problem, schedule, tile, cache, sizes)
+    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
+        parts = sizes.spell(cached.PARTS) if in_parts else 1
+        with T.Kernel(parts, problem.kv_heads * row_tiles, sizes.batch, threads=tile.threads) as (part, block, batch):
+            kv_head, packed = of.rows(buffers, row_tiles, block, batch)
+            q = Operand("q", problem, (tile.q, dim))
+            k = Operand("k", problem, (tile.kv, dim))
+            v = k if cache.shared else Operand("v", problem, (tile.kv, dim_v))
+            weights = Operand("weights", problem, (tile.q, tile.kv), fragment=not cache.shared)
+            scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
+            other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
+            sums = Accumulator("output", problem, (tile.q, dim_v))
+            written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
+            maths = of.maths(buffers, batch, packed, scores, other)
+            keys = of.source(buffers, "k", batch, kv_head, packed, None)
+            values = of.source(buffers, "k" if cache.shared else "v", batch, kv_head, packed, maths.place)
+            of.bring_queries(q, buffers["q"], batch, packed)
+            T.fill(sums.sum, 0)
+            maths.start()
+            begin, count = of.tiles(packed, part, parts)
+            for step in loop(count, tile.stages):
+                kv0 = (begin + step) * tile.kv
+                bring(keys if v is not k else values, k, kv0)
+                T.clear(scores)
+                of.multiply_keys(q, k, scores)
+                maths.score(kv0)
+                if schedule.fill is not None:
+                    where_partial(of.may_be_partial(packed, kv0), bind(maths.mask, kv0))
+                maths.weigh(kv0)
+                load(weights, scores)
+                if schedule.rescale is not None:
+                    multiply_rows(sums.sum, maths.rows[schedule.rescale], tile, dim_v)
+                if cache.shared:
+                    of.add_shared_values(weights, k, sums.sum, dim_v)
+                else:
+                    bring(values, v, kv0)
+                    accumulate(weights, v, sums)
+            of.leave(buffers, maths, sums.sum, written, batch, part if in_parts else None)
+
+    return build("decode_parts" if in_parts else "decode", parameters, body)
+
+
+@dataclass(frozen=True)
+class _Of:
+    """What the kernel's steps have in common."""
+
+    problem: Problem
+    schedule: ForwardSchedule
+    tile: Tile
+    cache: cached.Cache
+    sizes: Sizes
+
+    def hold(self, value: Any) -> Any:
+        """What a block works out once is held, or TileLang would spell its divisions out at each use; but for blocks
+        that have no register left."""
+        return value if self.cache.shared else name_value(value)
+
+    def rows(self, buffers: Any, row_tiles: Any, block: Any, batch: Any) -> tuple[Any, Rows]:
+        """A block's key head, and its rows."""
+        group, queries = self.problem.group, self.sizes.q
+        kv_head, first = self.hold(block // row_tiles), self.hold(block % row_tiles * self.tile.q)
+        longest = self.sizes.kv
+        if self.cache.page:
+            longest = self.sizes.spell(cached.PAGES_OF_A_REQUEST) * self.cache.page
+        known = T.max(T.min(buffers["kv_lengths"][batch], longest), 0)  # nothing else is read, whatever a length says
+        stop = self.hold(known)
+        begins = buffers["q_starts"][batch] if self.cache.starts else buffers["kv_lengths"][batch] - queries
+        return kv_head, Rows(first, kv_head * group, self.hold(begins), queries, stop, group)
+
+    def maths(self, buffers: Any, batch: Any, packed: Rows, scores: Any, other: Any) -> PackedMaths:
+        """The maths of the block's tiles."""
+        schedule, problem, tile = self.schedule, self.problem, self.tile
+        read = reader(buffers, ((batch, self.sizes.batch),))
+        of_all = [(v, e) for v, e in schedule.block if Axis.HEAD not in e.axes]
+        block = block_values(of_all, batch, packed.first_head, read)
+        place = Place(batch, packed.first_head, block, read, problem.approximate)
+        of_rows = [*row_variables(schedule), *(v for v, _ in of_heads(schedule))]
+        rows = {v: named(v.name, T.alloc_fragment([tile.q], FLOAT)) for v in of_rows}
+        of = ScoreTile(scores, other, rows, {}, StagedReads([], problem, tile))
+        return PackedMaths(schedule, tile, self.sizes, place, packed, of)
+
+    def source(self, buffers: Any, name: str, batch: Any, head: Any, packed: Rows, place: Place | None) -> Source:
+        """Where the request's keys or values lie. place: of values, which are read where a key may be seen alone."""
+        condition = None if place is None else key_condition(self.schedule.mask)
+        seen = None
+        if condition is not None and place is not None:
+            at = place
+
+            def seen(key: Any) -> Any:
+                return at.splice(None, key, {})(condition)[0]
+
+        table = buffers["page_table"] if self.cache.page else None
+        return Source(buffers[name], table, batch, head, packed.stop, self.cache.page, seen)
+
+    def tiles(self, packed: Rows, part: Any, parts: Any) -> tuple[Any, Any]:
+        """The first tile of a part, and how many it has; a request's tiles are dealt evenly."""
+        tiles = T.ceildiv(packed.stop, self.tile.kv)
+        first, stop = kv_range(plan_tiles(self.schedule.mask).bounds, *packed.places(self.tile.q), self.tile.kv, tiles)
+        each = T.ceildiv(T.max(stop - first, 0), parts)
+        begin = self.hold(first + part * each)
+        return begin, self.hold(T.max(T.min(stop, begin + each) - begin, 0))
+
+    def may_be_partial(self, packed: Rows, kv0: Any) -> Any:
+        """May a tile of keys hold a masked pair, or end behind the request's last key?"""
+        bounds, last = plan_tiles(self.schedule.mask).bounds, kv0 + (self.tile.kv - 1)
+        return either(is_partial(bounds, *packed.places(self.tile.q), kv0, last), last >= packed.stop)
+
+    def bring_queries(self, q: Operand, source: Any, batch: Any, packed: Rows) -> None:
+        """The block's queries; 0 in rows that there are not."""
+        _bring_queries(q, source, batch, packed, self.problem)
+
+    def multiply_keys(self, q: Operand, k: Operand, scores: Any) -> None:
+        """scores += q @ k^T."""
+        if self.cache.shared:
+            _multiply_by_columns(q.whole, k.whole, scores, True)
+        else:
+            multiply(q, k, scores, transpose_B=True)
+
+    def add_shared_values(self, weights: Operand, k: Operand, output: Any, dim_v: int) -> None:
+        """output += weights @ the first columns of k. Two warpgroups have half of the columns each."""
+        _multiply_by_columns(weights.whole, k.whole[0 : self.tile.kv, 0:dim_v], output, False)
+
+    def leave(self, buffers: Any, maths: PackedMaths, output: Any, written: Any, batch: Any, part: Any) -> None:
+        """What the block has found goes to memory: of a part, its sums and states."""
+        prefix, name = ("row_", "o") if part is None else ("part_", "part_o")
+        maths.finish(output, padded(self.problem.dim_v))
+        _leave_sums(buffers[name], output, maths.packed, batch, part, self.tile.q, self.problem.dim_v)
+        for row, expr in self.schedule.rows:
+            maths.write_row(written, expr)
+            _leave_row(buffers[f"{prefix}{row}"], written, maths.packed, batch, part, self.tile.q)
+
+
+@T.macro
+def _bring_queries(q: Operand, source: Any, batch: Any, packed: Rows, problem: Problem) -> None:
+    for i, d in T.Parallel(q.shape[0], q.shape[1]):
+        at = T.min(packed.query(i), packed.queries - 1)
+        asked = packed.exists(i) if q.shape[1] == problem.dim else T.And(packed.exists(i), d < problem.dim)
+        q.whole[i, d] = T.if_then_else(asked, source[batch, at, packed.head(i), d], T.cast(0, problem.dtype))
+    split_operand(q)
+
+
+@T.macro
+def _multiply_by_columns(a: Any, b: Any, c: Any, transposed: bool) -> None:
+    T.gemm(a, b, c, transpose_B=transposed, policy=T.GemmWarpPolicy.FullCol)
+
+
+@T.macro
+def _leave_sums(target: Any, output: Any, packed: Rows, batch: Any, part: Any, rows: int, columns: int) -> None:
+    for i, d in T.Parallel(rows, output.shape[1]):
+        if T.And(packed.exists(i), d < columns):
+            if part is None:
+                target[batch, packed.query(i), packed.head(i), d] = output[i, d]
+            else:
+                target[part, batch, packed.query(i), packed.head(i), d] = output[i, d]
+
+
+@T.macro
+def _leave_row(target: Any, row: Any, packed: Rows, batch: Any, part: Any, rows: int) -> None:
+    for i in T.Parallel(rows):
+        if packed.exists(i):
+            if part is None:
+                target[batch, packed.head(i), packed.query(i)] = row[i]
+            else:
+                target[part, batch, packed.query(i), packed.head(i)] = row[i]

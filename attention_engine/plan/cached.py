@@ -1,0 +1,209 @@
+"""What a call launches whose keys and values lie in a cache: one part of a row's keys a block, then what joins parts.
+
+Tensors are (batch, length, heads, dim), or caches (pages, keys of a page, heads, dim). Lengths, tables and starts are
+read on the device alone: nothing here depends on their entries, and nothing is compiled for batches, lengths, queries
+or numbers of parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from attention_engine.errors import NoMerge, TileDoesNotFit
+from attention_engine.ir.merge import Merge
+from attention_engine.ir.problem import Problem, padded
+from attention_engine.ir.program import Program
+from attention_engine.ir.verify import checked
+from attention_engine.passes.cached_places import at_own_rows
+from attention_engine.passes.derive_merge import derive_merge
+from attention_engine.passes.half_range import bound_weights, weights_fit
+from attention_engine.passes.schedule import ForwardSchedule, schedule_forward
+from attention_engine.plan import attention_buffers as buffers
+from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Buffer, Role, length
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.launches import Launch, Step
+from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION
+from attention_engine.plan.targets import Target, as_arch, places_of
+from attention_engine.plan.verify import verify_steps
+
+PARTS, PAGES, PAGES_OF_A_REQUEST = length("parts"), length("pages"), length("pages_of_a_request")
+MOST_PARTS = 128  # which the kernel that joins them holds as one tile
+ROWS = 64  # of a tile: what a warpgroup multiplies at once
+BUSY = 0.8  # of the GPU's SMs: where so many have work, a row is not cut
+NEAR_BEST = 0.85  # of the best share of an SM's time that numbers of parts leave it busy
+FEWEST_TILES = 4  # a row of fewer tiles is not cut
+SHAPES = ((64, 64, 128, 2), (64, 64, 128, 1), (64, 32, 128, 2), (64, 32, 128, 1), (64, 16, 128, 1), (32, 16, 64, 1))
+SHARED_SHAPES = ((64, 64, 256, 2), (64, 64, 256, 1), (64, 32, 256, 1), (64, 16, 256, 1))
+EXACT_SHAPES = ((64, 64, 128, 0), (64, 32, 128, 0), (64, 16, 128, 0), (32, 16, 64, 0))  # fp32 tiles are made in place
+
+
+@dataclass(frozen=True)
+class Cache:
+    """How keys and values lie, as far as kernels are made for it.
+
+    page: keys of a page; 0: each request's keys lie one after the other. shared: values are the first columns of keys.
+    starts: is it given where queries start?
+    """
+
+    page: int = 0
+    shared: bool = False
+    starts: bool = False
+
+
+def caches(problem: Problem, cache: Cache) -> Arguments:
+    """The caches of keys and of values."""
+    found = []
+    for name, dim in (("k", problem.dim), *([] if cache.shared else [("v", problem.dim_v)])):
+        if not cache.page:
+            found.append(buffers.strided(name, KEYS, problem.kv_heads, dim, problem))
+            continue
+        names = tuple(f"{name}_stride_{axis}" for axis in ("page", "key", "head"))
+        shape = (PAGES, cache.page, problem.kv_heads, dim)
+        found.append(Buffer(name, shape, problem.dtype, Role.GIVEN, strides=names, unit=problem.stride_unit))
+    return tuple(found)
+
+
+def places(cache: Cache) -> Arguments:
+    """Where keys and queries are."""
+    found = [Buffer("kv_lengths", (BATCH,), "int32", Role.GIVEN)]
+    if cache.page:
+        found.append(Buffer("page_table", (BATCH, PAGES_OF_A_REQUEST), "int32", Role.GIVEN))
+    if cache.starts:
+        found.append(Buffer("q_starts", (BATCH,), "int32", Role.GIVEN))
+    return tuple(found)
+
+
+def results(problem: Problem, rows: tuple[str, ...]) -> Arguments:
+    """The output and the returned rows."""
+    return (buffers.output(problem), *(buffers.row(f"row_{name}", problem) for name in rows))
+
+
+def parts(problem: Problem, states: tuple[str, ...]) -> Arguments:
+    """What parts leave: sums of weights times values, and states."""
+    rows = (PARTS, BATCH, QUERIES, problem.heads)
+    return (Buffer("part_o", (*rows, problem.dim_v)), *(Buffer(f"part_{name}", rows) for name in states))
+
+
+def walk(problem: Problem, cache: Cache, schedule: ForwardSchedule, in_parts: bool) -> Arguments:
+    """Of the kernel that walks over a cache."""
+    given = (
+        buffers.strided("q", QUERIES, problem.heads, problem.dim, problem), *caches(problem, cache),
+        *buffers.custom_inputs(problem), *places(cache),
+    )  # fmt: skip
+    names = tuple(name for name, _ in schedule.rows)
+    return (*given, *(parts(problem, names) if in_parts else results(problem, names)))
+
+
+def joining(problem: Problem, cache: Cache, merge: Merge) -> Arguments:
+    """Of the kernel that joins parts."""
+    rows = tuple(name for name, _ in merge.finals)
+    return (
+        *buffers.custom_inputs(problem), *places(replace(cache, page=0)),
+        *parts(problem, merge.read), *results(problem, rows),
+    )  # fmt: skip
+
+
+def shared_bytes(problem: Problem, cache: Cache, tile: Tile) -> int:
+    """The shared memory that a tile takes at least."""
+    dim, dim_v = padded(problem.dim), 0 if cache.shared else padded(problem.dim_v)
+    size = {"float32": 4}.get(problem.dtype, 2) * (2 if problem.splits else 1)
+    weights = tile.q * tile.kv if cache.shared or problem.dtype == "float32" else 0
+    return (tile.q * dim + max(tile.stages, 1) * tile.kv * (dim + dim_v) + weights) * size
+
+
+def tile_of(problem: Problem, cache: Cache, target: Target) -> Tile:
+    """The largest tile that fits. Raises TileDoesNotFit."""
+    arch = as_arch(target)
+    shapes = EXACT_SHAPES if problem.dtype == "float32" else SHARED_SHAPES if cache.shared else SHAPES
+    widest = 512 if cache.shared else 256
+    for shape in shapes:
+        tile = Tile(*shape)
+        if shared_bytes(problem, cache, tile) <= arch.shared_memory_per_block and problem.dim_v <= widest:
+            return tile
+    raise TileDoesNotFit(problem.dim, problem.dim_v, problem.dtype, f"have no tile for a cache on {arch.name}")
+
+
+def choose_parts(rows: int, keys: int, tile: Tile, target: Target) -> int:
+    """How many parts each row is cut into, from shapes alone.
+
+    rows: tiles of rows in all requests and key heads; keys: the most that a request may have. The least number that
+    leaves SMs nearly as busy as the best does: each part costs a little.
+    """
+    tiles, sms = -(-keys // tile.kv), places_of(target)
+    if rows >= BUSY * sms or tiles <= FEWEST_TILES:
+        return 1
+    most = min(MOST_PARTS, sms, tiles)
+    busy = {}
+    for count in range(1, most + 1):
+        waves = rows * count / sms
+        busy[count] = waves / -(-rows * count // sms)
+    best = max(busy.values())
+    return next(count for count, share in busy.items() if share >= NEAR_BEST * best)
+
+
+class CachedPlan:
+    """The launches of one program for one problem, kind of cache and target."""
+
+    def __init__(self, program: Program, problem: Problem, cache: Cache, target: Target) -> None:
+        axes = {name: axes for name, _, axes in problem.custom}
+        program = at_own_rows(program, axes)
+        bounded = problem.dtype == "float16" and not weights_fit(program)
+        self.program = bound_weights(program) if bounded else program
+        self.problem, self.cache, self.target = problem, cache, target
+        self.tile = tile_of(problem, cache, target)
+
+    @cached_property
+    def merge(self) -> Merge | None:
+        """What joins parts; None where none was found, and rows are not cut."""
+        try:
+            return derive_merge(self.program)
+        except NoMerge:
+            return None
+
+    @cached_property
+    def whole(self) -> Launch:
+        """The output and the rows, of whole rows."""
+        return self._walk("decode", schedule_forward(self.program), False)
+
+    @cached_property
+    def part(self) -> Launch:
+        """Parts of rows."""
+        assert self.merge is not None, "rows that are not cut have no parts"
+        return self._walk("decode parts", schedule_forward(self.merge.part_program), True)
+
+    def _walk(self, name: str, schedule: ForwardSchedule, in_parts: bool) -> Launch:
+        arguments = walk(self.problem, self.cache, schedule, in_parts)
+        writes = frozenset(a.place for a in arguments if isinstance(a, Buffer) and a.role is Role.MADE)
+        given = (schedule, self.tile, self.cache, in_parts)
+        return Launch(name, "cached.decode.decode", given, arguments, writes, (DISABLE_WARP_SPECIALIZATION,))
+
+    @cached_property
+    def combine(self) -> Launch:
+        """The output and the rows, of parts."""
+        assert self.merge is not None, "rows that are not cut have no parts"
+        arguments = joining(self.problem, self.cache, self.merge)
+        writes = frozenset(["o", *(f"row_{name}" for name, _ in self.merge.finals)])
+        given = (self.merge, MOST_PARTS, self.cache)
+        return Launch("combine", "cached.combine.combine", given, arguments, writes)
+
+    def steps(self, count: int) -> tuple[Step, ...]:
+        """What a call launches whose rows are cut into so many parts."""
+        steps: tuple[Step, ...] = (self.whole,) if count == 1 else (self.part, self.combine)
+        return checked(verify_steps, steps)
+
+    @property
+    def every_step(self) -> tuple[Step, ...]:
+        """What calls may launch, of any number of parts."""
+        return self.steps(1) if self.merge is None else (*self.steps(1), *self.steps(2))
+
+    def parts_of(self, batch: int, queries: int, keys: int, asked: int | None) -> int:
+        """How many parts each row of a call is cut into. Raises NoMerge where as many as were asked for can't join."""
+        if asked is not None:
+            if asked > 1:
+                derive_merge(self.program)
+            return asked
+        if self.merge is None:
+            return 1
+        blocks = -(-queries * self.problem.group // self.tile.q)
+        return choose_parts(batch * self.problem.kv_heads * blocks, keys, self.tile, self.target)

@@ -1,0 +1,218 @@
+"""Attention to keys and values in a cache: what such a call is held against, and how it runs. Inference alone.
+
+Lengths, tables and starts are read on the device: nothing waits for it, and a CUDA graph replays with other ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attention_engine.arch import Arch, detect
+from attention_engine.compiler import CachedKernels
+from attention_engine.errors import NotYetSupported, OptionsClash
+from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.problem import Problem
+from attention_engine.ir.program import Program
+from attention_engine.passes.absent_pairs import leave_out_absent
+from attention_engine.passes.cached_places import STARTS, check_rows, densely, reads_rows
+from attention_engine.plan.buffers import own_length
+from attention_engine.plan.cached import Cache
+from attention_engine.plan.targets import Target
+from attention_engine.reference.cached import attend_cached, gather, starts_of
+from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, with_strides
+from attention_engine.runtime.cached_inputs import (
+    CachedCall,
+    check_caches,
+    check_gradients,
+    check_out,
+    check_parts,
+    check_tensors,
+)
+from attention_engine.runtime.captured import axes_now, check_captured, sizes_of, specs_of, tensors_now
+from attention_engine.runtime.inputs import check_custom, order_custom, type_of
+from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
+from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
+
+if TYPE_CHECKING:
+    from attention_engine.runtime.module import AttentionEngine
+
+Results = tuple[Tensor, list[Tensor]]
+
+
+@dataclass
+class CachedAttention:
+    """One traced program that runs on caches. interpret: kernels on CPU tensors; by_kernels: or the reference?"""
+
+    program: Program
+    specs: Sequence[CustomSpec]
+    by_kernels: bool
+    interpret: bool
+    device: Arch | None
+    _kernels: dict[object, CachedKernels] = field(default_factory=dict)
+    _ready: dict[object, Ready] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
+
+    def __post_init__(self) -> None:
+        self.program = leave_out_absent(self.program)
+        self.axes = {s.name: tuple(s.axes) for s in self.specs}
+        check_rows(self.program, self.axes)
+        self.by_rows = reads_rows(self.program, self.axes)
+        self.dense = densely(self.program, self.axes)
+        self.rows = [name for name, _ in self.program.finals]
+
+    def __call__(self, call: CachedCall, out: Tensor | None) -> Results:
+        """The output (batch, queries, heads, dim_v) and the returned rows (batch, heads, queries)."""
+        if not self.by_kernels or not (call.q.numel() and call.k.numel() and call.capacity):
+            found, rows = self._by_reference(call)
+            return (found if out is None else out.copy_(found)), rows
+        return self._by_kernels(call, out)
+
+    def _by_reference(self, call: CachedCall) -> Results:
+        k = gather(call.k, call.table)
+        v = k[..., : call.dim_v] if call.v is None else gather(call.v, call.table)
+        lengths = call.lengths
+        custom = {s.name: c for s, c in zip(self.specs, call.custom, strict=True)}
+        places = starts_of(lengths, call.q.shape[1], call.starts), lengths
+        return attend_cached(self.dense, call.q, k, v, places, custom)
+
+    def target(self, q: Tensor) -> Target:
+        """What the kernels must be compiled for, of the device."""
+        return "interpret" if self.interpret else self.device or detect(q.device)
+
+    def problem(self, call: CachedCall, custom: Sequence[Tensor]) -> Problem:
+        """What the kernels must be compiled for, of the call."""
+        shapes = [
+            (spec.name, CUSTOM_NAMES[tensor.dtype], tuple(spec.axes) or (1,))
+            for spec, tensor in zip(self.specs, custom, strict=True)
+        ]
+        if self.by_rows:
+            shapes.append((STARTS, "int32", ("batch",)))
+        dim, q = call.q.shape[3], call.q
+        tf32 = q.dtype is torch.float32 and allows_tf32()
+        unit = stride_unit(dim, call.dim_v)
+        return Problem(q.shape[2], call.k.shape[2], dim, call.dim_v, NAMES[q.dtype], tf32, unit, tuple(shapes))
+
+    def kernels(self, call: CachedCall, custom: Sequence[Tensor]) -> CachedKernels:
+        """The kernels for such a call."""
+        q, cache = call.q, self._cache(call)
+        key = (
+            q.dtype, q.device, q.shape[2:], call.k.shape[2], call.dim_v, cache, allows_tf32(),
+            *[c.dtype for c in custom],
+        )  # fmt: skip
+        found = self._kernels.get(key)
+        if found is None:
+            problem = self.problem(call, custom)
+            found = self._kernels[key] = CachedKernels(self.program, problem, cache, self.target(q))
+        return found
+
+    def _cache(self, call: CachedCall) -> Cache:
+        page = 0 if call.table is None else call.k.shape[1]
+        return Cache(page, call.v is None, call.starts is not None or self.by_rows)
+
+    def _by_kernels(self, call: CachedCall, out: Tensor | None) -> Results:
+        custom = [as_parameter(c) for c in call.custom]
+        kernels, q = self.kernels(call, custom), call.q
+        batch, queries = q.shape[:2]
+        count = kernels.plan.parts_of(batch, queries, call.capacity, call.parts)
+        memory: Memory = {f"custom_{s.name}": c for s, c in zip(self.specs, custom, strict=True)}
+        unit = kernels.problem.stride_unit
+        memory |= {"q": with_strides(q, unit), "k": with_strides(call.k, unit), "kv_lengths": call.lengths}
+        if call.v is not None:
+            memory["v"] = with_strides(call.v, unit)
+        if call.table is not None:
+            memory["page_table"] = call.table
+        if kernels.plan.cache.starts:
+            memory["q_starts"] = starts_of(call.lengths, queries, call.starts)
+        if self.by_rows:
+            memory[f"custom_{STARTS}"] = memory["q_starts"]
+        self._ready_for(call, kernels, count, custom)(memory)
+        found, rows = tensor_of(memory, "o"), [tensor_of(memory, f"row_{name}") for name in self.rows]
+        return (found if out is None else out.copy_(found)), rows
+
+    def _ready_for(self, call: CachedCall, kernels: CachedKernels, count: int, custom: Sequence[Tensor]) -> Ready:
+        """The launches of a call of such shapes."""
+        table = 0 if call.table is None else call.table.shape[1]
+        key = (kernels, call.q.shape, call.k.shape, table, count, *[c.shape for c in custom])
+        found = self._ready.get(key)
+        if found is None:
+            if len(self._ready) >= MOST_PLANS:
+                self._ready.clear()
+            lengths = {
+                "batch": call.q.shape[0],
+                "q_length": call.q.shape[1],
+                "kv_length": call.capacity,
+                "parts": count,
+            }
+            lengths |= {"pages": call.k.shape[0], "pages_of_a_request": table}
+            lengths |= self._own_lengths(custom)
+            steps = kernels.plan.steps(count)
+            found = self._ready[key] = Ready(steps, kernels.kernel, lengths, {}, call.q.device, self._kept)
+        return found
+
+    def _own_lengths(self, custom: Sequence[Tensor]) -> Mapping[str, int]:
+        return {
+            own_length(spec.name, axis).name: size
+            for spec, tensor in zip(self.specs, custom, strict=True)
+            for axis, size in zip(spec.axes, tensor.shape, strict=False) if isinstance(axis, str)
+        }  # fmt: skip
+
+
+def with_cache(
+    engine: AttentionEngine, tensors: tuple[Tensor, Tensor, Tensor | None],
+    given: tuple[Sequence[Tensor], Mapping[str, Tensor]], places: tuple[Tensor, Tensor | None, Tensor | None],
+    cu_seqlens_q: Tensor | None, parts: int | None, out: Tensor | None, return_rowscales: bool,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """AttentionEngine.with_cache."""
+    (q, k, v), (lengths, table, starts) = tensors, places
+    if cu_seqlens_q is not None:
+        raise NotYetSupported("with_cache takes no cu_seqlens_q yet. Give q as (batch, queries, heads, dim).")
+    if engine._buffers["block_mask"] is not None:
+        raise OptionsClash(
+            "this engine has a block_mask of fixed lengths, and requests in a cache have lengths of their own.\n"
+            "  Say it as a mask_mod: custom inputs may hold what it reads."
+        )
+    check_parts(parts)
+    check_tensors(engine.layout, q, k, v, table is not None)
+    if engine.layout == "bhsd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), None if v is None else v.transpose(1, 2)
+    custom = [*order_custom(engine.custom_io, *given), *tensors_now(engine._captured)]
+    check_gradients((q, k, v, *custom))
+    dim_v = v.shape[3] if v is not None else engine.qkv_meta[2].dim if engine.qkv_meta else q.shape[3]
+    call = CachedCall(q, k, v, dim_v, lengths, table, starts, parts, custom)
+    backend = engine._backend_for(q.device)
+    check_caches(engine.qkv_meta, backend != "reference", call)
+    attention = _attention(engine, backend, call)
+    found, rows = attention(call, _turned(engine, check_out(engine.layout, out, call)))
+    output = out if out is not None else _turned(engine, found)
+    return (output, dict(zip(attention.rows, rows, strict=True))) if return_rowscales else output
+
+
+def _turned(engine: AttentionEngine, tensor: Tensor | None) -> Any:
+    return tensor.transpose(1, 2) if tensor is not None and engine.layout == "bhsd" else tensor
+
+
+def _attention(engine: AttentionEngine, backend: str, call: CachedCall) -> CachedAttention:
+    """What runs such a call: the program for the types of its tensors, traced when first needed."""
+    variant = engine._variant(None, call.q.shape[3])
+    io, keys = engine._io(variant), call.keys()
+    declared = len(io.in_order)
+    check_custom(io.in_order, call.custom[:declared], call.q, keys)
+    captured = call.custom[declared:]
+    check_captured(engine._captured, captured, call.q)
+    sizes = {**sizes_of(call.q, keys), "seq_len": None, "seq_len_kv": None}  # captured tensors are read at places
+    axes = axes_now(engine._captured, captured, sizes)
+    names = [*[s.name for s in io.in_order], *[c.name for c in engine._captured]]
+    types = tuple((n, type_of(t)) for n, t in zip(names, call.custom, strict=True))
+    asked = (backend, types, variant, axes)
+    found = engine._cached.get(asked)
+    if found is None:
+        program = engine._trace(dict(types), variant)
+        specs = [*io.in_order, *specs_of(engine._captured, axes)]
+        found = CachedAttention(program, specs, backend != "reference", backend == "interpret", engine.device)
+        engine._cached[asked] = found
+    return found

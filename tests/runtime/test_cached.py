@@ -1,0 +1,188 @@
+"""Attention to a cache by the reference and by the kernels, tile by tile on a CPU, against plain torch in float64."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine
+from attention_engine import errors as errors_of
+from attention_engine.library import causal
+from attention_engine.plan import cached as plan
+from tests.cached_cases import CASES, DRAFTS, Shape, errors, in_pages
+from tests.plain import worst_ratio
+
+LENGTHS = (200, 77, 6, 64, 128, 0, 65)
+DRAFTED = (200, 77, 6, 64, 129)
+
+
+def shape_of(name: str, queries: int, page: int) -> Shape:
+    if name == "tree":
+        return Shape(DRAFTED, DRAFTS, page=page)
+    return Shape(LENGTHS, queries, page=page)
+
+
+def test_there_are_thirty_programs():
+    assert len(CASES) >= 30
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_keeps_the_rule(name):
+    assert errors(name, shape_of(name, 3, 16), torch.float32, "reference")
+    assert errors(name, shape_of(name, 1, 0), torch.bfloat16, "reference")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_keep_the_rule(name, record_property):
+    found = errors(name, shape_of(name, 1, 0), torch.float16, "interpret", 1)
+    found += errors(name, shape_of(name, 5, 16), torch.bfloat16, "interpret", 3)
+    record_property(*worst_ratio(found, name))
+
+
+@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 129])
+def test_lengths_on_and_beside_the_ends_of_tiles_and_pages(length, page):
+    shape = Shape((length, 130 - length), 2, page=page)
+    assert errors("softmax", shape, torch.float16, "interpret", 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 40), (6, 1, 96), (8, 2, 128)])
+def test_heads_dims_and_dtypes(heads, kv_heads, dim, dtype):
+    shape = Shape((70, 3, 129), 2, heads, kv_heads, dim)
+    for name in ("softmax", "alibi", "sigmoid"):
+        assert errors(name, shape, dtype, "interpret", 2)
+
+
+def test_more_rows_than_a_tile_has():
+    shape = Shape((70, 40), 16, 16, 2, 32)  # 128 rows a key head
+    for name in ("softmax", "sink", "window"):
+        assert errors(name, shape, torch.float16, "interpret", 2)
+
+
+def test_bits_depend_neither_on_neighbours_nor_on_pages():
+    torch.manual_seed(0)
+    engine = AttentionEngine(mask_mod=causal, backend="interpret")
+    q = torch.randn(3, 1, 4, 64).half()
+    k, v = torch.randn(2, 3, 200, 2, 64).half()
+    lengths = torch.tensor([200, 130, 64], dtype=torch.int32)
+    for parts in (1, 3):
+        alone = [
+            engine.with_cache(q[n : n + 1], k[n : n + 1], v[n : n + 1], kv_lengths=lengths[n : n + 1], num_splits=parts)
+            for n in range(3)
+        ]
+        together = engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=parts)
+        assert torch.equal(together, torch.cat(alone))
+        state = torch.get_rng_state()
+        in_k, table = in_pages(k, lengths.tolist(), 16)
+        torch.set_rng_state(state)  # values lie in the same pages
+        in_v, _ = in_pages(v, lengths.tolist(), 16)
+        paged = engine.with_cache(q, in_k, in_v, kv_lengths=lengths, page_table=table, num_splits=parts)
+        assert torch.equal(paged, together)
+
+
+def test_what_a_table_and_a_length_say_wrongly_touches_nothing_else():
+    """Pages that are not there read as 0; a length past the cache ends with the cache."""
+    engine = AttentionEngine(backend="interpret")
+    q, cache = torch.randn(1, 1, 2, 32).half(), torch.randn(3, 16, 2, 32).half()
+    table = torch.tensor([[1, 77, -1]], dtype=torch.int32)
+    o = engine.with_cache(q, cache, cache, kv_lengths=torch.tensor([1000], dtype=torch.int32), page_table=table)
+    assert o.isfinite().all()
+
+
+def test_no_length_batch_or_number_of_parts_makes_another_kernel():
+    engine = AttentionEngine(mask_mod=causal, backend="interpret")
+    draw = random.Random(0)
+    for _ in range(8):
+        batch, queries, most = draw.randrange(1, 5), draw.randrange(1, 5), draw.randrange(5, 100)
+        q, k = torch.randn(batch, queries, 4, 32).half(), torch.randn(batch, most, 2, 32).half()
+        lengths = torch.tensor([draw.randrange(most + 1) for _ in range(batch)], dtype=torch.int32)
+        engine.with_cache(q, k, k, kv_lengths=lengths, num_splits=draw.randrange(1, 9))
+    (attention,) = engine._cached.values()
+    (kernels,) = attention._kernels.values()
+    assert len(kernels._made) <= 3
+
+
+def test_output_and_layout():
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(2, 3, 4, 32), torch.randn(2, 2, 50, 2, 32)
+    lengths = torch.tensor([50, 20], dtype=torch.int32)
+    engine, turned = (AttentionEngine(mask_mod=causal, layout=layout) for layout in ("bshd", "bhsd"))
+    expected = engine.with_cache(q, k, v, kv_lengths=lengths)
+    out = torch.empty_like(expected)
+    assert engine.with_cache(q, k, v, kv_lengths=lengths, out=out) is out and torch.equal(out, expected)
+    found = turned.with_cache(*(t.transpose(1, 2) for t in (q, k, v)), kv_lengths=lengths)
+    assert torch.equal(found.transpose(1, 2), expected)
+
+
+def test_captured_tensors_are_read_at_places():
+    """A table of as many entries as there are queries is no tensor of the call's rows."""
+    table = torch.randn(3)
+    engine = AttentionEngine(score_mod=lambda s, custom, b, h, q_idx, kv_idx: s + table[q_idx - kv_idx])
+    q, k = torch.randn(1, 3, 2, 16), torch.randn(1, 9, 2, 16)
+    lengths = torch.tensor([9], dtype=torch.int32)
+    found = engine.with_cache(q, k, k, kv_lengths=lengths)
+    places = torch.arange(6, 9)[:, None] - torch.arange(9)
+    bias = torch.where((places >= 0) & (places < 3), table[places.clamp(0, 2)], 0.0)
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) + bias).softmax(-1)
+    torch.testing.assert_close(found, torch.einsum("bhqk,bkhd->bqhd", weights, k))
+
+
+CALL = "engine.with_cache(q, k, v, kv_lengths=lengths{})"
+WRONG = {
+    "parts of 0": (", num_splits=0", errors_of.UnknownOption, "num_splits is 0. Give 1 to 128, or None"),
+    "parts below 0": (", num_splits=-2", errors_of.UnknownOption, "num_splits is -2"),
+    "parts that are True": (", num_splits=True", errors_of.UnknownOption, "num_splits is True"),
+    "a table for keys in a row": (", page_table=table", errors_of.WrongCache, "a page has 9 keys"),
+    "starts of another batch": (", q_starts=lengths[:1]", errors_of.WrongCache, "q_starts has shape"),
+    "an output of another shape": (", out=k", errors_of.WrongCache, "out is torch.float32"),
+    "another argument": (", causal=True", errors_of.CustomInputMissing, "'causal' is no argument of a call"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_have_names(name):
+    more, kind, words = WRONG[name]
+    names = {
+        "engine": AttentionEngine(), "q": torch.randn(2, 1, 2, 16), "k": torch.randn(2, 9, 2, 16),
+        "v": torch.randn(2, 9, 2, 16), "lengths": torch.tensor([9, 3], dtype=torch.int32),
+        "table": torch.zeros(2, 1, dtype=torch.int32),
+    }  # fmt: skip
+    with pytest.raises(kind, match=re.escape(words)):
+        eval(CALL.format(more), names)
+
+
+def test_wrong_tensors_have_names():
+    engine, q, k = AttentionEngine(), torch.randn(2, 1, 2, 16), torch.randn(2, 9, 2, 16)
+    lengths = torch.tensor([9, 3], dtype=torch.int32)
+    with pytest.raises(errors_of.WrongCache, match="kv_lengths is"):
+        engine.with_cache(q, k, k, kv_lengths=lengths.long())
+    with pytest.raises(errors_of.WrongCache, match="q has batch 2 and k_cache 1"):
+        engine.with_cache(q, k[:1], k[:1], kv_lengths=lengths)
+    with pytest.raises(errors_of.WrongCache, match="q has head dim 16 and k_cache 8"):
+        engine.with_cache(q, k[..., :8], k, kv_lengths=lengths)
+    with pytest.raises(errors_of.WrongCache, match="2 query heads cannot share 3 key heads"):
+        engine.with_cache(q, torch.randn(2, 9, 3, 16), torch.randn(2, 9, 3, 16), kv_lengths=lengths)
+    with pytest.raises(errors_of.CacheNotDifferentiable, match="cu_seqlens_q"):
+        engine.with_cache(q.requires_grad_(), k, k, kv_lengths=lengths)
+    with torch.no_grad():
+        assert engine.with_cache(q, k, k, kv_lengths=lengths).shape == (2, 1, 2, 16)
+    blocks = AttentionEngine(block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    with pytest.raises(errors_of.OptionsClash, match="mask_mod"), torch.no_grad():
+        blocks.with_cache(q, k, k, kv_lengths=lengths)
+
+
+def test_rows_whose_parts_cannot_join_are_not_cut(monkeypatch):
+    def refuse(_):
+        raise errors_of.NoMerge("no formula")
+
+    monkeypatch.setattr(plan, "derive_merge", refuse)
+    torch.manual_seed(0)
+    engine = AttentionEngine(backend="interpret")
+    q, (k, v) = torch.randn(1, 1, 2, 16), torch.randn(2, 1, 300, 2, 16)
+    lengths = torch.tensor([300], dtype=torch.int32)
+    found = engine.with_cache(q, k, v, kv_lengths=lengths)
+    torch.testing.assert_close(found, AttentionEngine()(q, k, v))
+    with pytest.raises(errors_of.NoMerge, match="no formula"):
+        engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=2)
