@@ -186,6 +186,10 @@ class LengthsDiffer(BadInput):
     """Batches or lengths of q, k and v that don't fit each other."""
 
 
+class WrongSequences(BadInput):
+    """cu_seqlens that don't say where packed sequences begin."""
+
+
 class TooLong(BadInput):
     """More queries, keys or tokens than kernels count."""
 

@@ -184,6 +184,10 @@ MISTAKES = [
     Mistake(E.DtypesDiffer, "two dtypes in one call", *call("q, k.half(), v", "q, k, v")),
     Mistake(E.NotFloating, "integer tensors", *call("q.int(), k.int(), v.int()", "q, k, v")),
     Mistake(E.LengthsDiffer, "keys and values of different lengths", *call("q, k, v[:, :7]", "q, k[:, :7], v[:, :7]")),
+    Mistake(E.WrongSequences, "lengths of packed sequences in place of where they begin", *(
+        "engine = AttentionEngine(qkv_meta, mask_mod=library.causal)\nrows = torch.randn(8, 2, 16)\n"
+        f"engine(rows, rows, rows, cu_seqlens_q=torch.tensor([{numbers}], dtype=torch.int32))"
+        for numbers in ("5, 3", "0, 5, 8"))),
     Mistake(E.DevicesDiffer, "tensors on two devices", *call('q, k.to("meta"), v', "q, k, v")),
     Mistake(E.WrongDtype, "another dtype than the kernels were built for", *(
         'engine = AttentionEngine(qkv_meta, backend="interpret")\nengine(q.half(), k.half(), v.half())',

@@ -12,6 +12,7 @@ from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.signatures import AxisName, DeclaredAxis
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor, convert, lift, wrap
 from attention_engine.ir.expr import Expr, Op, Type, const, make, topological
+from attention_engine.ir.packing import Packing
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 
 AxisSpec = int | str
@@ -51,6 +52,8 @@ class CustomIO:
     torch.Size([1, 8, 2, 16])
     """
 
+    packing: Packing | None = None  # of one that is traced for packed sequences
+
     def __init__(self, input_tensors: Mapping[str, Sequence[DeclaredAxis]] | None = None) -> None:
         specs = {}
         if input_tensors is not None and not isinstance(input_tensors, Mapping):
@@ -77,6 +80,15 @@ class CustomIO:
 
     def __reduce__(self) -> tuple[type[CustomIO], tuple[dict[str, tuple[AxisSpec, ...]]]]:
         return CustomIO, ({s.name: s.axes for s in self.specs.values()},)
+
+    def with_more(self, specs: Sequence[CustomSpec], packing: Packing | None = None) -> CustomIO:
+        """The same with more behind."""
+        io = CustomIO()
+        io.specs = MappingProxyType({**self.specs, **{s.name: s for s in specs}})
+        io.in_order = tuple(io.specs.values())
+        if packing is not None:
+            io.packing = packing
+        return io
 
     def __repr__(self) -> str:
         return f"CustomIO({ {s.name: s.axes for s in self.specs.values()} })"
@@ -133,10 +145,10 @@ class CustomInput:
 class CustomRead(SymbolicTensor):
     """A custom input as a symbol: its value in arithmetic, other entries by index."""
 
-    __slots__ = ("_input",)
+    __slots__ = ("_input", "_packed")
 
-    def __init__(self, source: CustomInput) -> None:
-        self._input = source
+    def __init__(self, source: CustomInput, packed: bool = False) -> None:
+        self._input, self._packed = source, packed
 
     @property
     def expr(self) -> Expr:  # type: ignore[override]
@@ -148,6 +160,13 @@ class CustomRead(SymbolicTensor):
 
     def __getitem__(self, indices: object) -> Symbol:  # type: ignore[override]
         listed = indices if isinstance(indices, tuple) else (indices,)
+        rows = [axis for axis in self._input.spec.axes if axis in ("seq_len", "seq_len_kv")]
+        if rows and self._packed:
+            raise WrongIndex(
+                f"{where_from()}{self._input.called} has the axis {rows[0]!r}: in a call with cu_seqlens_q that counts "
+                f"packed rows, and an index is a place in a sequence.\n  Read it at its own row, "
+                f"custom[{self._input.spec.name!r}], or declare a size in place of {rows[0]!r}."
+            )
         return wrap(self._input.read(listed))
 
 
@@ -180,4 +199,5 @@ class CustomInputs:
                 f"tensor[h, q_idx]. create_mask and show_mask take it by name: {name}=tensor."
             )
         untyped = self._io.specs.keys() - self._dtypes.keys()
-        return CustomRead(CustomInput(spec, self._dtypes.get(name, Type.FLOAT), untyped))
+        source = CustomInput(spec, self._dtypes.get(name, Type.FLOAT), untyped)
+        return CustomRead(source, self._io.packing is not None)

@@ -44,6 +44,7 @@ from attention_engine.ir.program import (
 )
 from attention_engine.ir.verify import checked, verify_program
 from attention_engine.passes.index_ranges import settle_comparisons
+from attention_engine.passes.pack_documents import PackDocuments
 from attention_engine.passes.simplify import simplify
 from attention_engine.passes.widths import widen
 
@@ -278,7 +279,8 @@ def trace(
 
     custom_types says of each custom input whether it holds floats, bools, int64 (LONG) or narrower integers (INT);
     floats where it says nothing.
-    scale multiplies q . k before score_mod. Without an online_func the scores are the weights.
+    scale multiplies q . k before score_mod. Without an online_func the scores are the weights. Where custom_io says how
+    sequences are packed, the program is that of their rows.
     """
     custom = CustomInputs(custom_io, custom_types or {})
     score = PRODUCT if scale == 1.0 else PRODUCT * scale
@@ -289,13 +291,17 @@ def trace(
     mask = None if mask_mod is None else _mask(mask_mod, custom)
     online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)
     states, wide = list(online.initial), wide_inputs(custom_types or {})
+    found = (score, *online.updates.values(), online.weights, online.rescale, online.output,
+             *(e for _, e in online.final_exprs))  # fmt: skip
+    forward, backward = online.forward, online.backward
+    if custom_io.packing is not None:
+        pack = PackDocuments(custom_io.packing, {s.name: s.axes for s in custom_io.in_order})
+        mask, found = pack.mask(mask), tuple(map(pack, found))
+        forward, backward = (None if e is None else pack(e) for e in (forward, backward))
     mask = None if mask is None else settle_comparisons(mask, wide)
-    roots = widen(*simplify(score, *online.updates.values(), online.weights, online.rescale, online.output,
-                            *(e for _, e in online.final_exprs)), wide=wide)  # fmt: skip
+    roots = widen(*simplify(*found), wide=wide)
     score, updates, (weights, rescale, output, *finals) = roots[0], roots[1 : 1 + len(states)], roots[1 + len(states) :]
-    optional = [
-        widen(*simplify(e), wide=wide)[0] if e is not None else None for e in (mask, online.forward, online.backward)
-    ]
+    optional = [widen(*simplify(e), wide=wide)[0] if e is not None else None for e in (mask, forward, backward)]
     program = Program(
         score=score,
         mask=None if optional[0] is not None and optional[0] is const(True) else optional[0],

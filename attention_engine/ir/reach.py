@@ -14,6 +14,7 @@ import math
 
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Axis, Expr, Op, Type, is_const, topological
+from attention_engine.ir.packing import OF_PLACES
 from attention_engine.ir.program import PRODUCT
 
 MODERATE = 1e3  # up to it lse keeps log r to 3e-5
@@ -48,7 +49,8 @@ def may_be_far(score: Expr) -> bool:
             number, rest = score.args
             return number.op is Op.CONST and may_be_far(rest)
         case Op.CAST:
-            return any(n.op is Op.LOAD and not n.axes <= OF_HEAD for n in topological(score))
+            loads = [n for n in topological(score) if n.op is Op.LOAD and n.name not in OF_PLACES]
+            return any(not n.axes <= OF_HEAD for n in loads)
         case Op.WHERE:
             return any(map(may_be_far, score.args[1:]))
         case _:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from attention_engine.ir.evaluate import WIDEST
 from attention_engine.ir.expr import INTEGERS, Expr, Op, Type, const, topological, transform
+from attention_engine.ir.packing import OF_PLACES
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H, is_start
 
 Number = int | float
@@ -82,6 +83,8 @@ class Ranges:
             return (node.value, node.value) if math.isfinite(node.value) else None
         if is_start(node):
             return STARTS_FROM
+        if node.op is Op.LOAD and node.name in OF_PLACES:
+            return -LONGEST, LONGEST
         if node.op in (Op.VAR, Op.LOAD) and node.dtype in INTEGERS:
             return WIDE if node.dtype is Type.LONG or (node.op is Op.LOAD and node.name in self.wide) else NARROW
         return None

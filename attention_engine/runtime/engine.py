@@ -141,6 +141,10 @@ class Engine(torch.nn.Module):
         """The declared custom inputs, and what a variant adds."""
         return self.custom_io
 
+    def _specs(self, variant: Any) -> list[CustomSpec]:
+        """The same as kernels read them."""
+        return list(self._io(variant).specs.values())
+
     # ---- the keys of what runs
 
     def _key(
@@ -151,7 +155,7 @@ class Engine(torch.nn.Module):
         asked = (backend, types, variant, axes, starts)
         if asked not in self._keys:
             program = self._trace(dict(types), variant)
-            specs = [*self._io(variant).specs.values(), *specs_of(self._captured, axes)]
+            specs = [*self._specs(variant), *specs_of(self._captured, axes)]
             program, specs = (program, specs) if starts is None else moved(program, specs, starts)
             device = self.device.name if self.device else ""
             inputs = [(s.name, s.axes) for s in specs]

@@ -97,7 +97,7 @@ def attention(
     """
     if custom is not None and not isinstance(custom, Mapping):
         raise UnknownOption(f"custom is {type(custom).__name__}. Give tensors by name: custom={{'slopes': slopes}}.")
-    given = custom if custom is not None else {}
+    given: Mapping[str, Any] = custom if custom is not None else {}
     specs = _specs(custom_io, given, layout, q, k, v)
     options = (score_mod, mask_mod, online_func, scale, specs, block_size, layout, backend, deterministic)
     if is_compiling():

@@ -347,11 +347,13 @@ def share_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_custom(
-    specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor, whole: Mapping[str, int] = NONE
+    specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor, whole: Mapping[str, int] = NONE,
+    batch: int | None = None,
 ) -> None:  # fmt: skip
     """BadInput unless the custom inputs have the shapes that their axes ask for, on q's device. whole: sizes of the
-    whole attention, where a call holds a part of one."""
-    sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
+    whole attention, where a call holds a part of one. batch: q's, unless sequences are packed in it."""
+    batch = q.shape[0] if batch is None else batch
+    sizes = {"batch": batch, "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
     sizes |= {f"whole_{axis}": size for axis, size in whole.items()}
     for spec, tensor in zip(specs, tensors, strict=True):
         if spec.name in (BLOCKS, STARTS):

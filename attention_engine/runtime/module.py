@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
 import torch
@@ -19,6 +18,7 @@ from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Backend, Layout, MaskMod, MaskValue, ScoreMod
 from attention_engine.frontend.tracing import place_of, trace
 from attention_engine.ir.expr import Type
+from attention_engine.ir.packing import Packing
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.library import OnlineSoftmax
@@ -60,6 +60,8 @@ from attention_engine.runtime.inputs import (
 )
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.names import declared, either, explains_names
+from attention_engine.runtime.packed import count_sequences, refuse_lengths, tables_of
+from attention_engine.runtime.packed_call import call_packed
 from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 
@@ -68,7 +70,8 @@ if TYPE_CHECKING:
 
 WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for all batches? one for all heads?
-Variant: TypeAlias = tuple[Blocks, int | None]  # the blocks of a call, and q's head dim where it makes the scale
+# A call's blocks, q's head dim where it makes the scale, and how sequences are packed. Dynamo follows plain tuples.
+Variant: TypeAlias = tuple[Blocks, int | None, Packing | None]
 
 
 class AttentionEngine(Shown):
@@ -113,7 +116,7 @@ class AttentionEngine(Shown):
     """
 
     block_mask: Tensor | None
-    ORDINARY: ClassVar[Variant] = (None, None)
+    ORDINARY: ClassVar[Variant] = (None, None, None)
     TURNED: ClassVar[int] = 3
 
     @explains_names
@@ -160,23 +163,30 @@ class AttentionEngine(Shown):
         check_online(self._program, where=f"{place_of(self.online_func.online_fwd)}: ")
 
     def _trace_functions(self, types: Mapping[str, Type], variant: Variant) -> Program:
-        (blocks, dim), scale = variant, self.scale
+        (blocks, dim, _), scale = variant, self.scale
         if scale is None:
             scale = 1.0 if dim is None else dim**-0.5
         return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(variant), types, scale)
 
-    def _variant(self, blocks: Tensor | None = None, dim: int | None = None) -> Variant:
+    def _variant(
+        self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None
+    ) -> Variant:  # fmt: skip
         shared = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
-        return shared, dim if self.scale is None else None
+        return shared, dim if self.scale is None else None, packing
 
     def _io(self, variant: Variant) -> CustomIO:
-        if variant[0] is None:
+        blocks, _, packing = variant
+        if packing is not None:
+            return self.custom_io.with_more(tables_of(packing), packing)
+        if blocks is None:
             return self.custom_io
-        io, (one_batch, one_head) = CustomIO(), variant[0]
+        one_batch, one_head = blocks
         axes = (1 if one_batch else "batch", 1 if one_head else "heads", "q_blocks", "kv_blocks")
-        io.specs = MappingProxyType({**self.custom_io.specs, BLOCKS: CustomSpec(BLOCKS, axes)})
-        io.in_order = tuple(io.specs.values())
-        return io
+        return self.custom_io.with_more([CustomSpec(BLOCKS, axes)])
+
+    def _specs(self, variant: Variant) -> list[CustomSpec]:
+        specs = super()._specs(variant)
+        return specs if variant[2] is None else count_sequences(specs)
 
     def _mask(self, blocks: Blocks) -> Callable[..., Any] | None:
         """The user's mask and, with an outside block mask, the existence of the pair's block."""
@@ -234,17 +244,25 @@ class AttentionEngine(Shown):
         return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
-                return_rowscales: bool = False, **named: Tensor) -> Tensor | WithRows:  # fmt: skip
+                return_rowscales: bool = False, cu_seqlens_q: Tensor | None = None,
+                cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+                max_seqlen_k: int | None = None, **named: Tensor) -> Tensor | WithRows:  # fmt: skip
         """The output, differentiable in q, k, v and every floating custom or captured tensor.
 
         Args:
-            q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd".
+            q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd"; with cu_seqlens_q
+                (rows, heads, dim), the rows of many sequences behind one another.
             custom: custom inputs in the order of custom_io, or by name.
             block_mask: which blocks exist, for this call alone.
             return_rowscales: return the rows of the epilogue, too.
+            cu_seqlens_q: int32 (sequences + 1), where each sequence begins, and where the last ends. `b` is the
+                sequence then, `kv_idx` the place in it, and q_idx = length of keys - length of queries + place.
+            cu_seqlens_k: the same of keys; None where they are the queries' tokens.
+            max_seqlen_q, max_seqlen_k: taken, as flash-attn's functions ask for them, and not needed.
 
         Returns:
-            o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}).
+            o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}), rows (H, rows of q) of
+            packed sequences.
 
         Raises:
             BadInput: tensors that don't fit.
@@ -252,6 +270,11 @@ class AttentionEngine(Shown):
         try:
             captured = self._captured
             held = tensors_now(captured) if captured else ()
+            if cu_seqlens_q is not None:
+                starts = cu_seqlens_q, cu_seqlens_k
+                return call_packed(self, q, k, v, custom, held, starts, block_mask, return_rowscales, named)
+            if cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
+                refuse_lengths(cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             return self._call(q, k, v, custom, held, block_mask, return_rowscales, named)
         except AttentionEngineError as error:
             if is_compiling():  # the compiler follows what is raised, but no traceback
@@ -262,15 +285,21 @@ class AttentionEngine(Shown):
 
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
-                    return_rowscales: Literal[False] = False, **named: Tensor) -> Tensor: ...  # fmt: skip
+                    return_rowscales: Literal[False] = False, cu_seqlens_q: Tensor | None = None,
+                    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+                    max_seqlen_k: int | None = None, **named: Tensor) -> Tensor: ...  # fmt: skip
 
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
-                    return_rowscales: Literal[True], **named: Tensor) -> WithRows: ...  # fmt: skip
+                    return_rowscales: Literal[True], cu_seqlens_q: Tensor | None = None,
+                    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+                    max_seqlen_k: int | None = None, **named: Tensor) -> WithRows: ...  # fmt: skip
 
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
-                    return_rowscales: bool, **named: Tensor) -> Tensor | WithRows: ...  # fmt: skip
+                    return_rowscales: bool, cu_seqlens_q: Tensor | None = None,
+                    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+                    max_seqlen_k: int | None = None, **named: Tensor) -> Tensor | WithRows: ...  # fmt: skip
 
         def __call__(self, *args: Any, **named: Any) -> Any: ...
 

@@ -14,6 +14,7 @@ from attention_engine.compiler import Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
+from attention_engine.ir.packing import Packing
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
@@ -59,8 +60,10 @@ class Shown(Engine):
     def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise NotImplementedError
 
-    def _variant(self, blocks: Tensor | None = None, dim: int | None = None) -> Any:
-        """What a call with these blocks and this head dim says of the program."""
+    def _variant(
+        self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None
+    ) -> Any:  # fmt: skip
+        """What a call with these blocks and this head dim, of sequences packed so, says of the program."""
         raise NotImplementedError
 
     def _maths(self) -> Maths:

@@ -1,0 +1,143 @@
+"""Packed sequences: their rows as one batch, and the tables that say of each row which sequence it is of.
+
+Tables are made on the device, by torch, from where sequences begin: nothing is copied to the host, and nothing depends
+on the lengths but the tensors' sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from attention_engine.errors import (
+    DevicesDiffer,
+    LengthsDiffer,
+    NotATensor,
+    OptionsClash,
+    WrongRank,
+    WrongSequences,
+)
+from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.packing import SEQUENCES, TABLES, Packing
+
+ROWS = "(rows, heads, dim)"
+
+
+def tables_of(packing: Packing) -> list[CustomSpec]:
+    """The tables as custom inputs."""
+    return [CustomSpec(name, (axis,)) for name, axis in TABLES[packing].items()]
+
+
+def count_sequences(specs: Sequence[CustomSpec]) -> list[CustomSpec]:
+    """Custom inputs as kernels have them, that see one batch: an axis "batch" has a length of its own."""
+    return [replace(s, axes=tuple(SEQUENCES if axis == "batch" else axis for axis in s.axes)) for s in specs]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A call of packed sequences: q, k, v of one batch (1, rows, heads, dim), tables by name, how many sequences."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packing: Packing
+    names: tuple[str, ...]
+    tables: tuple[Tensor, ...]
+    sequences: int
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The sizes that captured tensors' dimensions may have the names of: those that are read at h. All other
+        indices are places in sequences."""
+        return {"batch": -1, "heads": self.q.shape[2], "seq_len": -1, "seq_len_kv": -1}
+
+
+def refuse_lengths(cu_seqlens_k: object, max_seqlen_q: object, max_seqlen_k: object) -> None:
+    """WrongSequences: lengths of packed sequences, and no cu_seqlens_q."""
+    given = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    name = next(name for name, value in given.items() if value is not None)
+    raise WrongSequences(f"{name} was given without cu_seqlens_q, which says where the sequences of queries begin.")
+
+
+def pack(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, blocks: Tensor | None = None
+) -> Packed:
+    """The call as one of a single batch. Raises BadInput."""
+    if blocks is not None:
+        raise OptionsClash("block_mask says which blocks of a batch exist, and packed sequences have no such blocks.")
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(tensor, Tensor):
+            raise NotATensor(f"{name} is {type(tensor).__name__}. Give a tensor {ROWS}.")
+        if tensor.ndim != 3:
+            raise WrongRank(
+                f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. With cu_seqlens_q give {ROWS}, the rows "
+                "of all sequences behind one another."
+            )
+    if k.shape[0] != v.shape[0]:
+        raise LengthsDiffer(f"k has {k.shape[0]} rows and v has {v.shape[0]}. They must be equal.")
+    alike = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
+        raise LengthsDiffer(
+            f"q has {q.shape[0]} rows and k has {k.shape[0]}. Say where the sequences of keys begin: cu_seqlens_k=..."
+        )
+    starts_q = check_starts("cu_seqlens_q", cu_seqlens_q, q)
+    starts_k = starts_q if alike or cu_seqlens_k is None else check_starts("cu_seqlens_k", cu_seqlens_k, k)
+    if starts_q.shape != starts_k.shape:
+        raise WrongSequences(
+            f"cu_seqlens_q is of {starts_q.shape[0] - 1} sequences and cu_seqlens_k of {starts_k.shape[0] - 1}."
+        )
+    packing = Packing.ALIKE if alike else Packing.UNLIKE
+    tables = make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0])
+    q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    return Packed(q, k, v, packing, tuple(TABLES[packing]), tables, starts_q.shape[0] - 1)
+
+
+def check_starts(name: str, starts: Tensor, rows: Tensor) -> Tensor:
+    """Where sequences begin, as int32. Raises WrongSequences, DevicesDiffer; numbers are looked at on a CPU alone."""
+    if not isinstance(starts, Tensor):
+        raise NotATensor(f"{name} is {type(starts).__name__}. Give an int32 tensor (sequences + 1).")
+    if starts.ndim != 1 or starts.shape[0] < 1 or starts.dtype not in (torch.int32, torch.int64):
+        raise WrongSequences(
+            f"{name} is {starts.dtype} of shape {tuple(starts.shape)}. Give int32 of shape (sequences + 1,): where "
+            "each sequence begins, and where the last ends."
+        )
+    if starts.device != rows.device:
+        raise DevicesDiffer(f"{name} is on '{starts.device}' and q on '{rows.device}'. Put them on one device.")
+    if type(starts) is Tensor and starts.device.type == "cpu" and not is_compiling():
+        _check_numbers(name, starts.tolist(), rows.shape[0])
+    return starts.to(torch.int32)
+
+
+def _check_numbers(name: str, starts: Sequence[int], rows: int) -> None:
+    if starts[0] != 0:
+        raise WrongSequences(f"{name} begins with {starts[0]}. The first sequence begins at row 0.")
+    if back := [n for n, (a, b) in enumerate(itertools.pairwise(starts)) if b < a]:
+        n = back[0]
+        raise WrongSequences(f"{name} goes back from {starts[n]} to {starts[n + 1]} at {n + 1}. Give a running sum.")
+    if starts[-1] > rows:
+        raise WrongSequences(f"{name} ends at row {starts[-1]}, and there are {rows} rows.")
+
+
+def make_tables(
+    packing: Packing, starts_q: Tensor, starts_k: Tensor, queries: int, keys: int
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The tables in order. Rows behind the last sequence are of none: no query sees a key there, no key a query."""
+    last = starts_q.shape[0] - 1
+    of_q = sequences_of(starts_q, queries)
+    of_k = of_q if packing is Packing.ALIKE else sequences_of(starts_k, keys)
+    found = [torch.where(of_q < last, of_q, -1), torch.where(of_k < last, of_k, -2), starts_k.index_select(0, of_q)]
+    if packing is Packing.UNLIKE:
+        found.append(starts_k.index_select(0, of_k))
+        found.append((starts_k - starts_q).index_select(0, (of_q + 1).clamp(max=last)))
+    return tuple(found)
+
+
+def sequences_of(starts: Tensor, rows: int) -> Tensor:
+    """The sequence of each row, int32; behind the last, how many there are."""
+    places = torch.arange(rows, dtype=torch.int32, device=starts.device)
+    return torch.searchsorted(starts[1:], places, right=True, out_int32=True)

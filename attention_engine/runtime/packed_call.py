@@ -1,0 +1,49 @@
+"""A call of packed sequences: one of a single batch of their rows, of the program that pack_documents.py makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from attention_engine.runtime import op, parts
+from attention_engine.runtime.captured import axes_now, check_captured
+from attention_engine.runtime.inputs import check_custom, check_qkv, follow_autocast, heads_of, order_custom, type_of
+from attention_engine.runtime.packed import pack
+from attention_engine.runtime.shown import Shown
+
+WithRows = tuple[Tensor, dict[str, Tensor]]
+
+
+def call_packed(
+    engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
+    starts: tuple[Tensor, Tensor | None], block_mask: Tensor | None, return_rowscales: bool,
+    named: Mapping[str, Tensor],
+) -> Tensor | WithRows:  # fmt: skip
+    """The output (rows, heads, dim) and, where they are asked for, the returned rows (heads, rows).
+
+    captured: these tensors in place of those that the functions captured; starts: cu_seqlens of queries and of keys.
+    """
+    tensors = order_custom(engine.custom_io, custom, named)
+    rows = pack(q, k, v, *starts, blocks=engine.block_mask if block_mask is None else block_mask)
+    q, k, v = follow_autocast(rows.q, rows.k, rows.v)
+    backend = engine._backend_for(q.device)
+    check_qkv(engine.qkv_meta, "bshd", backend != "reference", q, k, v)
+    heads = heads_of(q), heads_of(k), heads_of(v)
+    engine._note_call(heads, q.dtype)
+    check_custom(engine.custom_io.in_order, tensors, q, k, batch=rows.sequences)
+    check_captured(engine._captured, captured, q)
+    axes = axes_now(engine._captured, captured, rows.sizes) if captured else ()
+    names = [*[s.name for s in engine.custom_io.in_order], *rows.names, *[c.name for c in engine._captured]]
+    tensors = [*tensors, *rows.tables, *captured]
+    types = tuple([(n, type_of(t)) for n, t in zip(names, tensors, strict=True)])
+    key = engine._key(backend, types, engine._variant(dim=heads[0][1], packing=rows.packing), axes)
+    if backend != "reference" and v.shape[3] > parts.WIDEST:
+        found: Sequence[Tensor] = parts.run(key, q, k, v, tensors, return_rowscales)
+    else:
+        engine._begin_backward(key, (q, k, v, *tensors))
+        found = op.run(key, return_rowscales, (q, k, v, *tensors))
+    output, *others = [t[0] for t in found]
+    if not return_rowscales:
+        return output
+    return output, dict(zip([n for n, _ in engine._program.finals], others, strict=True))
