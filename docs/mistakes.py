@@ -252,6 +252,15 @@ MISTAKES = [
         'engine = AttentionEngine(qkv_meta, online_func=Softmax(), backend="interpret")\n'
         "o, rows = engine(q.requires_grad_(), k, v, return_rowscales=True)\n"
         f'(o.sum() + rows["lse"]{way}.sum()).backward()' for way in ("", ".detach()"))),
+    Mistake(E.NoMerge, "a combine that forgets the sum over parts", *(
+        "class Softmax(library.OnlineSoftmax):\n"
+        "    @staticmethod\n"
+        "    def combine(final_rowscales):\n"
+        '        lse = final_rowscales["lse"]\n'
+        '        weights = (lse - lse.get_reduce("max")).exp()\n'
+        f"        return weights{way}\n\n"
+        "AttentionEngine(qkv_meta, online_func=Softmax()).partial(q, k, v)"
+        for way in ("", ' / weights.get_reduce("sum")'))),
 ]  # fmt: skip
 
 

@@ -255,10 +255,12 @@ WRONG = {
 }
 
 
-def over_its_own_scale(x, s):
-    """Right, and its sum is of no factors: a sigmoid of what the row's maximum shifts."""
+def by_odds(x, s):
+    """Softmax, right, and no formula is found for it: its exponentials are the odds of sigmoids."""
     m = s["m"].max(x.get_reduce("max"))
-    return (x - m).sigmoid(), {"m": m}, 1.0
+    back, p = (s["m"] - m).exp(), (x - m).sigmoid()
+    e = p / (1.0 - p)
+    return e, {"m": m, "r": s["r"] * back + e.get_reduce("sum")}, back
 
 
-UNWRITTEN = made("ShiftedSigmoid", {"m": -math.inf}, over_its_own_scale, lambda o, s: (o, {}))
+UNWRITTEN = made("SoftmaxByOdds", SOFTMAX, by_odds, lambda o, s: (o / s["r"], {}))

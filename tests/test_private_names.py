@@ -37,6 +37,7 @@ NAMED = {
     "torch._C._len_torch_dispatch_stack",
     "torch._add_batch_dim",
     "torch._remove_batch_dim",
+    "torch.utils._pytree",
     "tvm.script.ir_builder.IRBuilder",
     "tvm.script.ir_builder.tirx",
 }

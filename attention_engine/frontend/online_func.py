@@ -56,6 +56,8 @@ class OnlineFunc:
     - `backward(dp, scores, final_rowscales, doosum_rowscales, b, h, q_idx, kv_idx) -> dscores`, which may be left out,
       is the gradient of the scores. `scores` are the final weights, `dp` is dO . v, and `doosum_rowscales` is the row
       sum of O * dO.
+    - `combine(final_rowscales) -> factor`, which may be left out, is what the outputs of parts of a row are multiplied
+      with before they are added, of the rows that each part returned; `get_reduce` runs over parts.
 
     Each may take the custom inputs as one more, last argument. What isn't written is derived. States are fp32 numbers,
     one for each (batch, head, query).
@@ -83,6 +85,7 @@ class OnlineFunc:
 
     forward: Any = None
     backward: Any = None
+    combine: Any = None
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
 from attention_engine.frontend.symbols import CAPTURE, Symbol, convert, lift, without_reductions, wrap
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const
+from attention_engine.ir.merge import returned_by_part
 from attention_engine.ir.program import (
     DELTA,
     KV_IDX,
@@ -265,6 +266,17 @@ class _OnlineTrace:
         with without_reductions(f"`{method}`"):
             result = call(function, arguments, [*values, *_indices()], self.custom)
         return _number(function, "its result", result)
+
+
+def trace_combine(func: OnlineFunc, program: Program, custom_io: CustomIO, types: Mapping[str, Type]) -> Expr | None:
+    """What the user's `combine` multiplies the outputs of parts with, of their returned rows; None where there is no
+    such method."""
+    if func.combine is None:
+        return None
+    rows = {name: wrap(returned_by_part(name)) for name, _ in program.finals}
+    given = _Rowscales(rows, "returned row", type(func).__name__)
+    result = call(func.combine, "final_rowscales", [given], CustomInputs(custom_io, types))
+    return simplify(_number(func.combine, "the factor", result))[0]
 
 
 def trace(

@@ -27,6 +27,11 @@ def whole_variable(name: str) -> Expr:
     return var(name, ROW, kind=VarKind.WHOLE)
 
 
+def returned_by_part(name: str) -> Expr:
+    """A row that the epilogue returns of each part, which the user's `combine` reads."""
+    return var(name, PAIR, kind=VarKind.FINAL)
+
+
 @dataclass(frozen=True)
 class Merge:
     """The merge of one program.
@@ -35,7 +40,7 @@ class Merge:
     states: each state of the whole, of the parts' states and of those of the whole that stand before it; none where
     only the user's `combine` joins parts. factor: what a part's sum of weights times values is multiplied with before
     these are added, of the same variables. output and finals: the end of the row, of OUTPUT (that sum) and the states
-    of the whole.
+    of the whole. finished: is OUTPUT the output already, so that what was merged is merged no more?
     """
 
     program: Program
@@ -43,6 +48,7 @@ class Merge:
     factor: Expr
     output: Expr
     finals: tuple[tuple[str, Expr], ...]
+    finished: bool = False
 
     @cached_property
     def read(self) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ class _Trial:
     def end_of_parts(self, groups: list[list[int]], draw: random.Random, in_steps: bool) -> dict[str, float]:
         """The same of parts, some of which are merged first with in_steps."""
         parts = [self._walk(self.merge.program, _cut(draw, group, draw.randrange(3))) for group in groups]
-        if in_steps and len(parts) > 2 and self.merge.states:
+        if in_steps and len(parts) > 2 and not self.merge.finished:
             first = draw.randrange(1, len(parts))
             parts = [self._merged(parts[:first]), *parts[first:]]
         whole = self._merged(parts)

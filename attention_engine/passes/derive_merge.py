@@ -23,13 +23,13 @@ from typing import get_args
 
 from attention_engine.errors import NoMerge
 from attention_engine.ir.expr import Expr, Extremum, Op, const, is_const, make, substitute, topological, var
-from attention_engine.ir.merge import Merge, part_variable, whole_variable
+from attention_engine.ir.merge import Merge, part_variable, returned_by_part, whole_variable
 from attention_engine.ir.pretty import formula
-from attention_engine.ir.program import PRODUCT, ROW, Program
+from attention_engine.ir.program import OUTPUT, PRODUCT, ROW, Program
 from attention_engine.ir.verify import checked, verify_merge
 from attention_engine.passes.check_merge import find_difference
 from attention_engine.passes.differentiate import differentiate
-from attention_engine.passes.empty_rows import guard_empty_rows
+from attention_engine.passes.empty_rows import guard_empty_rows, output_factor
 from attention_engine.passes.polynomials import Polynomial, Row, solve
 from attention_engine.passes.separate import ZERO, Inseparable, Term, reads, separate
 from attention_engine.passes.simplify import add, mul, recip, reduce, simplify, split_coefficient, terms
@@ -44,6 +44,29 @@ def derive_merge(program: Program) -> Merge:
     guarded = guard_empty_rows(program)
     bare = dataclasses.replace(guarded.returning(guarded.finals), score=PRODUCT, mask=None)
     return dataclasses.replace(_of_row_function(bare), program=guarded)
+
+
+def merge_by_combine(program: Program, scale: Expr, where: str = "") -> Merge:
+    """The merge by the user's own `combine`: `scale`, of the rows that parts return (`returned_by_part`), is what their
+    outputs are multiplied with. where: what a message begins with. Raises NoMerge."""
+    guarded = guard_empty_rows(program)
+    end: dict[Expr, Expr] = {s.variable: part_variable(s.name) for s in guarded.states}
+    rows = {returned_by_part(name): substitute(row, end) for name, row in guarded.finals}
+    finish = output_factor(guarded)
+    if finish is None:
+        raise refusal(f"{where}combine multiplies outputs, and the epilogue is no factor of the output.")
+    try:
+        states = derive_merge(program).states
+    except NoMerge:
+        states = ()
+    whole: dict[Expr, Expr] = {s.variable: whole_variable(s.name) for s in guarded.states}
+    finals = tuple((name, substitute(row, whole)) for name, row in guarded.finals) if states else ()
+    factor = mul(*simplify(substitute(finish, end), substitute(scale, rows)))
+    merge = checked(verify_merge, Merge(guarded, states, factor, OUTPUT, finals, finished=True))
+    difference = find_difference(merge)
+    if difference is not None:
+        raise refusal(f"{where}combine does not make the row of its parts:\n  {difference}")
+    return merge
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ def guard_empty_rows(program: Program) -> Program:
     """The program with an output of 0 for rows that keep no pair."""
     if _is_zero_at_start(program):
         return program
-    factor = _output_factor(program)
+    factor = output_factor(program)
     states = program.states
     if factor is not None and states:  # where every state is as it began, the factor has no meaning, kept pairs or not
         (empty,) = simplify(functools.reduce(functools.partial(make, Op.AND), map(_is_as_it_began, states)))
@@ -35,10 +35,10 @@ def guard_empty_rows(program: Program) -> Program:
 
 def counts_kept_pairs(program: Program) -> bool:
     """Does only a state of their own tell rows that keep no pair?"""
-    return not _is_zero_at_start(program) and (_output_factor(program) is None or not program.states)
+    return not _is_zero_at_start(program) and (output_factor(program) is None or not program.states)
 
 
-def _output_factor(program: Program) -> Expr | None:
+def output_factor(program: Program) -> Expr | None:
     """What the epilogue multiplies the output with; None where it does more."""
     (factor,) = differentiate(program.output, [OUTPUT])
     (rest,) = simplify(substitute(program.output, {OUTPUT: const(0.0)}))

@@ -25,6 +25,7 @@ class Maths:
     """A program, analysed: what its kernels compute. `refusal` says why there is no backward pass, if there is none.
 
     bent: where the epilogue is no factor of the output, what runs in place of this program when gradients are wanted.
+    unfinished: is it the forward pass over a part of a row, whose output is stored as it was summed, in fp32?
     """
 
     program: Program
@@ -33,6 +34,7 @@ class Maths:
     forward_schedule: ForwardSchedule
     backward_schedule: BackwardSchedule | None
     bent: Bent | None = None
+    unfinished: bool = False
 
     @property
     def trained(self) -> Maths:
@@ -106,6 +108,12 @@ def analyse(program: Program) -> Maths:
     refusal = BackwardNotDerived(f"{reasons[0]}.\n  Detach it (`.detach()`).") if reasons else inner.refusal
     bent = Bent(bend, inner) if refusal is None else None
     return Maths(program, None, refusal, _in_order(program), None, bent)
+
+
+def analyse_part(program: Program) -> Maths:
+    """The forward pass over a part of a row (`Merge.part_program`) in order. It has no backward pass."""
+    refusal = BackwardNotDerived("a part of a row has no backward pass.")
+    return Maths(program, None, refusal, _in_order(checked(verify_program, program)), None, unfinished=True)
 
 
 def _analyse(program: Program) -> Maths:

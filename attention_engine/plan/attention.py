@@ -204,10 +204,11 @@ class AttentionPlan:
         """q, k, v -> o and rows."""
         tile, dtype, lists = self.tiles.forward, self.problem.dtype, "tile map of forward"
         schedule = self.maths.forward_parted_of(dtype) if tile.hopper else self.maths.forward_of(dtype)
-        arguments = buffers.forward(self.problem, schedule, tile, lists)
+        arguments = buffers.forward(self.problem, schedule, tile, lists, self.maths.unfinished)
         writes = frozenset(["o", *(f"row_{name}" for name, _ in schedule.rows)])
         if not tile.hopper:
-            return Launch("forward", "straight.forward.forward", (schedule, tile), arguments, writes, self._one_role)
+            builder = "straight.forward.forward_of_part" if self.maths.unfinished else "straight.forward.forward"
+            return Launch("forward", builder, (schedule, tile), arguments, writes, self._one_role)
         places = (places_of(self.target),) if tile.persistent else ()
         rules = (UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else []))
         return Launch("forward", "hopper.forward.forward", (schedule, tile, *places), arguments, writes, rules)

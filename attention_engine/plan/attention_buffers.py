@@ -6,6 +6,7 @@ Tensors are (batch, length, heads, dim), rows (batch, heads, queries), in fp32.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from attention_engine.ir.expr import Axis, Expr, const
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
@@ -113,12 +114,16 @@ def tile_map(problem: Problem, plan: TilePlan, tile: Tile, over_keys: bool, key:
     return (*lengths, *custom_inputs(problem, plan.reads), *tile_lists(plan, problem, tile, over_keys, key))
 
 
-def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, lists: str = "") -> Arguments:
-    """Of the kernels that make o and the rows. lists: the place of the tile lists."""
-    plan = plan_tiles(schedule.mask)
+def forward(
+    problem: Problem, schedule: ForwardSchedule, tile: Tile, lists: str = "", unfinished: bool = False
+) -> Arguments:  # fmt: skip
+    """Of the kernels that make o and the rows. lists: the place of the tile lists; unfinished: is o stored as it was
+    summed, in fp32?"""
+    plan, made = plan_tiles(schedule.mask), output(problem)
     return (
         *inputs(problem), *tile_lists(plan, problem, tile, True, lists),
-        output(problem), *(row(f"row_{name}", problem) for name, _ in schedule.rows),
+        replace(made, dtype="float32") if unfinished else made,
+        *(row(f"row_{name}", problem) for name, _ in schedule.rows),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Tuning
 
 MOST_SEEN = 4096
-OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached")
+OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_parted")
 
 
 class Engine(torch.nn.Module):

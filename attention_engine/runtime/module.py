@@ -62,7 +62,7 @@ from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.names import declared, either, explains_names
 from attention_engine.runtime.packed import count_sequences, refuse_lengths, tables_of
 from attention_engine.runtime.packed_call import call_packed
-from attention_engine.runtime.shown import Shown
+from attention_engine.runtime.parted import Parted
 from attention_engine.runtime.tuning import Asked, Tuning, choose
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for a
 Variant: TypeAlias = tuple[Blocks, int | None, Packing | None]
 
 
-class AttentionEngine(Shown):
+class AttentionEngine(Parted):
     """An attention, from its maths, as a torch.nn.Module. What is left out is as usual: softmax of scaled q . k.
 
     Args:

@@ -43,9 +43,18 @@ from attention_engine.plan.forms import Tile
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
     """The PrimFunc: (q, k, v, custom..., [tile_lists], o, rows...), rows fp32 (batch, heads, queries), as scheduled."""
+    return _forward(problem, schedule, tile, unfinished=False)
+
+
+def forward_of_part(problem: Problem, schedule: ForwardSchedule, tile: Tile) -> Any:
+    """The same over a part of each row: o is fp32, the sum so far."""
+    return _forward(problem, schedule, tile, unfinished=True)
+
+
+def _forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, unfinished: bool) -> Any:
     sizes = Sizes(problem)
     walks = Walks(plan_tiles(schedule.mask), problem, sizes, tile)
-    parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile))
+    parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile, unfinished=unfinished))
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     seen = key_condition(schedule.mask)
 

@@ -1,0 +1,47 @@
+"""A merge on torch tensors: what attention to parts of each row's keys left becomes attention to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.merge import Merge, part_variable, whole_variable
+from attention_engine.ir.program import OUTPUT, Q_IDX, B, H
+from attention_engine.reference.evaluate import DTYPES, Evaluator, lowest
+
+
+def merge_parts(
+    merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """The output (batch, heads, queries, DV) and the returned rows (batch, heads, queries), in the parts' dtype.
+
+    outputs: of each part, the sum of weights times values; states: by name, of each part, (batch, heads, queries).
+    """
+    first = outputs[0]
+    known = _indices(first)
+    known |= {part_variable(name): torch.stack(list(each), -1) for name, each in states.items()}
+    parts = torch.ones(1, 1, 1, len(outputs), dtype=torch.bool, device=first.device)
+    least = lowest(first.dtype, merge.program.score)
+    evaluate = Evaluator(known, custom, first.dtype, first.device, parts, least)
+    for name, state in merge.states:
+        evaluate.done[whole_variable(name)] = evaluate(state)
+    factor, total = evaluate(merge.factor), torch.zeros_like(first)
+    for number, output in enumerate(outputs):
+        here = factor[..., number : number + 1] if Axis.KEY in merge.factor.axes else factor
+        total = total + here * output
+    evaluate.done[OUTPUT] = total
+    rows = [evaluate(row).expand(*first.shape[:3], 1)[..., 0] for _, row in merge.finals]
+    return evaluate(merge.output).expand(first.shape), rows
+
+
+def _indices(output: Tensor) -> dict[Expr, Tensor]:
+    """The indices of rows, as they broadcast."""
+    found = {}
+    for axis, variable in enumerate((B, H, Q_IDX)):
+        shape = [-1 if n == axis else 1 for n in range(4)]
+        places = torch.arange(output.shape[axis], device=output.device, dtype=DTYPES[variable.dtype])
+        found[variable] = places.view(shape)
+    return found
