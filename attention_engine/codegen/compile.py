@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
-from attention_engine.codegen.patches import fences, patched, printed, wait_groups
+from attention_engine.codegen.patches import fences, headers, patched, printed, wait_groups
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.codegen.tir_types import Function, Printed
 from attention_engine.errors import NoCudaCompiler
@@ -113,6 +113,7 @@ def compile_kernel(
     and missing.
     """
     tilelang = load_tilelang()
+    headers.begin(arch.target, bool((pass_configs or {}).get(FAST_MATH)))
 
     def compiled(given: Mapping[str, object]) -> CompiledKernel:
         configs, rewriting, flags = _prepare(arch, given)
@@ -269,6 +270,16 @@ def ptxas_report(cuda: str, arch: Arch, flags: Sequence[str] = ()) -> str:
     nvcc = find_nvcc()
     if nvcc is None:
         raise NoCudaCompiler
+    less = headers.lessened(cuda, arch.target, headers.FAST in flags)
+    result = _asked_of_nvcc(nvcc, cuda if less is None else less, arch, flags)
+    if result.returncode != 0 and less is not None:
+        result = _asked_of_nvcc(nvcc, cuda, arch, flags)
+    if result.returncode != 0:
+        raise RuntimeError(f"nvcc failed for {arch.target}:\n{result.stdout}{result.stderr}")
+    return result.stdout + result.stderr
+
+
+def _asked_of_nvcc(nvcc: Path, cuda: str, arch: Arch, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
     package = Path(load_tilelang().__file__).parent
     includes = [f"-I{package / 'src'}", f"-I{package / '3rdparty' / 'cutlass' / 'include'}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -276,10 +287,7 @@ def ptxas_report(cuda: str, arch: Arch, flags: Sequence[str] = ()) -> str:
         source.write_text(cuda)
         output = ["-o", str(source.with_suffix(".cubin")), str(source)]
         command = [str(nvcc), "--cubin", "-O3", "-w", "-std=c++20", f"-arch={arch.target}", *includes, *flags]
-        result = subprocess.run([*command, "-Xptxas", "-v", *output], capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(f"nvcc failed for {arch.target}:\n{result.stdout}{result.stderr}")
-    return result.stdout + result.stderr
+        return subprocess.run([*command, "-Xptxas", "-v", *output], capture_output=True, text=True, check=False)
 
 
 def parse_resources(report: str, dynamic_shared: int) -> Resources:

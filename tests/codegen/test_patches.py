@@ -216,8 +216,8 @@ def test_many_threads_enter_and_leave():
 
 def test_every_change_of_ours_names_its_proof_here():
     folder = Path(patches.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "scope"}
-    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs", "ended_reads"}
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "scope", "declarations"}
+    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs", "ended_reads", "headers"}
     found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
 
@@ -249,6 +249,10 @@ def test_tilelang_fences_registers_that_a_thread_does_not_have():
                                   printed.with_held_barriers], ids=lambda rule: rule.__name__)  # fmt: skip
 def test_tilelang_prints_what_our_rules_rewrite(rule):
     assert rule(theirs()) != theirs()
+
+
+def test_tilelang_includes_more_than_a_kernel_needs():
+    assert "#include <tl_templates/cuda/scan.h>" in theirs() and "cumsum" not in theirs().lower()
 
 
 def test_tilelang_rewrites_a_macro_each_time_that_it_is_defined(monkeypatch):
