@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attention_engine import arch, library
+    from attention_engine import arch, flex, library
     from attention_engine.errors import AttentionEngineError
     from attention_engine.frontend.custom_io import CustomInputs, CustomIO
     from attention_engine.frontend.meta import meta_tensor
@@ -45,13 +45,13 @@ _WHERE = {
 }
 __all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "CustomInputs", "LinearAttentionEngine",
            "OnlineFunc", "Symbol", "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "attention",
-           "create_block_mask", "create_mask", "document_ids", "library", "meta_tensor", "show_mask", "show_scores",
-           "where"]  # fmt: skip
+           "create_block_mask", "create_mask", "document_ids", "flex", "library", "meta_tensor", "show_mask",
+           "show_scores", "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Names are fetched when first used, so that importing the package is quick (torch is imported by the engines)."""
-    if name in ("arch", "library", "errors"):
+    if name in ("arch", "library", "errors", "flex"):
         return importlib.import_module(f"attention_engine.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(f"attention_engine.{_WHERE[name]}"), name)

@@ -36,6 +36,7 @@ NAMED = {
     "torch._C._functorch.unwrap_if_dead",
     "torch._C._len_torch_dispatch_stack",
     "torch._add_batch_dim",
+    "torch._higher_order_ops.wrap.dynamo_bypassing_wrapper",
     "torch._remove_batch_dim",
     "torch.utils._pytree",
     "tvm.script.ir_builder.IRBuilder",

@@ -18,7 +18,6 @@ ADVICE = {
     "softmax": "A row's normaliser is the engine's online_func: OnlineSoftmax(), or one of your own.",
     "mean": "A mean over a row is scores.get_reduce('sum') over a row state that counts keys.",
     **dict.fromkeys(("shape", "size", "ndim", "numel", "dim"), SIZES),
-    "dtype": "Values in a mod are fp32 numbers, ints (the indices) or conditions; x.to(torch.float32) converts.",
     **dict.fromkeys(("item", "tolist", "numpy"), NO_NUMBER),
     **dict.fromkeys(("cuda", "cpu", "device", "contiguous", "clone", "requires_grad_"), ELSEWHERE),
     **dict.fromkeys(("cumsum", "cumprod", "logsumexp", "prod", "std", "var", "norm", "amax", "amin", "argmax", "sort",
@@ -31,7 +30,7 @@ ADVICE = {
     **dict.fromkeys(("dropout", "rand_like", "randn_like", "bernoulli"), CHANCE),
     **dict.fromkeys(("isnan", "isinf", "isfinite", "nan_to_num"),
                     "Numbers in a mod are taken to be finite; a pair of the score -math.inf takes no part."),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor", "empty_like"), MADE),
+    **dict.fromkeys(("new_tensor", "empty_like"), MADE),
 }  # fmt: skip
 FORMULAS = {  # of functions that are a line of others
     "acos": "math.pi / 2 - torch.atan(x * torch.rsqrt(1 - x * x))",
@@ -54,7 +53,6 @@ FORMULAS = {  # of functions that are a line of others
     "selu": "1.0507009873554805 * torch.where(x > 0, x, 1.6732632423543772 * torch.expm1(x.min(0)))",
     "sinh": "(x.exp() - (-x).exp()) / 2",
     "softshrink": "x.sign() * (x.abs() - lambd).relu()",
-    "tan": "x.sin() / x.cos()",
     "tanhshrink": "x - x.tanh()",
     "threshold": "torch.where(x > threshold, x, value)",
     "xlogy": "torch.where(a == 0, 0.0, a * b.log())",

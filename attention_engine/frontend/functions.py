@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -94,6 +95,7 @@ def _sign(a: object) -> Symbol:
 
 FLOOR, ROUND = _elementwise(Op.FLOOR), _elementwise(Op.ROUND)
 EXP, EXPM1, ERF, TANH = _elementwise(Op.EXP), _elementwise(Op.EXPM1), _elementwise(Op.ERF), _elementwise(Op.TANH)
+SIN, COS = _elementwise(Op.SIN), _elementwise(Op.COS)
 SIGMOID, SOFTPLUS = _elementwise(Op.SIGMOID), _elementwise(Op.SOFTPLUS)
 
 
@@ -183,6 +185,21 @@ def _like(value: float | None) -> Callable[..., Symbol]:
     return lambda a, **said: wrap(convert(const(value), lift(a).dtype))
 
 
+def _new(value: float) -> Callable[..., Symbol]:
+    """new_zeros, new_ones, new_full: a number, of the type that is asked for. A shape must be that of one number."""
+
+    def build(a: object, size: object = (), *more: object, dtype: object = None, **said: object) -> Symbol:
+        shape = (*size, *more) if isinstance(size, (tuple, list)) else (size, *more)
+        if any(n != 1 for n in shape):
+            raise UnsupportedOperation(
+                f"{where_from()}a tensor of shape {shape} is made of a symbolic value, which is one number.\n"
+                "  Make it outside of the mod, and read it at an index."
+            )
+        return _to(value, lift(a).dtype.name.lower() if dtype is None else dtype)
+
+    return build
+
+
 def _float(a: object) -> Symbol:
     return wrap(*unify(a, least=Type.FLOAT))
 
@@ -195,6 +212,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "absolute": abs,
     "arctan": _elementwise(Op.ATAN),
+    "tan": lambda a: SIN(a) / COS(a),
     "floor": _rounding(FLOOR),
     "ceil": _rounding(lambda a: -FLOOR(-a)),
     "trunc": _rounding(_truncate),
@@ -266,6 +284,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "zeros_like": _like(0),
     "ones_like": _like(1),
     "full_like": _like(None),
+    "new_zeros": _new(0),
+    "new_ones": _new(1),
+    "new_full": lambda a, size, fill_value, **said: _new(fill_value)(a, size, **said),
     "sum": _no_sum,
 }
 Symbol.FUNCTIONS.update(FUNCTIONS)
+
+
+def _dtype(a: Symbol) -> Any:
+    """torch's name for what a symbol holds, as in `bias[h].to(score.dtype)`."""
+    torch = sys.modules["torch"]
+    return {Type.BOOL: torch.bool, Type.FLOAT: torch.float32}.get(a.expr.dtype, torch.int32)
+
+
+Symbol.dtype = property(_dtype)  # type: ignore[attr-defined] # symbols.py is full

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from attention_engine.errors import AttentionEngineError, NotYetSupported, UnknownOption
-from attention_engine.frontend.captured import Captured, Computed, Fixed, Source, each_source
 from attention_engine.frontend.custom_io import AxisSpec, CustomIO
 from attention_engine.frontend.frames import brief
 from attention_engine.frontend.made import Made
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Backend, Layout, MaskMod, ScoreMod
-from attention_engine.runtime.captured import tensors_now
+from attention_engine.runtime.finding import KEPT, Finder
 from attention_engine.runtime.inputs import check_ranks
 from attention_engine.runtime.masks import axes_of
 from attention_engine.runtime.module import AttentionEngine, WithRows
 from attention_engine.runtime.recipes import Recipe
 
-KEPT = 64  # engines, the least recently used of which goes
 Specs = tuple[tuple[str, tuple[AxisSpec, ...]], ...]  # custom inputs: names and axes
 
 
@@ -99,13 +95,13 @@ def attention(
         raise UnknownOption(f"custom is {type(custom).__name__}. Give tensors by name: custom={{'slopes': slopes}}.")
     given: Mapping[str, Any] = custom if custom is not None else {}
     specs = _specs(custom_io, given, layout, q, k, v)
-    options = (score_mod, mask_mod, online_func, scale, specs, block_size, layout, backend, deterministic)
+    options = (scale, specs, block_size, layout, backend, deterministic)
     if is_compiling():
         given_functions = _sent(score_mod), _sent(mask_mod), (_guard(score_mod), _guard(mask_mod))
-        engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *options[3:])]
+        engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *options)]
         return engine(q, k, v, block_mask=block_mask, return_rowscales=return_rowscales, **given)
     try:
-        engine, captured = _find(Recipe(*options))
+        engine, captured = FINDER.find((score_mod, mask_mod, online_func), options)
         names = [name for name, _ in specs]
         if given.keys() == set(names):
             return engine._call(q, k, v, [given[n] for n in names], captured, block_mask, return_rowscales, {})
@@ -128,52 +124,16 @@ def _specs(
     return tuple([(name, axes_of(name, tensor, sizes)) for name, tensor in custom.items()])
 
 
-def _build(recipe: Recipe) -> AttentionEngine:
-    options: tuple[Any, ...] = recipe.values
-    score_mod, mask_mod, online_func, scale, specs, block_size, layout, backend, deterministic = options
+def _build(functions: tuple[Any, ...], options: tuple[Any, ...]) -> AttentionEngine:
+    score_mod, mask_mod, online_func = functions
+    scale, specs, block_size, layout, backend, deterministic = options
     return AttentionEngine(
         None, CustomIO(dict(specs)), score_mod, mask_mod, online_func, scale=scale, block_size=block_size,
         layout=layout, backend=backend, deterministic=deterministic,
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _engine_of(recipe: Recipe, values: object = None) -> tuple[AttentionEngine, list[Tensor]]:
-    """The engine of all recipes that equal this one, and the tensors of the first. values: if those matter too."""
-    return _build(recipe), recipe.tensors
-
-
-def _find(recipe: Recipe) -> tuple[AttentionEngine, Sequence[Tensor]]:
-    """The engine, and the tensors that these functions captured."""
-    engine, first = _engine_of(recipe)
-    if engine._reads_numbers:  # as t.item(), which is in the program
-        engine, first = _engine_of(recipe, recipe.exact())
-    captured = engine._captured
-    if not captured:
-        return engine, ()
-    if any([a is not b for a, b in zip(recipe.tensors, first)]):
-        new = {id(old): tensor for old, tensor in zip(first, recipe.tensors, strict=True)}
-        captured = tuple([_replaced(one, new) for one in captured])
-    return engine, tensors_now(captured)
-
-
-def _replaced(one: Captured, new: Mapping[int, Tensor]) -> Captured:
-    """A captured tensor of other functions of the same recipe. new: their tensors, by the ids of the first ones'."""
-    other = copy.copy(one)
-    other.source = Fixed(_now(one.source, new), one.name)
-    return other
-
-
-def _now(source: Source, new: Mapping[int, Tensor]) -> Any:
-    if isinstance(source, Fixed):
-        return new.get(id(source.tensor), source.tensor)
-    if not isinstance(source, Computed):
-        return source.now()
-    again = copy.copy(source)
-    again.args, again.named = (
-        each_source(held, lambda inner: Fixed(_now(inner, new), inner.name)) for held in (source.args, source.named)
-    )
-    return again.now()
+FINDER = Finder(_build)
 
 
 # ---- under torch.compile
@@ -191,7 +151,7 @@ def _name_of(score_mod: Any, mask_mod: Any, guarded: object, *options: object) -
     if name not in FOR_COMPILERS:
         while len(FOR_COMPILERS) >= KEPT:
             del FOR_COMPILERS[next(iter(FOR_COMPILERS))]
-        FOR_COMPILERS[name] = _build(recipe)
+        FOR_COMPILERS[name] = _build(recipe.values[:3], recipe.values[3:])
     return name
 
 

@@ -96,7 +96,7 @@ class Recipe:
         return False
 
     def _read_function(self, function: Any) -> None:
-        if _is_fixed(function) and function.__closure__ is None:
+        if is_fixed(function) and function.__closure__ is None:
             self.parts.append(function)
             return
         if self._is_met(function):
@@ -145,7 +145,7 @@ class Recipe:
             return
         if not self._is_met(value):
             self.parts.append(Same(value))
-        if not _is_fixed(value):
+        if not is_fixed(value):
             names |= {"__call__"}
             self._read_attributes(value, _named_by_methods(type(value), names) if _has_methods(value) else names)
 
@@ -178,7 +178,7 @@ class Recipe:
             self._read(value.value if isinstance(value, Var) else value, frozenset())
 
 
-def _is_fixed(value: Any) -> bool:
+def is_fixed(value: Any) -> bool:
     """Is it of a package that holds nothing that changes?"""
     module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     if not isinstance(module, str) or isinstance(value, torch.nn.Module):
@@ -212,7 +212,7 @@ def _plain(held: Any) -> Any:
 def _of_class(kind: type, name: str) -> Any:
     """What instances find in their class, but for what packages that don't change put there."""
     owner = next((each for each in kind.__mro__ if name in each.__dict__), None)
-    return None if owner is None or _is_fixed(owner) else _plain(owner.__dict__[name])
+    return None if owner is None or is_fixed(owner) else _plain(owner.__dict__[name])
 
 
 def _named_by_methods(kind: type, names: frozenset[str]) -> frozenset[str]:

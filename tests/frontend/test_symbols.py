@@ -195,6 +195,11 @@ METHODS: dict[str, Callable[[Any, Any], Any]] = {
     "zeros_like dtype": lambda s, m: s + torch.zeros_like(s, dtype=torch.float32),
     "ones_like": lambda s, m: s + torch.ones_like(s.int()),
     "full_like": lambda s, m: s + torch.full_like(s, 2.5),
+    "tan": lambda s, m: s.tan(),
+    "new_zeros": lambda s, m: s + s.new_zeros(()),
+    "new_ones": lambda s, m: s.new_ones((), dtype=torch.bool) & (s > m),
+    "new_full": lambda s, m: s + s.new_full((1,), 2.5),
+    "dtype": lambda s, m: (s > m).to(m.to(torch.float32).dtype),
     "max of two": lambda s, m: s.max(m) if isinstance(s, Symbol) else s.maximum(m),
     "min of two": lambda s, m: s.min(0.0) if isinstance(s, Symbol) else s.clamp(max=0.0),
 }
@@ -236,6 +241,11 @@ def test_an_activation(name):
     found, expected = ACTIVATIONS[name](S), ACTIVATIONS[name](NUMBERS[SCORE])
     assert isinstance(found, Symbol)
     assert torch.allclose(value(found.expr), expected, rtol=3e-8)  # torch ends a softplus at 20
+
+
+def test_a_number_is_made_of_a_symbol_alone():
+    with pytest.raises(UnsupportedOperation, match=r"a tensor of shape \(3,\) is made of a symbolic value"):
+        S.new_zeros(3)
 
 
 def test_every_known_function_is_tried():
@@ -394,7 +404,7 @@ REFUSED = {
         "`torch.ones(3)[S]`, a tensor, is read at a symbolic index, score, outside of an engine's functions.\n"
         "  Read it in score_mod, mask_mod or a method of OnlineFunc.",
     ),
-    "numpy function": (lambda: np.tan(S), "numpy.tan has no meaning in a mod. Write x.sin() / x.cos()."),
+    "numpy function": (lambda: np.sinh(S), "numpy.sinh has no meaning in a mod. Write (x.exp() - (-x).exp()) / 2."),
     "numpy reduction": (lambda: np.add.reduce(S), f"numpy.add.reduce has no meaning in a mod. {NO_ROW}"),
     "array": (lambda: S * np.ones(3), "a ndarray can't be mixed with symbolic values.\n  Use Python numbers, "
               "tensors, or custom inputs: CustomIO({'name': axes}) and custom['name']."),

@@ -13,7 +13,8 @@ import torch
 import attention_engine
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, create_block_mask, errors, library
 from attention_engine.runtime import functional
-from attention_engine.runtime.functional import KEPT, attention
+from attention_engine.runtime.finding import KEPT
+from attention_engine.runtime.functional import attention
 from attention_engine.runtime.recipes import Recipe
 
 DOUBLE = torch.float64
@@ -22,11 +23,11 @@ FACTOR, TABLE = 0.5, torch.zeros(1)
 
 @pytest.fixture(autouse=True)
 def fresh():
-    functional._engine_of.cache_clear()
+    functional.FINDER._built.cache_clear()
 
 
 def made():
-    return functional._engine_of.cache_info().misses
+    return functional.FINDER._built.cache_info().misses
 
 
 def qkv(batch=2, heads=2, length=7, dim=8, dtype=DOUBLE):
@@ -279,7 +280,7 @@ def test_the_engines_used_last_are_kept():
     for n in range(KEPT + 10):
         attention(*given, scale=0.01 * n + 0.01)
         attention(*given, scale=0.01)
-    assert functional._engine_of.cache_info().currsize == KEPT
+    assert functional.FINDER._built.cache_info().currsize == KEPT
     before = made()
     attention(*given, scale=0.01)
     assert made() == before
