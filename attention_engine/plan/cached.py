@@ -68,7 +68,8 @@ def places(cache: Cache) -> Arguments:
     """Where keys and queries are."""
     found = [Buffer("kv_lengths", (BATCH,), "int32", Role.GIVEN)]
     if cache.page:
-        found.append(Buffer("page_table", (BATCH, PAGES_OF_A_REQUEST), "int32", Role.GIVEN))
+        strides = ("page_table_stride",)  # tables are often a corner of a larger one
+        found.append(Buffer("page_table", (BATCH, PAGES_OF_A_REQUEST), "int32", Role.GIVEN, strides=strides))
     if cache.starts:
         found.append(Buffer("q_starts", (BATCH,), "int32", Role.GIVEN))
     return tuple(found)
@@ -99,7 +100,7 @@ def joining(problem: Problem, cache: Cache, merge: Merge) -> Arguments:
     """Of the kernel that joins parts."""
     rows = tuple(name for name, _ in merge.finals)
     return (
-        *buffers.custom_inputs(problem), *places(replace(cache, page=0)),
+        *buffers.custom_inputs(problem), *places(replace(cache, page=0)),  # which lie apart, and nobody here reads
         *parts(problem, merge.read), *results(problem, rows),
     )  # fmt: skip
 
@@ -154,12 +155,16 @@ class CachedPlan:
         self.tile = tile_of(problem, cache, target)
 
     @cached_property
-    def merge(self) -> Merge | None:
-        """What joins parts; None where none was found, and rows are not cut."""
+    def _merge(self) -> Merge | NoMerge:
         try:
             return derive_merge(self.program)
-        except NoMerge:
-            return None
+        except NoMerge as error:
+            return error
+
+    @property
+    def merge(self) -> Merge | None:
+        """What joins parts; None where none was found, and rows are not cut."""
+        return self._merge if isinstance(self._merge, Merge) else None
 
     @cached_property
     def whole(self) -> Launch:
@@ -184,7 +189,7 @@ class CachedPlan:
         assert self.merge is not None, "rows that are not cut have no parts"
         arguments = joining(self.problem, self.cache, self.merge)
         writes = frozenset(["o", *(f"row_{name}" for name, _ in self.merge.finals)])
-        given = (self.merge, MOST_PARTS, self.cache)
+        given = (self.merge, MOST_PARTS, Cache(starts=self.cache.starts))
         return Launch("combine", "cached.combine.combine", given, arguments, writes)
 
     def steps(self, count: int) -> tuple[Step, ...]:
@@ -200,8 +205,8 @@ class CachedPlan:
     def parts_of(self, batch: int, queries: int, keys: int, asked: int | None) -> int:
         """How many parts each row of a call is cut into. Raises NoMerge where as many as were asked for can't join."""
         if asked is not None:
-            if asked > 1:
-                derive_merge(self.program)
+            if asked > 1 and isinstance(self._merge, NoMerge):
+                raise self._merge
             return asked
         if self.merge is None:
             return 1

@@ -5,9 +5,9 @@ Lengths, tables and starts are read on the device: nothing waits for it, and a C
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.absent_pairs import leave_out_absent
 from attention_engine.passes.cached_places import STARTS, check_rows, densely, reads_rows
-from attention_engine.plan.buffers import own_length
-from attention_engine.plan.cached import Cache
+from attention_engine.plan.buffers import buffers_of, own_length
+from attention_engine.plan.cached import Cache, CachedPlan
 from attention_engine.plan.targets import Target
 from attention_engine.reference.cached import attend_cached, gather, starts_of
-from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, with_strides
+from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
 from attention_engine.runtime.cached_inputs import (
     CachedCall,
     check_caches,
@@ -34,14 +34,17 @@ from attention_engine.runtime.cached_inputs import (
     check_tensors,
 )
 from attention_engine.runtime.captured import axes_now, check_captured, sizes_of, specs_of, tensors_now
-from attention_engine.runtime.inputs import check_custom, order_custom, type_of
+from attention_engine.runtime.inputs import check_custom, is_cast, order_custom, type_of
 from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
+from attention_engine.runtime.op import unwatched, watched
 from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
+from attention_engine.runtime.seen import TensorGuards
 
 if TYPE_CHECKING:
     from attention_engine.runtime.module import AttentionEngine
 
-Results = tuple[Tensor, list[Tensor]]
+Results: TypeAlias = tuple[Tensor, list[Tensor]]
+Direct: TypeAlias = Callable[[Sequence[Tensor], Tensor | None], list[Tensor] | None]
 
 
 @dataclass
@@ -117,42 +120,60 @@ class CachedAttention:
     def _by_kernels(self, call: CachedCall, out: Tensor | None) -> Results:
         custom = [as_parameter(c) for c in call.custom]
         kernels, q = self.kernels(call, custom), call.q
-        batch, queries = q.shape[:2]
-        count = kernels.plan.parts_of(batch, queries, call.capacity, call.parts)
-        memory: Memory = {f"custom_{s.name}": c for s, c in zip(self.specs, custom, strict=True)}
         unit = kernels.problem.stride_unit
-        memory |= {"q": with_strides(q, unit), "k": with_strides(call.k, unit), "kv_lengths": call.lengths}
+        memory: Memory = {f"custom_{s.name}": c for s, c in zip(self.specs, custom, strict=True)}
+        memory |= {"q": with_strides(q, unit), "k": with_strides(call.k, unit), "kv_lengths": call.lengths.contiguous()}
         if call.v is not None:
             memory["v"] = with_strides(call.v, unit)
         if call.table is not None:
-            memory["page_table"] = call.table
+            table = call.table if call.table.stride(1) == 1 else call.table.contiguous()
+            memory["page_table"] = [table.stride(0), table]
         if kernels.plan.cache.starts:
-            memory["q_starts"] = starts_of(call.lengths, queries, call.starts)
+            memory["q_starts"] = starts_of(call.lengths, q.shape[1], call.starts).contiguous()
         if self.by_rows:
             memory[f"custom_{STARTS}"] = memory["q_starts"]
-        self._ready_for(call, kernels, count, custom)(memory)
+        self._ready_for(call, kernels, custom)(memory)
         found, rows = tensor_of(memory, "o"), [tensor_of(memory, f"row_{name}") for name in self.rows]
         return (found if out is None else out.copy_(found)), rows
 
-    def _ready_for(self, call: CachedCall, kernels: CachedKernels, count: int, custom: Sequence[Tensor]) -> Ready:
+    def _parts(self, call: CachedCall, kernels: CachedKernels) -> int:
+        batch, queries = call.q.shape[:2]
+        return kernels.plan.parts_of(batch, queries, call.capacity, call.parts)
+
+    def _ready_for(self, call: CachedCall, kernels: CachedKernels, custom: Sequence[Tensor]) -> Ready:
         """The launches of a call of such shapes."""
-        table = 0 if call.table is None else call.table.shape[1]
+        table, count = 0 if call.table is None else call.table.shape[1], self._parts(call, kernels)
         key = (kernels, call.q.shape, call.k.shape, table, count, *[c.shape for c in custom])
         found = self._ready.get(key)
         if found is None:
             if len(self._ready) >= MOST_PLANS:
                 self._ready.clear()
-            lengths = {
-                "batch": call.q.shape[0],
-                "q_length": call.q.shape[1],
-                "kv_length": call.capacity,
-                "parts": count,
-            }
-            lengths |= {"pages": call.k.shape[0], "pages_of_a_request": table}
-            lengths |= self._own_lengths(custom)
+            batch, queries = call.q.shape[:2]
+            lengths = {"batch": batch, "q_length": queries, "kv_length": call.capacity, "parts": count}
+            lengths |= {"pages": call.k.shape[0], "pages_of_a_request": table, **self._own_lengths(custom)}
             steps = kernels.plan.steps(count)
             found = self._ready[key] = Ready(steps, kernels.kernel, lengths, {}, call.q.device, self._kept)
         return found
+
+    def direct(self, call: CachedCall) -> Direct | None:
+        """The launches of all calls of such shapes and strides, nothing left to look up; None where more is to be done
+        than to launch. It takes q, k, [v], lengths, [table], [starts], then custom inputs, and out or None.
+
+        Of a call's host time, which decoding is made of where a model is small, asking and looking up are most.
+        """
+        if not self.by_kernels or not (call.q.numel() and call.k.numel() and call.capacity):
+            return None
+        custom = [as_parameter(c) for c in call.custom]
+        kernels, unit = self.kernels(call, custom), stride_unit(call.q.shape[3], call.dim_v)
+        strided = [t for t in (call.q, call.k, call.v) if t is not None]
+        strides = [stride_steps(t.shape, t.stride(), unit) for t in strided]
+        alone = [t for t in (call.lengths, call.starts) if t is not None]
+        fits = all(t.is_contiguous() for t in alone) and (call.table is None or call.table.stride(1) == 1)
+        no_starts = kernels.plan.cache.starts and call.starts is None
+        if self.by_rows or no_starts or not fits or any(s is None for s in strides):
+            return None
+        ready, count = self._ready_for(call, kernels, custom), self._parts(call, kernels)
+        return _direct(kernels, ready, count, [s for s in strides if s is not None], call, self.rows)
 
     def _own_lengths(self, custom: Sequence[Tensor]) -> Mapping[str, int]:
         return {
@@ -162,6 +183,61 @@ class CachedAttention:
         }  # fmt: skip
 
 
+def _direct(
+    kernels: CachedKernels, ready: Ready, count: int, strides: Sequence[tuple[int, ...]], call: CachedCall,
+    rows: Sequence[str],
+) -> Direct:  # fmt: skip
+    plan, unit = kernels.plan, kernels.problem.stride_unit
+    misaligned = 0 if unit == 1 else ALIGNED - 1
+    output, *row_likes = ready.results(["o", *[f"row_{name}" for name in rows]])
+    strided, paged = len(strides), call.table is not None
+    table_stride = call.table.stride(0) if call.table is not None else 0
+    places, empty_like = strided + 1 + paged + (call.starts is not None), torch.empty_like
+    walk = kernels.kernel(plan.whole if count == 1 else plan.part).run
+    part_likes = ready.results([]) if count == 1 else ready.results(_places_of_parts(plan))
+    join = None if count == 1 else kernels.kernel(plan.combine).run
+
+    def launch(tensors: Sequence[Tensor], out: Tensor | None) -> list[Tensor] | None:
+        first: list[int | Tensor] = []
+        for steps, tensor in zip(strides, tensors, strict=False):
+            if tensor.data_ptr() & misaligned:
+                return None
+            first += steps
+            first.append(tensor)
+        lengths, *others = tensors[strided:places]
+        custom = [as_parameter(c) for c in tensors[places:]]
+        made = [empty_like(output) if out is None else out, *[empty_like(like) for like in row_likes]]
+        starts = others[1:] if paged else others
+        table = (table_stride, others[0]) if paged else ()
+        if join is None:
+            walk(*first, *custom, lengths, *table, *starts, *made)
+            return made
+        parts = [empty_like(like) for like in part_likes]
+        walk(*first, *custom, lengths, *table, *starts, *parts)
+        join(*custom, lengths, *starts, *parts, *made)
+        return made
+
+    return launch
+
+
+def _places_of_parts(plan: CachedPlan) -> list[str]:
+    return [b.place for b in buffers_of(plan.combine.arguments) if b.place.startswith("part_")]
+
+
+class Again(NamedTuple):
+    """A call that passed every check, of tensors of which some, or none, ask for gradients.
+
+    form: all that it said beside tensors. fits: torch's guards (runtime/seen.py).
+    """
+
+    form: object
+    fits: Callable[..., bool]
+    size: int
+    launch: Direct
+    rows: Sequence[str]
+    requires_grad: bool
+
+
 def with_cache(
     engine: AttentionEngine, tensors: tuple[Tensor, Tensor, Tensor | None],
     given: tuple[Sequence[Tensor], Mapping[str, Tensor]], places: tuple[Tensor, Tensor | None, Tensor | None],
@@ -169,6 +245,19 @@ def with_cache(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """AttentionEngine.with_cache."""
     (q, k, v), (lengths, table, starts) = tensors, places
+    form = (v is None, table is None, starts is None, out is None, parts, cu_seqlens_q is None, *given[1])
+    present = [
+        t for t in (q, k, v, lengths, table, starts, *given[0], *given[1].values(), *tensors_now(engine._captured))
+        if t is not None
+    ]  # fmt: skip
+    again: Again | None = engine._cached_again
+    if again is not None and again.form == form and not watched():
+        guarded = present if out is None else [*present, out]
+        wanted = again.requires_grad and torch.is_grad_enabled()
+        if not wanted and again.size == len(guarded) and again.fits(*guarded):
+            made = again.launch(present, out)
+            if made is not None:
+                return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
     if cu_seqlens_q is not None:
         raise NotYetSupported("with_cache takes no cu_seqlens_q yet. Give q as (batch, queries, heads, dim).")
     if engine._buffers["block_mask"] is not None:
@@ -187,9 +276,27 @@ def with_cache(
     backend = engine._backend_for(q.device)
     check_caches(engine.qkv_meta, backend != "reference", call)
     attention = _attention(engine, backend, call)
-    found, rows = attention(call, _turned(engine, check_out(engine.layout, out, call)))
+    turned = _turned(engine, check_out(engine.layout, out, call))
+    found, rows = attention(call, turned)
+    if engine.layout == "bshd" and not given[1] and not is_cast(q) and unwatched():
+        engine._cached_again = _again(form, attention, call, present, out)
     output = out if out is not None else _turned(engine, found)
     return (output, dict(zip(attention.rows, rows, strict=True))) if return_rowscales else output
+
+
+def _again(
+    form: object, attention: CachedAttention, call: CachedCall, present: Sequence[Tensor], out: Tensor | None
+) -> Again | None:  # fmt: skip
+    """The same call, again; None where each must be looked at."""
+    if TensorGuards is None or call.q.dtype is torch.float32 or (out is not None and not out.is_contiguous()):
+        return None
+    launch = attention.direct(call)
+    if launch is None:
+        return None
+    guarded = [*present] if out is None else [*present, out]
+    fits = TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    requires_grad = any(t.requires_grad for t in guarded)
+    return Again(form, fits, len(guarded), launch, attention.rows, requires_grad)
 
 
 def _turned(engine: AttentionEngine, tensor: Tensor | None) -> Any:

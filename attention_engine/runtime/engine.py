@@ -29,7 +29,7 @@ from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Tuning
 
 MOST_SEEN = 4096
-OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_parted")
+OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_cached_again", "_parted")
 
 
 class Engine(torch.nn.Module):
@@ -64,6 +64,7 @@ class Engine(torch.nn.Module):
         self._seen: dict[object, Seen] = {}  # by the signatures of calls that passed every check
         self._again: Again | None = None  # the last of them
         self._cached: dict[object, Any] = {}  # what runs calls with caches, by backend, types, variant and axes
+        self._cached_again: Any = None  # the last of those calls
         self._first: tuple[Any, tuple[Captured, ...]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
 from attention_engine.runtime.arguments import as_parameter
+from attention_engine.runtime.cached_shown import NAMES as OF_CACHES
+from attention_engine.runtime.cached_shown import cached_kernels
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import check_call
 from attention_engine.runtime.check_report import CheckReport
@@ -94,7 +96,7 @@ class Shown(Engine):
 
     def source(self, kernel: str = "forward", form: Form = "tilelang") -> str:
         """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
-        and what else this engine launches.
+        "decode", "decode parts", "combine", and what else this engine launches.
 
         form: "tilelang", under a title and in lines of less than 120 columns, or "cuda" for what is compiled (for
         `device`, else for this machine's GPU). With custom inputs of other dtypes than fp32 the kernels of a call
@@ -106,6 +108,8 @@ class Shown(Engine):
         return found.source(form) if form == "cuda" else titled(kernel, found.source(form), places_of(self))
 
     def _source_kernel(self, kernel: str, form: str) -> Kernel:
+        if kernel in OF_CACHES:
+            return kernel_of(cached_kernels(self, device_to_show(self, form)), kernel)
         kernels, trained = self._kernels(form), self._kernels(form, trained=True)
         found = dict(kernels.of_forward)
         found |= {} if trained.maths.backward is None else trained.of_backward
@@ -146,17 +150,20 @@ class Shown(Engine):
         """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""
         return explain(self._asked(self.device, device_to_show(self, "tilelang") is None), self.tuning)
 
-    def compile_for(self, device: Arch, *custom: Tensor, **named: Tensor) -> list[str]:
+    def compile_for(self, device: Arch, *custom: Tensor, cache_page: int | None = None, **named: Tensor) -> list[str]:
         """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
 
         A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. custom: as a
         call gets them, on any device, with requires_grad where their gradients will be asked for; without any they are
-        taken as fp32, all gradients as asked for. Gradients through returned rows are left out. A persistent kernel
+        taken as fp32, all gradients as asked for. Gradients through returned rows are left out. cache_page: compiles
+        the kernels of `with_cache`, for pages of so many keys; 0: for keys one after the other. A persistent kernel
         serves GPUs with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card).
         Raises NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
         """
         given = order_custom(self.custom_io, custom, named) if custom or named else []
         kernels = self._all_kernels(device, given)
+        if cache_page is not None:
+            kernels = cached_kernels(self, device, cache_page, given)
         compile_all(kernels.values())
         return list(kernels)
 

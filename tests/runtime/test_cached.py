@@ -1,15 +1,18 @@
 """Attention to a cache by the reference and by the kernels, tile by tile on a CPU, against plain torch in float64."""
 
+import functools
 import random
 import re
 
 import pytest
 import torch
 
-from attention_engine import AttentionEngine
+from attention_engine import AttentionEngine, CustomIO, library, meta_tensor
 from attention_engine import errors as errors_of
 from attention_engine.library import causal
 from attention_engine.plan import cached as plan
+from attention_engine.runtime import cached
+from attention_engine.runtime.cached_shown import cached_kernels
 from tests.cached_cases import CASES, DRAFTS, Shape, errors, in_pages
 from tests.plain import worst_ratio
 
@@ -186,3 +189,55 @@ def test_rows_whose_parts_cannot_join_are_not_cut(monkeypatch):
     torch.testing.assert_close(found, AttentionEngine()(q, k, v))
     with pytest.raises(errors_of.NoMerge, match="no formula"):
         engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=2)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_call_that_was_seen_runs_as_one_that_was_not(parts, page, monkeypatch):
+    """With other entries in the same shapes, a table that is a corner of another, an output that is given, rows."""
+    torch.manual_seed(0)
+    slopes = torch.rand(4)
+    make = functools.partial(
+        AttentionEngine, None, CustomIO({"slopes": ("heads",)}), library.alibi(0.1), causal, backend="interpret"
+    )
+    engine, out = make(), torch.empty(3, 2, 4, 32).half()
+    checked: list = []
+    monkeypatch.setattr(cached, "check_caches", lambda *_: checked.append(_))
+    for round_ in range(4):
+        q, cache = torch.randn(3, 2, 4, 32).half(), torch.randn(3, 96, 2, 32).half()
+        lengths = torch.randint(0, 90, (3,), dtype=torch.int32)
+        table = None
+        if page:
+            cache, table = in_pages(cache, lengths.tolist(), page)
+            table = torch.cat([table, table], 1)[:, : table.shape[1]]
+        call = {"kv_lengths": lengths, "page_table": table, "num_splits": parts, "return_rowscales": True}
+        given = out if round_ > 1 else None
+        checked.clear()
+        found, rows = engine.with_cache(q, cache, cache.clone(), slopes, **call, out=given)
+        assert (checked == []) is (round_ % 2 == 1)
+        expected, expected_rows = make().with_cache(q, cache, cache, slopes, **call)
+        assert torch.equal(found, expected) and torch.equal(rows["lse"], expected_rows["lse"])
+        assert given is None or found is out
+
+
+def test_a_seen_call_is_checked_where_its_tensors_differ():
+    engine = AttentionEngine(backend="interpret")
+    q, (k, v) = torch.randn(2, 1, 2, 32).half(), torch.randn(2, 2, 40, 2, 32).half()
+    lengths = torch.tensor([9, 3], dtype=torch.int32)
+    for _ in range(2):
+        engine.with_cache(q, k, v, kv_lengths=lengths)
+    with pytest.raises(errors_of.WrongCache, match="kv_lengths is"):
+        engine.with_cache(q, k, v, kv_lengths=lengths.long())
+    with pytest.raises(errors_of.CacheNotDifferentiable):
+        engine.with_cache(q.clone().requires_grad_(), k, v, kv_lengths=lengths)
+    assert engine.with_cache(q[:, :, :1], k[:, :, :1], v[:, :, :1], kv_lengths=lengths).shape == (2, 1, 1, 32)
+    turned = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(*(engine.with_cache(q, t, v, kv_lengths=lengths) for t in (k, turned)))
+
+
+def test_kernels_of_caches_are_shown_and_listed():
+    metas = (meta_tensor(None, 4, None, 32, dtype=torch.float16),) * 3
+    engine = AttentionEngine(metas, mask_mod=causal)
+    for name in ("decode", "decode parts", "combine"):
+        assert f"def {name.replace(' ', '_')}(" in engine.source(name)
+    assert list(cached_kernels(engine, None, page=16)) == ["decode", "decode parts", "combine"]
