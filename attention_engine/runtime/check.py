@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attention_engine.errors import BackwardNotDerived, NotInterpretable
+from attention_engine.errors import BackwardNotDerived, NoMerge, NotInterpretable
 from attention_engine.frontend.tracing import place_of
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.passes.check_cuts import check_online, random_cuts
@@ -87,7 +87,7 @@ def compare(
     """
     cuts = tuple(random_cuts(random.Random(0), RANDOM_CUTS))
     check_online(engine._program, cuts, f"{place_of(engine.online_func.online_fwd)}: ")
-    notes = [f"{RANDOM_CUTS} random cuts of a row into tiles give the same result"]
+    notes = [f"{RANDOM_CUTS} random cuts of a row into tiles give the same result", *_parts_that_do_not_join(engine)]
     held = tensors_now(engine._captured)
     names = [*engine.custom_io.specs, *(c.name for c in engine._captured)]
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom, *held)]
@@ -121,6 +121,16 @@ def compare(
         tuple(made), LIMITS.get(q.dtype, 10.0), formulas, tuple(notes), backend,
         spell_run(backend, q.device, cut, lacking), spell_tensors(inputs),
     )  # fmt: skip
+
+
+def _parts_that_do_not_join(engine: Shown) -> list[str]:
+    """Why parts of a row have no merge, where they have none. The user's own `combine` is tried, too."""
+    try:
+        engine._merge_of(engine._program)
+    except NoMerge as reason:
+        wrong = "warning: " if engine.online_func.combine is not None else ""
+        return [f"{wrong}parts of a row do not join: {reason}"]
+    return []
 
 
 def _doubts(engine: Shown, tensors: Sequence[Tensor], blocks: Tensor | None) -> list[str]:

@@ -229,8 +229,7 @@ class Parted(Shown):
         return self._parted[asked]
 
     def _merge_of(self, program: Program) -> Merge:
-        """How the parts of a program of this engine join: by the user's own `combine` where there is one. Raises
-        NoMerge."""
+        """By the user's own `combine` where there is one, else as derived."""
         program = leave_out_absent(program)
         scale = trace_combine(self.online_func, program, self.custom_io, self._types)
         if scale is None:

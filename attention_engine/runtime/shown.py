@@ -14,6 +14,7 @@ from attention_engine.compiler import Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
+from attention_engine.ir.merge import Merge
 from attention_engine.ir.packing import Packing
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths, analyse
@@ -66,6 +67,10 @@ class Shown(Engine):
         self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None
     ) -> Any:  # fmt: skip
         """What a call with these blocks and this head dim, of sequences packed so, says of the program."""
+        raise NotImplementedError
+
+    def _merge_of(self, program: Program) -> Merge:
+        """How the parts of a program's rows join. Raises NoMerge."""
         raise NotImplementedError
 
     def _maths(self) -> Maths:

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from attention_engine import OnlineFunc
+from attention_engine import AttentionEngine, OnlineFunc
 from attention_engine.errors import NotOnline
 from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import KEYS, check_online, random_cuts
 from attention_engine.runtime import check, small_call
 from attention_engine.runtime.check_report import CheckReport, CheckRow
+from tests.merges import UNWRITTEN
 from tests.runtime.engines import BACKENDS, build, late, qkv
 from tests.runtime.test_gradients import BentByHand, ByHand, StraightThrough, Topped
 
@@ -289,3 +290,22 @@ def test_a_wrong_gradient_of_few_numbers_is_found(shape, monkeypatch):
     report = engine.check(*tensors, number)
     wrong = [r.name for r in report.rows if not r.ok(report.limit)]
     assert not report.ok and set(wrong) <= {"dt", "dt of lse"} and "dt" in wrong
+
+
+def test_parts_that_do_not_join_are_told():
+    engine = AttentionEngine(online_func=UNWRITTEN, backend="reference")
+    told = [
+        note for note in engine.check(*qkv(5)).notes if note.startswith("parts of a row do not join: sigmoid(score")
+    ]
+    assert len(told) == 1 and "Decoding then walks each row in one part." in told[0]
+    assert not any("do not join" in note for note in AttentionEngine(backend="reference").check(*qkv(5)).notes)
+
+
+def test_a_wrong_combine_is_told():
+    class Unsummed(OnlineSoftmax):
+        @staticmethod
+        def combine(final_rowscales):
+            return (final_rowscales["lse"] - final_rowscales["lse"].get_reduce("max")).exp()
+
+    notes = AttentionEngine(online_func=Unsummed(), backend="reference").check(*qkv(5)).notes
+    assert any(note.startswith("warning: parts of a row do not join: test_check.py") for note in notes)
