@@ -7,35 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from attention_engine.frontend.custom_io import CustomInputs
 from attention_engine.frontend.made import made_by
 from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
+from attention_engine.frontend.signatures import Index
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor
 from attention_engine.frontend.tracing import call
 
 Mask = Callable[..., Any]
-
-
-class Index(Protocol):
-    """What masks compute with: symbolic values, and tensors where a mask is written out."""
-
-    def __sub__(self, other: Index | int, /) -> Index: ...
-
-    def __floordiv__(self, other: Index | int, /) -> Index: ...
-
-    def __mod__(self, other: Index | int, /) -> Index: ...
-
-    def __ge__(self, other: Index | int, /) -> Index: ...
-
-    def __le__(self, other: Index | int, /) -> Index: ...
-
-    def __and__(self, other: Index, /) -> Index: ...
-
-    def __or__(self, other: Index, /) -> Index: ...
-
-    def abs(self) -> Index: ...
 
 
 class OnlineIdentity(OnlineFunc):
@@ -300,6 +281,26 @@ def padding(lengths: str = "lengths") -> Mask:
     torch.Size([2, 8, 2, 16])
     """
     return lambda b, h, q_idx, kv_idx, custom: kv_idx < custom[lengths][b]
+
+
+@made_by
+def tree(seen: str = "tree", context: str = "context") -> Mask:
+    """Keys of the context, and of a tree of drafts behind it those that a draft sees: itself and its ancestors.
+
+    Args:
+        seen: a custom input ("batch", drafts, drafts) of integers or bools: does this draft see that one?
+        context: a custom input ("batch",) of integers, the keys before the first draft.
+
+    >>> io = CustomIO({"tree": ("batch", 3, 3), "context": ("batch",)})
+    >>> AttentionEngine(custom_io=io, mask_mod=tree()).mask_mod
+    tree()
+    """
+
+    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index, custom: CustomInputs) -> Any:
+        first = custom[context][b]
+        return (kv_idx < first) | (custom[seen][b, q_idx - first, kv_idx - first] != 0)
+
+    return mask
 
 
 def _ask(mask: Mask, place: list[Index], custom: CustomInputs | None) -> Any:

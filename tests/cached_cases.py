@@ -100,11 +100,6 @@ def _score(of: Callable[..., Any]) -> Callable[[float], Callable[..., Any]]:
     return made
 
 
-def tree_mask(b, h, q_idx, kv_idx, custom):
-    first = custom["context"][b]
-    return (kv_idx < first) | (custom["tree"][b, q_idx - first, kv_idx - first] != 0)
-
-
 # ---- in plain torch
 
 
@@ -235,7 +230,7 @@ CASES = {
              lambda b, h, q_idx, kv_idx, custom: (q_idx >= kv_idx) & (kv_idx >= custom["pad"][b]),
              lambda at, custom: (at.i >= at.j) & (at.j >= custom["pad"][at.b]), axes={"pad": ("batch",)},
              draws=lambda sizes, _: {"pad": torch.arange(sizes["batch"], dtype=torch.int32) * 7}),
-        Case("tree", SOFTMAX, library.OnlineSoftmax, tree_mask, _plain_tree,
+        Case("tree", SOFTMAX, library.OnlineSoftmax, library.tree(), _plain_tree,
              axes={"context": ("batch",), "tree": ("batch", DRAFTS, DRAFTS)}, draws=_tree),
         Case("from_the_top", SOFTMAX, library.OnlineSoftmax, from_top=True),
         Case("softcap", SOFTMAX, library.OnlineSoftmax,

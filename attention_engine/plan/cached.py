@@ -34,7 +34,7 @@ BUSY = 0.8  # of the GPU's SMs: where so many have work, a row is not cut
 NEAR_BEST = 0.85  # of the best share of an SM's time that numbers of parts leave it busy
 FEWEST_TILES = 4  # a row of fewer tiles is not cut
 SHAPES = ((64, 64, 128, 2), (64, 64, 128, 1), (64, 32, 128, 2), (64, 32, 128, 1), (64, 16, 128, 1), (32, 16, 64, 1))
-SHARED_SHAPES = ((64, 64, 256, 2), (64, 64, 256, 1), (64, 32, 256, 1), (64, 16, 256, 1))
+SHARED_SHAPES = ((64, 64, 256, 0), (64, 32, 256, 0), (64, 16, 256, 0))  # pipelined, weights in shared memory would race
 EXACT_SHAPES = ((64, 64, 128, 0), (64, 32, 128, 0), (64, 16, 128, 0), (32, 16, 64, 0))  # fp32 tiles are made in place
 
 

@@ -1,0 +1,172 @@
+"""flash_attn_with_kvcache: a few queries against a cache, to which their keys and values may be added first."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from attention_engine import library
+from attention_engine.errors import NotYetSupported, UnknownOption, WrongCache
+from attention_engine.frontend.custom_io import CustomIO
+from attention_engine.frontend.signatures import DeclaredAxis
+from attention_engine.runtime.module import AttentionEngine
+
+Window = tuple[int, int]
+NOT_SERVED = {
+    "rotary_cos": "Turn q and k before the call.",
+    "rotary_sin": "Turn q and k before the call.",
+    "cache_batch_idx": "Give the caches of these requests alone: k_cache[cache_batch_idx], or pages with block_table.",
+    "cache_leftpad": "Say it as a mask: AttentionEngine(mask_mod=...).with_cache, with kv_idx >= custom['pad'][b].",
+}
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = True,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """flash-attn's function of this name, for caches of any request lengths. Inference alone.
+
+    Args:
+        q: (batch, queries, heads, dim).
+        k_cache, v_cache: (batch, most keys, key heads, dim), or with block_table (pages, keys of a page, key heads,
+            dim), pages of a multiple of 16.
+        k, v: (batch, new keys, key heads, dim): written to the caches in place, behind cache_seqlens.
+        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad: not served; NotYetSupported says what to do instead.
+        cache_seqlens: a number or int32 (batch,): keys of each request before k is added. None: all there is room for.
+        block_table: int32 (batch, most pages).
+        softmax_scale: None is dim ** -0.5.
+        causal: the last query stands at the last key.
+        window_size: keys to the left and to the right of a query's place; -1 is any number.
+        softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+        rotary_interleaved: of rotary_cos, which is not served.
+        alibi_slopes: fp32 (heads,) or (batch, heads): slope * |distance| is taken from scores.
+        num_splits: parts that each row is cut into; 0 chooses.
+        return_softmax_lse: return the log of each row's sum of exponentials too, fp32 (batch, heads, queries).
+
+    >>> q, cache = torch.randn(2, 1, 4, 32), torch.randn(2, 64, 2, 32)
+    >>> flash_attn_with_kvcache(q, cache, cache, cache_seqlens=20, causal=True).shape
+    torch.Size([2, 1, 4, 32])
+    """
+    given = {
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+    }  # fmt: skip
+    for name, tensor in given.items():
+        if tensor is not None:
+            raise NotYetSupported(f"flash_attn_with_kvcache doesn't serve {name}. {NOT_SERVED[name]}")
+    if rotary_interleaved is not True:
+        raise NotYetSupported(f"flash_attn_with_kvcache doesn't serve rotary_interleaved. {NOT_SERVED['rotary_cos']}")
+    lengths = _lengths(cache_seqlens, q, k_cache, block_table)
+    if (k is None) != (v is None):
+        raise WrongCache("k and v are added to the caches together. Give both, or none.")
+    if k is not None and v is not None:
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            append(cache, new, lengths, block_table)
+        lengths = lengths + k.shape[1]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    slopes = () if alibi_slopes is None else (alibi_slopes,)
+    axes = None if alibi_slopes is None else ("batch", "heads")[-alibi_slopes.ndim :]
+    engine = _engine(scale, bool(causal), _window(window_size, causal), float(softcap), axes)
+    output, rows = engine.with_cache(
+        q, k_cache, v_cache, *slopes, kv_lengths=lengths, page_table=block_table, num_splits=num_splits or None,
+        return_rowscales=True,
+    )  # fmt: skip
+    return (output, rows["lse"]) if return_softmax_lse else output
+
+
+def _lengths(given: int | Tensor | None, q: Tensor, cache: Tensor, table: Tensor | None) -> Tensor:
+    if isinstance(given, Tensor):
+        return given
+    room = cache.shape[1] if table is None else table.shape[1] * cache.shape[1]
+    return torch.full((q.shape[0],), room if given is None else given, dtype=torch.int32, device=q.device)
+
+
+def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
+    """Writes the newest keys (or values) of each request behind those that it has. Nothing waits for the GPU.
+
+    Args:
+        cache: (batch, most keys, heads, dim), or with a table (pages, keys of a page, heads, dim); written in place.
+        new: (batch, new keys, heads, dim).
+        lengths: int32 (batch,), the keys that each request has before.
+        table: int32 (batch, most pages).
+    """
+    if new.ndim != 4 or new.shape[0] != lengths.shape[0] or new.shape[2:] != cache.shape[2:]:
+        raise WrongCache(
+            f"new keys or values have shape {tuple(new.shape)}. Give ({lengths.shape[0]}, new keys, "
+            f"{', '.join(str(n) for n in cache.shape[2:])}), as the cache has."
+        )
+    places = lengths.long()[:, None] + torch.arange(new.shape[1], device=new.device)
+    if table is None:
+        requests = torch.arange(len(lengths), device=new.device)[:, None].expand_as(places)
+        cache[requests, places] = new.to(cache.dtype)
+    else:
+        page = cache.shape[1]
+        pages = table.long().gather(1, torch.div(places, page, rounding_mode="floor"))
+        cache[pages, places % page] = new.to(cache.dtype)
+
+
+def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
+    """Keys to the left and to the right; None is any number."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(isinstance(n, int) for n in window):
+        raise UnknownOption(f"window_size is {window!r}. Give two numbers of keys, (left, right); -1 is any number.")
+    left, right = (None if n < 0 else n for n in window)
+    return left, 0 if causal else right
+
+
+@functools.lru_cache(maxsize=256)
+def _engine(
+    scale: float, causal: bool, window: tuple[int | None, int | None], softcap: float,
+    slopes: tuple[DeclaredAxis, ...] | None,
+) -> AttentionEngine:  # fmt: skip
+    """The engine of these options: one for all heads, dims and dtypes."""
+    score = functools.partial(_score, scale, softcap, slopes is not None)
+
+    def score_mod(value: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score(value, custom, q_idx, kv_idx)
+
+    io = CustomIO({} if slopes is None else {"slopes": slopes})
+    return AttentionEngine(custom_io=io, score_mod=score_mod, mask_mod=_mask(*window))
+
+
+def _score(scale: float, softcap: float, sloped: bool, value: Any, custom: Any, q_idx: Any, kv_idx: Any) -> Any:
+    value = softcap * (value * (scale / softcap)).tanh() if softcap else value * scale
+    return value - custom["slopes"] * (q_idx - kv_idx).abs() if sloped else value
+
+
+def _mask(left: int | None, right: int | None) -> Any:
+    if left is None and right is None:
+        return None
+    if left is None:
+        return library.causal if right == 0 else lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right
+    if right is None:
+        return lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left
+    return library.sliding_window(left, right)
