@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attention_engine.arch import Arch
 from attention_engine.codegen.patches import patched
 from attention_engine.errors import TileDoesNotFit
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
@@ -198,9 +199,11 @@ class CachedKernels(_Launched):
 
     problem: Problem
 
-    def __init__(self, program: Program, problem: Problem, cache: Cache, target: Target) -> None:
+    def __init__(
+        self, program: Program, problem: Problem, cache: Cache, target: Target, scale: Expr | None = None
+    ) -> None:  # fmt: skip
         super().__init__(problem, target)
-        self.plan = CachedPlan(program, problem, cache, target)
+        self.plan = CachedPlan(program, problem, cache, target, scale)
 
     @property
     def every(self) -> dict[str, Kernel]:

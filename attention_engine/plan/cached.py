@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attention_engine.errors import NoMerge, TileDoesNotFit
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.merge import Merge
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import Program
 from attention_engine.ir.verify import checked
 from attention_engine.passes.cached_places import at_own_rows
-from attention_engine.passes.derive_merge import derive_merge
+from attention_engine.passes.derive_merge import derive_merge, merge_by_combine
 from attention_engine.passes.half_range import bound_weights, weights_fit
 from attention_engine.passes.schedule import ForwardSchedule, schedule_forward
 from attention_engine.plan import attention_buffers as buffers
@@ -146,20 +147,29 @@ def choose_parts(rows: int, keys: int, tile: Tile, target: Target) -> int:
 class CachedPlan:
     """The launches of one program for one problem, kind of cache and target."""
 
-    def __init__(self, program: Program, problem: Problem, cache: Cache, target: Target) -> None:
+    def __init__(
+        self, program: Program, problem: Problem, cache: Cache, target: Target, scale: Expr | None = None
+    ) -> None:  # fmt: skip
+        """scale: what the user's `combine` multiplies the outputs of parts with, of the rows that they return."""
         axes = {name: axes for name, _, axes in problem.custom}
         program = at_own_rows(program, axes)
         bounded = problem.dtype == "float16" and not weights_fit(program)
         self.program = bound_weights(program) if bounded else program
-        self.problem, self.cache, self.target = problem, cache, target
+        self.problem, self.cache, self.target, self.scale = problem, cache, target, scale
         self.tile = tile_of(problem, cache, target)
 
     @cached_property
     def _merge(self) -> Merge | NoMerge:
         try:
-            return derive_merge(self.program)
+            if self.scale is None:
+                return derive_merge(self.program)
+            merge = merge_by_combine(self.program, self.scale)
         except NoMerge as error:
             return error
+        known = len(merge.finals) == len(self.program.finals)
+        return (
+            merge if known else NoMerge("`combine` joins outputs alone, and the rows that are returned have no merge.")
+        )
 
     @property
     def merge(self) -> Merge | None:

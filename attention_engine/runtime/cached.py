@@ -16,6 +16,7 @@ from attention_engine.arch import Arch, detect
 from attention_engine.compiler import CachedKernels
 from attention_engine.errors import NotYetSupported, OptionsClash
 from attention_engine.frontend.custom_io import CustomSpec
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.absent_pairs import leave_out_absent
@@ -49,13 +50,15 @@ Direct: TypeAlias = Callable[[Sequence[Tensor], Tensor | None], list[Tensor] | N
 
 @dataclass
 class CachedAttention:
-    """One traced program that runs on caches. interpret: kernels on CPU tensors; by_kernels: or the reference?"""
+    """One traced program that runs on caches. interpret: kernels on CPU tensors; by_kernels: or the reference?
+    scale: the user's `combine`, if there is one."""
 
     program: Program
     specs: Sequence[CustomSpec]
     by_kernels: bool
     interpret: bool
     device: Arch | None
+    scale: Expr | None
     _kernels: dict[object, CachedKernels] = field(default_factory=dict)
     _ready: dict[object, Ready] = field(default_factory=dict)
     _kept: Kept = field(default_factory=Kept)
@@ -110,7 +113,7 @@ class CachedAttention:
         found = self._kernels.get(key)
         if found is None:
             problem = self.problem(call, custom)
-            found = self._kernels[key] = CachedKernels(self.program, problem, cache, self.target(q))
+            found = self._kernels[key] = CachedKernels(self.program, problem, cache, self.target(q), self.scale)
         return found
 
     def _cache(self, call: CachedCall) -> Cache:
@@ -320,6 +323,7 @@ def _attention(engine: AttentionEngine, backend: str, call: CachedCall) -> Cache
     if found is None:
         program = engine._trace(dict(types), variant)
         specs = [*io.in_order, *specs_of(engine._captured, axes)]
-        found = CachedAttention(program, specs, backend != "reference", backend == "interpret", engine.device)
+        scale, interpret = engine._combine_of(program), backend == "interpret"
+        found = CachedAttention(program, specs, backend != "reference", interpret, engine.device, scale)
         engine._cached[asked] = found
     return found

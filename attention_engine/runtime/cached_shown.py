@@ -41,7 +41,7 @@ def cached_kernels(
     specs = [*declared, *specs_of(engine._captured, axes_now(engine._captured, held, sizes))]
     types = {s.name: type_of(t) for s, t in zip(specs, given, strict=True)}
     program = engine._trace(types, engine._variant(None, q.shape[3]))
-    attention = CachedAttention(program, specs, True, device is None, device)
+    attention = CachedAttention(program, specs, True, device is None, device, engine._combine_of(program))
     table = one[None] if page else None
     call = CachedCall(q[:, :1], k, v, v.shape[3], one, table, one if starts else None, None, given)
     return attention.kernels(call, [as_parameter(t) for t in given]).every

@@ -23,7 +23,7 @@ from attention_engine.errors import (
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.frames import brief
 from attention_engine.frontend.tracing import place_of, trace_combine
-from attention_engine.ir.expr import Op, topological
+from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.merge import Merge
 from attention_engine.ir.pretty import formula
 from attention_engine.ir.program import KV_IDX, Q_IDX, STARTS, Program, is_start
@@ -228,10 +228,12 @@ class Parted(Shown):
             self._parted[asked] = _Parted(merge, specs, launcher)
         return self._parted[asked]
 
+    def _combine_of(self, program: Program) -> Expr | None:
+        return trace_combine(self.online_func, program, self.custom_io, self._types)
+
     def _merge_of(self, program: Program) -> Merge:
         """By the user's own `combine` where there is one, else as derived."""
-        program = leave_out_absent(program)
-        scale = trace_combine(self.online_func, program, self.custom_io, self._types)
+        program, scale = leave_out_absent(program), self._combine_of(program)
         if scale is None:
             return derive_merge(program)
         return merge_by_combine(program, scale, f"{place_of(self.online_func.combine)}: ")

@@ -14,6 +14,7 @@ from attention_engine.compiler import Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.merge import Merge
 from attention_engine.ir.packing import Packing
 from attention_engine.ir.program import Program
@@ -67,6 +68,10 @@ class Shown(Engine):
         self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None
     ) -> Any:  # fmt: skip
         """What a call with these blocks and this head dim, of sequences packed so, says of the program."""
+        raise NotImplementedError
+
+    def _combine_of(self, program: Program) -> Expr | None:
+        """What the user's `combine` multiplies the outputs of parts with, of the rows that they return."""
         raise NotImplementedError
 
     def _merge_of(self, program: Program) -> Merge:

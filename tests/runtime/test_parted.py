@@ -291,6 +291,26 @@ def test_the_users_own_combine_is_taken(backend):
     torch.testing.assert_close(rows["lse"].double(), lse, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("func", [Combined, InAnotherBase], ids=lambda f: f.__name__)
+def test_calls_with_a_cache_take_it_where_it_is_right(func):
+    engine = AttentionEngine(mask_mod=causal, online_func=func(), backend="interpret")
+    q, k, v = drawn(dtype=torch.float32)
+    lengths = torch.full((BATCH,), KEYS, dtype=torch.int32)
+    exact = attention(q[:, :1], k, v, "softmax", mask=moved_causal(KEYS - 1))
+    torch.testing.assert_close(
+        engine.with_cache(q[:, :1], k, v, kv_lengths=lengths).double(), exact, rtol=1e-4, atol=1e-5
+    )
+    if func is InAnotherBase:  # rows are then not cut
+        with pytest.raises(NoMerge, match="combine does not make the row"):
+            engine.with_cache(q[:, :1], k, v, kv_lengths=lengths, num_splits=2)
+        return
+    o, rows = engine.with_cache(q[:, :1], k, v, kv_lengths=lengths, num_splits=2, return_rowscales=True)
+    torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-5)
+    assert rows["lse"].isfinite().all()
+    kernels = [k for cached in engine._cached.values() for k in cached._kernels.values()]
+    assert kernels and all(k.plan.merge.finished for k in kernels)
+
+
 def test_rows_that_see_nothing_are_0_by_combine_too():
     engine = AttentionEngine(mask_mod=moved_causal(-10), online_func=Combined())
     o, _ = merged(engine, *drawn(), CUTS[2])
