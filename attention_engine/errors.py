@@ -329,3 +329,15 @@ class BadScript(AttentionEngineError, ValueError):
 
 class KernelsNotBuilt(AttentionEngineError, RuntimeError):
     """A wheel of kernels can't be made: some of them were not compiled, or not kept."""
+
+
+class RanksDisagree(AttentionEngineError, RuntimeError):
+    """Ranks that share a sequence call for different attentions, or bring parts that don't fit together."""
+
+
+class HeadsDoNotDivide(AttentionEngineError, ValueError):
+    """Query heads that can't be shared evenly among ranks."""
+
+
+class LengthNotInLayout(AttentionEngineError, ValueError):
+    """A tensor isn't this rank's part of a sequence of any length that the ranks were told, or of too short a one."""

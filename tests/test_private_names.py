@@ -38,6 +38,7 @@ NAMED = {
     "torch._add_batch_dim",
     "torch._higher_order_ops.wrap.dynamo_bypassing_wrapper",
     "torch._remove_batch_dim",
+    "torch.ops._c10d_functional",
     "torch.utils._pytree",
     "tvm.script.ir_builder.IRBuilder",
     "tvm.script.ir_builder.tirx",

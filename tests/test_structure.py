@@ -29,7 +29,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 LEVELS = [
     {"errors", "settings", "files", "folders"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"},
     {"plan"}, {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"}, {"flex", "serving"},
-    {"integrations", "shipping"}, {"__init__"}, {"cli"}, {"__main__"},
+    {"integrations", "distributed", "shipping"}, {"__init__"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 BELOW = {part: set().union(*LEVELS[:i]) for i, level in enumerate(LEVELS) for part in level}
 BELOW["settings"] = {"errors"}
@@ -53,6 +53,7 @@ TORCH_PARTS = {
     "flex",
     "serving",
     "integrations",
+    "distributed",
     "shipping",
     "cli",
 }  # and inside functions of arch

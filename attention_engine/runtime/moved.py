@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 Starts: TypeAlias = tuple[tuple[str, ...], bool] | None  # the axes whose indices are moved; has each batch its own?
 
 
+WHOLE = -1  # no length: what functions capture is whole, and as long as it is
+
+
 @dataclass(frozen=True)
 class Part:
     """Which part of an attention a call holds.
@@ -88,7 +91,7 @@ def call_part(
     held = tensors_now(captured) if captured else []
     check_captured(captured, held, q)
     sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
-    known = {axis: None if axis in part.moved else size for axis, size in sizes.items()}
+    known = {axis: WHOLE if axis in part.moved else size for axis, size in sizes.items()}
     variant = engine._variant(None, heads_of(q)[1])
     names = [*engine.custom_io.specs, *[one.name for one in captured]]
     types = tuple((n, type_of(t)) for n, t in zip(names, [*tensors, *held], strict=True))

@@ -79,3 +79,14 @@ def test_a_block_mask_that_is_a_tensor_is_refused():
         call_part(
             engine, Part(torch.zeros(1, 4, dtype=torch.int32), ("seq_len",), {}), *torch.randn(3, 1, 8, 2, 16), []
         )
+
+
+def test_what_functions_capture_is_whole():
+    table = torch.randn(4, 70, dtype=torch.float64, requires_grad=True)
+    engine = AttentionEngine(score_mod=lambda s, custom, b, h, q, k: s * table[h, q] + table[h, k])
+    q, k, v = torch.randn(3, 1, 70, 4, 16, dtype=torch.float64)
+    starts = torch.tensor([[0, 2, 30, 0]], dtype=torch.int32)
+    mine = call_part(engine, Part(starts, ("heads", "seq_len"), {}), q[:, 30:, 2:], k[:, :, 2:], v[:, :, 2:], [])
+    exact = engine(q, k, v)[:, 30:, 2:]
+    torch.testing.assert_close(mine, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(o.sum(), table)[0] for o in (mine, exact)))

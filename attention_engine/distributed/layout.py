@@ -1,0 +1,142 @@
+"""Which tokens of a sequence each rank holds: runs of neighbours, one after another in the rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attention_engine.errors import LengthNotInLayout
+
+PIECES_OF_A_RANK = 8  # of a layout that is dealt by counts: each run of neighbours is a launch
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens start, start + 1, ... of the sequence, `count` of them; `at`: where the rank's memory has the first."""
+
+    start: int
+    count: int
+    at: int
+
+    @property
+    def here(self) -> slice:
+        """The tokens in the rank's memory."""
+        return slice(self.at, self.at + self.count)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """runs[rank]: what each rank holds, in the order of its memory. Every token of the sequence is held once.
+
+    >>> Layout.zigzag(12, 2).places(0)
+    tensor([ 0,  1,  2,  9, 10, 11])
+    """
+
+    name: str
+    runs: tuple[tuple[Run, ...], ...]
+
+    @staticmethod
+    def of_places(name: str, pieces: Sequence[Iterable[tuple[int, int]]]) -> Layout:
+        """The layout in which each rank holds these pieces, (first, one past the last); neighbours become one run."""
+        ranks = []
+        for rank in pieces:
+            runs: list[Run] = []
+            at = 0
+            for first, stop in sorted(rank):
+                if stop <= first:
+                    continue
+                if runs and runs[-1].start + runs[-1].count == first:
+                    before = runs.pop()
+                    runs.append(Run(before.start, before.count + stop - first, before.at))
+                else:
+                    runs.append(Run(first, stop - first, at))
+                at += stop - first
+            ranks.append(tuple(runs))
+        return Layout(name, tuple(ranks))
+
+    @staticmethod
+    def contiguous(length: int, ranks: int) -> Layout:
+        """Each rank holds neighbours: for masks that give all queries as many keys."""
+        cuts = _cuts(length, ranks)
+        return Layout.of_places("contiguous", [[cut] for cut in cuts])
+
+    @staticmethod
+    def zigzag(length: int, ranks: int) -> Layout:
+        """Each rank holds a piece of the first half and its mirror image: for masks that give later queries more."""
+        cuts = _cuts(length, 2 * ranks)
+        return Layout.of_places("zigzag", [[cuts[rank], cuts[2 * ranks - 1 - rank]] for rank in range(ranks)])
+
+    @staticmethod
+    def dealt(counts: Sequence[int], length: int, ranks: int) -> Layout:
+        """Pieces dealt so that ranks have as many pieces and as much work: for packed documents.
+
+        counts: the work (kept pairs) of equal pieces of the sequence, one after another, a multiple of `ranks` of them.
+        `ContextParallel.deal` counts a mask's.
+        """
+        pieces = len(counts)
+        if pieces % ranks:
+            raise LengthNotInLayout(
+                f"{pieces} pieces can't be dealt evenly to {ranks} ranks. Count a multiple of them."
+            )
+        cuts, load = _cuts(length, pieces), [0] * ranks
+        held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        for piece in sorted(range(pieces), key=lambda n: (-counts[n], n)):
+            free = [rank for rank in range(ranks) if len(held[rank]) < pieces // ranks]
+            rank = min(free, key=lambda r: (load[r], r))
+            held[rank].append(cuts[piece])
+            load[rank] += counts[piece]
+        return Layout.of_places("dealt", held)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the sequence."""
+        return len(self.runs)
+
+    @property
+    def length(self) -> int:
+        """Of the whole sequence."""
+        return sum(self.count(rank) for rank in range(self.ranks))
+
+    @property
+    def most(self) -> int:
+        """The most tokens that a rank holds: collectives send as many of each."""
+        return max(self.count(rank) for rank in range(self.ranks))
+
+    def count(self, rank: int) -> int:
+        """How many tokens a rank holds."""
+        return sum(run.count for run in self.runs[rank])
+
+    def places(self, rank: int) -> Tensor:
+        """The indices of a rank's tokens in the sequence, in the order of its memory."""
+        return torch.cat(
+            [torch.arange(run.start, run.start + run.count) for run in self.runs[rank]] or [torch.arange(0)]
+        )
+
+
+@lru_cache(maxsize=256)
+def order_of_gathered(layout: Layout, device: torch.device) -> Tensor:
+    """Where each token of the sequence stands when all ranks' tokens, `most` of each, lie one after another."""
+    found = torch.empty(layout.length, dtype=torch.int64)
+    for rank in range(layout.ranks):
+        found[layout.places(rank)] = torch.arange(layout.count(rank)) + rank * layout.most
+    return found.to(device)
+
+
+@lru_cache(maxsize=256)
+def order_of_sent(layout: Layout, device: torch.device) -> Tensor:
+    """Which token of the sequence stands where: the other way round. Where a rank holds fewer than `most`, any."""
+    found = torch.zeros(layout.ranks, layout.most, dtype=torch.int64)
+    for rank in range(layout.ranks):
+        found[rank, : layout.count(rank)] = layout.places(rank)
+    return found.flatten().to(device)
+
+
+def _cuts(length: int, parts: int) -> list[tuple[int, int]]:
+    """The sequence in parts that differ by one token at most."""
+    ends = [length * part // parts for part in range(parts + 1)]
+    return list(pairwise(ends))

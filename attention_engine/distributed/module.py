@@ -1,0 +1,209 @@
+"""ContextParallel: an engine whose sequences are split among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed.device_mesh import DeviceMesh
+
+from attention_engine.distributed.agree import check_agreement
+from attention_engine.distributed.deal import kept_pairs
+from attention_engine.distributed.exchange import Ranks, Tokens, gather
+from attention_engine.distributed.layout import PIECES_OF_A_RANK, Layout
+from attention_engine.distributed.methods import METHODS, Call, by_fewest_bytes
+from attention_engine.distributed.placements import Placement, placements
+from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption
+from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.runtime.inputs import check_ranks, check_type, follow_autocast, order_custom
+from attention_engine.runtime.module import AttentionEngine
+
+Method: TypeAlias = Literal["auto", "gather", "heads"]
+Balance: TypeAlias = Literal["auto", "contiguous", "zigzag"] | Layout
+BALANCES = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag}
+MOST_LENGTHS = 64  # that are remembered
+
+
+class ContextParallel(torch.nn.Module):
+    """An attention over sequences that are split among the ranks of a device mesh. Each rank holds some tokens of each.
+
+    The engine stays what it is: its masks, scores and custom inputs see the whole sequence's indices. A call takes this
+    rank's q, k, v and returns its o; `shard`, `unshard` and `places` say which tokens those are. Custom inputs that are
+    read at each query's own index (or each key's) come with this rank's tokens; all others come whole, on every rank,
+    and their gradients are this rank's part, as a weight's are: DDP and FSDP over the mesh add them up.
+
+    Args:
+        engine: any AttentionEngine.
+        mesh: a DeviceMesh of one dimension, as `init_device_mesh("cuda", (8,))` or `mesh["cp"]`.
+        method: "gather" brings all keys to each rank, "heads" brings all tokens of some heads. "auto" is which of them
+            sends fewer bytes.
+        balance: "contiguous" gives a rank neighbours, "zigzag" a piece and its mirror image. "auto" is "zigzag" for
+            masks that show later queries more keys. Or a Layout, as `deal` makes of a mask's own counts.
+
+    Raises:
+        UnknownOption: an option has a value that means nothing.
+        HeadsDoNotDivide: "heads", and the query heads can't be shared evenly.
+        LengthNotInLayout: a tensor isn't this rank's part of a length that it was told.
+        RanksDisagree: other ranks call for something else.
+    """
+
+    def __init__(
+        self, engine: AttentionEngine, mesh: DeviceMesh, method: Method = "auto", balance: Balance = "auto"
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_type("engine", engine, AttentionEngine)
+        check_type("mesh", mesh, DeviceMesh)
+        if mesh.ndim != 1:
+            raise UnknownOption(f"the mesh has {mesh.ndim} dimensions. Give one of them: mesh['cp'].")
+        if method not in ("auto", *METHODS):
+            raise UnknownOption(f"method is {method!r}. Choose {', '.join(map(repr, ('auto', *METHODS)))}.")
+        if not isinstance(balance, Layout) and balance not in ("auto", *BALANCES):
+            known = ", ".join(map(repr, ("auto", *BALANCES)))
+            raise UnknownOption(f"balance is {balance!r}. Choose {known}, or give a Layout.")
+        if engine.block_mask is not None:
+            raise OptionsClash(
+                "the engine has a block_mask that is a tensor, which can't be split.\n"
+                "  Write it as a function: block_mask=lambda b, h, q_idx, kv_idx: ..."
+            )
+        self.engine, self.method, self.balance = engine, method, balance
+        self.ranks = Ranks(mesh.get_group(), mesh.size(), mesh.get_local_rank())
+        self.device_type = mesh.device_type
+        self._layouts: dict[int, Layout] = {}  # by length, the newest last
+        self._agreed: set[object] = set()
+        self._starts: dict[object, Tensor] = {}
+        if isinstance(balance, Layout):
+            self._know(balance)
+
+    def extra_repr(self) -> str:
+        return f"method={self.method!r}, balance={self.balance!r}, rank={self.ranks.rank} of {self.ranks.size}"
+
+    # ---- which tokens
+
+    def _know(self, layout: Layout) -> Layout:
+        """Remembers a layout as the newest; LengthNotInLayout where it leaves a rank without tokens."""
+        if layout.ranks != self.ranks.size:
+            raise LengthNotInLayout(f"the layout is for {layout.ranks} ranks, and the mesh has {self.ranks.size}.")
+        if not all(layout.runs):
+            raise LengthNotInLayout(
+                f"a sequence of {layout.length} leaves one of {layout.ranks} ranks without tokens. Give a longer one."
+            )
+        self._layouts.pop(layout.length, None)
+        self._layouts[layout.length] = layout
+        if len(self._layouts) > MOST_LENGTHS:
+            del self._layouts[next(iter(self._layouts))]
+        return layout
+
+    def layout(self, length: int) -> Layout:
+        """How a sequence of this length is split."""
+        if isinstance(self.balance, Layout):
+            if length != self.balance.length:
+                raise LengthNotInLayout(
+                    f"a sequence has length {length}, and the layout that was given is for {self.balance.length}."
+                )
+            return self.balance
+        if length in self._layouts:
+            return self._know(self._layouts[length])
+        balance = self.balance
+        if balance == "auto":
+            balance = "zigzag" if plan_tiles(self.engine._program.mask).later_is_longer else "contiguous"
+        return self._know(BALANCES[balance](length, self.ranks.size))
+
+    def places(self, length: int) -> Tensor:
+        """The indices of this rank's tokens in a sequence of this length, in the order of its memory: for positions
+        and labels."""
+        return self.layout(length).places(self.ranks.rank).to(torch.empty(0, device=self.device_type).device)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a tensor that is whole on every rank."""
+        runs = self.layout(x.shape[dim]).runs[self.ranks.rank]
+        return torch.cat([x.narrow(dim, run.start, run.count) for run in runs], dim)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor, on every rank. Its gradient is summed over ranks."""
+        dim = dim % x.ndim
+        return gather(Tokens(self.ranks, self._layout_of(x.shape[dim], "x")), dim, x)[0]
+
+    def deal(self, length: int, **custom: Tensor) -> Layout:
+        """A layout by the mask's own counts: pieces of the sequence, so that ranks have as much work each. For packed
+        documents. custom: the custom inputs that the mask reads, whole, by name."""
+        pieces = min(PIECES_OF_A_RANK, max(length // self.ranks.size, 1)) * self.ranks.size
+        counts = kept_pairs(self.engine, length, pieces, custom)
+        return Layout.dealt(counts, length, self.ranks.size)
+
+    def _layout_of(self, own: int, what: str) -> Layout:
+        """The newest layout in which this rank holds so many tokens."""
+        rank, size = self.ranks.rank, self.ranks.size
+        for layout in reversed(self._layouts.values()):
+            if layout.count(rank) == own:
+                return layout
+        if self._layouts or own == 0:
+            known = ", ".join(f"{each.count(rank)} of {length}" for length, each in self._layouts.items()) or "none"
+            raise LengthNotInLayout(
+                f"{what} has {own} tokens, and rank {rank} of {size} holds {known}.\n"
+                "  Split tensors by `shard`, or tell a length first: `places(length)`."
+            )
+        return self.layout(own * size)  # nobody told a length: all ranks hold as many
+
+    # ---- calls
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, return_rowscales: bool = False, **named: Tensor
+    ) -> Any:  # fmt: skip
+        """This rank's part of what the engine gives of the whole sequence.
+
+        Args:
+            q, k, v: this rank's tokens, in the layout of the engine. Keys may be of another sequence than queries.
+            custom, named: the engine's custom inputs: this rank's tokens of those that are read at each token's own
+                index, else whole.
+            return_rowscales: return the rows of the epilogue, too, of this rank's queries.
+        """
+        engine = self.engine
+        check_ranks(engine.layout, q, k, v)
+        q, k, v = follow_autocast(q, k, v)
+        tensors = order_custom(engine.custom_io, custom, named)
+        if engine.layout == "bhsd":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        of_q, of_k = self._layout_of(q.shape[1], "q"), self._layout_of(k.shape[1], "k")
+        sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
+        placed = placements(engine._program, engine.custom_io.in_order)
+        method = by_fewest_bytes(sizes, k.shape[2], self.ranks.size) if self.method == "auto" else self.method
+        call = Call(engine, self.ranks, of_q, of_k, sizes, self._starts, return_rowscales)
+        call.check(q, k, v, method)
+        for placement, tensor in zip(placed, tensors, strict=True):
+            placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
+        if not is_compiling():
+            self._agree(method, of_q, of_k, [q, k, v], tensors, placed)
+        found = METHODS[method](call, q, k, v, tensors, placed)
+        output, rows = found if return_rowscales else (found, {})
+        output = output.transpose(1, 2) if engine.layout == "bhsd" else output
+        return (output, rows) if return_rowscales else output
+
+    def _agree(
+        self, method: str, of_q: Layout, of_k: Layout, given: Sequence[Tensor], custom: Sequence[Tensor],
+        placed: Sequence[Placement],
+    ) -> None:  # fmt: skip
+        """At the first call of a kind: RanksDisagree unless all ranks call for the same."""
+        signature = tuple((t.shape, t.dtype, t.requires_grad) for t in (*given, *custom))
+        kind = method, of_q, of_k, signature, torch.is_grad_enabled()
+        if kind in self._agreed:
+            return
+        facts: dict[str, object] = {
+            "attention": self.engine._program.fingerprint, "method": method,
+            "layout": (of_q.name, of_q.length, of_k.name, of_k.length),
+            "shape but for the length": [(t.shape[0], *t.shape[2:]) for t in given],
+            "dtype": [t.dtype for t in given],
+            "set of gradients": [t.requires_grad and torch.is_grad_enabled() for t in (*given, *custom)],
+        }  # fmt: skip
+        whole = zip(placed, custom, strict=True)
+        facts["shape of custom inputs"] = [
+            tuple(t.shape) for p, t in whole if p.queries is None and p.keys is None
+        ]  # fmt: skip
+        check_agreement(self.ranks, facts)
+        self._agreed.add(kind)
+
+
+assert dist.is_available(), "torch was built without torch.distributed"

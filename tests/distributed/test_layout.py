@@ -1,0 +1,84 @@
+"""Layouts: every token is held once, at any number of ranks, and work is shared evenly."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, document_ids
+from attention_engine import library as lib
+from attention_engine.distributed import Layout
+from attention_engine.distributed.deal import kept_pairs
+from attention_engine.distributed.layout import order_of_gathered, order_of_sent
+from attention_engine.distributed.placements import placements
+from attention_engine.errors import LengthNotInLayout
+
+CPU = torch.device("cpu")
+
+
+def layouts(length, ranks):
+    yield Layout.contiguous(length, ranks)
+    yield Layout.zigzag(length, ranks)
+    yield Layout.dealt([n % 7 for n in range(4 * ranks)], length, ranks)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(53, 2), (64, 4), (8191, 8), (1 << 20, 1024)])
+def test_every_token_is_held_once(length, ranks):
+    for layout in layouts(length, ranks):
+        places = torch.cat([layout.places(rank) for rank in range(ranks)])
+        assert torch.equal(places.sort().values, torch.arange(length)), layout.name
+        assert layout.length == length and layout.ranks == ranks
+        for rank in (0, ranks - 1):
+            mine = layout.places(rank)
+            for run in layout.runs[rank]:
+                assert torch.equal(mine[run.here], torch.arange(run.start, run.start + run.count))
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(53, 2), (61, 3), (1000, 8)])
+def test_what_is_gathered_comes_in_order_and_goes_back(length, ranks):
+    for layout in layouts(length, ranks):
+        sent = torch.arange(length).index_select(0, order_of_sent(layout, CPU)).view(ranks, layout.most)
+        for rank in range(ranks):
+            assert torch.equal(sent[rank, : layout.count(rank)], layout.places(rank))
+        assert torch.equal(sent.flatten().index_select(0, order_of_gathered(layout, CPU)), torch.arange(length))
+
+
+def share_of_the_slowest(layout, keep):
+    work = [keep[layout.places(rank)].sum().item() for rank in range(layout.ranks)]
+    return sum(work) / len(work) / max(work)
+
+
+def test_zigzag_balances_causal_masks_and_dealing_balances_documents():
+    at = torch.arange(1024)
+    causal = at[:, None] >= at
+    assert share_of_the_slowest(Layout.contiguous(1024, 8), causal) < 0.55
+    assert share_of_the_slowest(Layout.zigzag(1024, 8), causal) > 0.999
+    ids = document_ids([500, 30, 60, 20, 80, 14, 200, 120])
+    engine = AttentionEngine(
+        None, CustomIO({"documents": ("batch", "seq_len")}), mask_mod=lib.and_masks(lib.causal, lib.document())
+    )
+    counts = kept_pairs(engine, 1024, 64, {"documents": ids})
+    kept = causal & (ids[0][:, None] == ids[0])
+    assert counts == kept.sum(1).view(64, 16).sum(1).tolist()
+    dealt = share_of_the_slowest(Layout.dealt(counts, 1024, 8), kept)
+    assert dealt > 0.9 > share_of_the_slowest(Layout.zigzag(1024, 8), kept)
+
+
+def test_pieces_are_dealt_evenly_or_not_at_all():
+    with pytest.raises(LengthNotInLayout, match="7 pieces can't be dealt evenly to 2 ranks"):
+        Layout.dealt([1] * 7, 70, 2)
+
+
+def test_which_custom_inputs_come_whole():
+    axes = {
+        "rows": ("batch", "seq_len"), "documents": ("batch", "seq_len"), "keys": ("heads", "seq_len_kv"),
+        "pairs": (1, "heads", "seq_len", "seq_len_kv"), "slopes": ("heads",),
+    }  # fmt: skip
+
+    def score(s, c, b, h, q, k):
+        same = c["documents"][b, q] == c["documents"][b, k]
+        return torch.where(same, s * c["rows"], 0.0) + c["keys"] + c["pairs"] + c["slopes"]
+
+    engine = AttentionEngine(None, CustomIO(axes), score)
+    found = {p.spec.name: (p.queries, p.keys) for p in placements(engine._program, engine.custom_io.in_order)}
+    assert found == {
+        "rows": (1, None), "documents": (None, None), "keys": (None, 1), "pairs": (2, None), "slopes": (None, None),
+    }  # fmt: skip

@@ -1,0 +1,247 @@
+"""Sequences that two processes share: what one process gives of the whole, to a rounding."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention_engine import AttentionEngine, CustomIO
+from attention_engine import library as lib
+from attention_engine.distributed import ContextParallel, Layout
+from attention_engine.distributed.exchange import Ranks, Tokens
+from attention_engine.distributed.methods import Call
+from attention_engine.errors import AttentionEngineError
+from tests.distributed.attentions import BATCH, DIM, DIM_V, LENGTH, Shared, attentions
+from tests.distributed.ranks import run_ranks
+
+DEALT = Layout.dealt([n + 1 for n in range(8)], LENGTH, 2)
+LAYOUTS = {"contiguous": "contiguous", "zigzag": "zigzag", "dealt": DEALT}
+EXACT = 1e-13
+
+
+def engine_of(shared: Shared, backend: str, **options) -> AttentionEngine:
+    return AttentionEngine(None, CustomIO(shared.axes), **shared.given, backend=backend, **options)
+
+
+def draw_qkv(shared: Shared, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(1)
+    heads, kv_heads = shared.heads
+    return [torch.randn(BATCH, LENGTH, h, d, dtype=torch.float64).to(dtype)
+            for h, d in ((heads, DIM), (kv_heads, DIM), (kv_heads, DIM_V))]  # fmt: skip
+
+
+def leaves_of(tensors, dtype):
+    made = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+    return [t.clone().requires_grad_(t.is_floating_point()) for t in made]
+
+
+def gradients(o: Tensor, rows: dict[str, Tensor], leaves: list[Tensor], d_o: Tensor, d_rows: dict[str, Tensor]):
+    outs = [(o, d_o), *((row, d_rows[name]) for name, row in rows.items() if row.requires_grad)]
+    wanted = [t for t in leaves if t.requires_grad]
+    found = torch.autograd.grad([out for out, _ in outs], wanted, [d.to(out.dtype) for out, d in outs])
+    return [g.double() for g in found]
+
+
+def of_one(shared: Shared, dtype: torch.dtype, backend: str):
+    """Output, rows, and gradients of q, k, v and custom inputs, of a process that has all of the sequence."""
+    leaves = leaves_of([*draw_qkv(shared, dtype), *shared.custom], dtype)
+    o, rows = engine_of(shared, backend)(*leaves, return_rowscales=True)
+    torch.manual_seed(2)
+    d_o, d_rows = torch.randn(o.shape, dtype=torch.float64), {n: torch.randn(r.shape).double() for n, r in rows.items()}
+    if "lse" not in rows:
+        rows = {}
+    return o, rows, gradients(o, rows, leaves, d_o, d_rows), d_o, d_rows
+
+
+def of_ranks(shared: Shared, mesh, method: str, balance, dtype, backend: str, d_o, d_rows):
+    """The same of ranks: each hands in its own tokens, and what they have is put together."""
+    attention = ContextParallel(engine_of(shared, backend), mesh, method, balance)
+    whole = leaves_of([*draw_qkv(shared, dtype), *shared.custom], dtype)
+    attention.places(LENGTH)
+    own = {"pair": 2, "gate": 2, "keys": 1}  # the dimension of this rank's tokens
+    custom = [attention.shard(t, own[n]) if n in own else t for n, t in zip(shared.axes, whole[3:], strict=True)]
+    o, rows = attention(*(attention.shard(t, 1) for t in whole[:3]), *custom, return_rowscales=True)
+    rows = {n: r for n, r in rows.items() if "lse" in rows}
+    d_rows = {name: attention.shard(d_rows[name], 2) for name in rows}
+    found = gradients(o, rows, whole, attention.shard(d_o, 1), d_rows)
+    for gradient in found:  # a leaf is whole: each rank adds its own tokens', or its part
+        dist.all_reduce(gradient)
+    with torch.no_grad():
+        return attention.unshard(o, 1), {n: attention.unshard(r, 2) for n, r in rows.items()}, found
+
+
+def far(mine: Tensor, exact: Tensor) -> float:
+    return ((mine.double() - exact.double()).abs().max() / exact.double().abs().max().clamp(min=1e-3)).item()
+
+
+def compare_all(mesh) -> dict[str, float]:
+    """The error of each attention, layout and method in float64, beside one process."""
+    found = {}
+    for name, shared in attentions().items():
+        o, rows, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
+        for layout, balance in LAYOUTS.items():
+            for method in ("gather", "heads"):
+                mine = of_ranks(shared, mesh, method, balance, torch.float64, "reference", d_o, d_rows)
+                errors = [far(mine[0], o), *(far(mine[1][n], r) for n, r in rows.items())]
+                errors += [far(a, b) for a, b in zip(mine[2], grads, strict=True)]
+                found[f"{name}, {layout}, {method}"] = max(errors)
+    return found
+
+
+def compare_kernels(mesh) -> dict[str, tuple[float, float]]:
+    """Errors of interpreted kernels in fp32 beside float64: of ranks, and of one process."""
+    found = {}
+    for name in ("ALiBi, causal documents", "sinks, window", "gate of rows, bias of keys"):
+        shared = attentions()[name]
+        o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
+        one = of_one(shared, torch.float32, "interpret")
+        for method in ("gather", "heads"):
+            mine = of_ranks(shared, mesh, method, "auto", torch.float32, "interpret", d_o, d_rows)
+            for n, exact in enumerate([o, *grads]):
+                errors = [(each[0] if n == 0 else each[2][n - 1]).double() - exact for each in (mine, one)]
+                found[f"{name}, {method}, {n}"] = tuple(e.square().mean().sqrt().item() for e in errors)
+    return found
+
+
+def captures(table: Tensor):
+    return lambda s, custom, b, h, q, k: s + table[h, q] * table[h, k]
+
+
+def other_calls(mesh) -> dict[str, float]:
+    """What else a call may be: other keys than queries, heads before lengths, what a function captures."""
+    torch.manual_seed(3)
+    draw, found = torch.randn, {}
+    q, k, v = (draw(1, n, h, 8, dtype=torch.float64) for n, h in ((37, 4), (53, 2), (53, 2)))
+    for method in ("gather", "heads"):
+        engine = AttentionEngine(mask_mod=lib.causal_from(16), backend="reference")
+        attention = ContextParallel(engine, mesh, method)
+        mine = attention(attention.shard(q), attention.shard(k), attention.shard(v))
+        found[f"lengths, {method}"] = far(attention.unshard(mine), engine(q, k, v))
+        engine = AttentionEngine(score_mod=captures(draw(4, 53, dtype=torch.float64)), layout="bhsd")
+        attention = ContextParallel(engine, mesh, method, "zigzag")
+        turned = [t.transpose(1, 2) for t in (k.repeat(1, 1, 2, 1), k, v)]
+        mine = attention(*(attention.shard(t, 2) for t in turned))
+        found[f"captured, {method}"] = far(attention.unshard(mine, 2), engine(*turned))
+    places = attention.places(53)
+    assert torch.equal(attention.shard(torch.arange(53), 0), places) and len(places) in (26, 27)
+    return found
+
+
+def mistakes(mesh) -> dict[str, str]:
+    """What each mistake says, on this rank."""
+    rank, causal = mesh.get_local_rank(), AttentionEngine(mask_mod=lib.causal, backend="reference")
+    q, k, v = (torch.randn(1, 8, 3, 8) for _ in range(3))
+    biased = AttentionEngine(
+        None, CustomIO({"bias": ("seq_len",), "near": ("seq_len",)}),
+        lambda s, c, b, h, q, k: s + c["bias"] + c["near"][k], backend="reference",
+    )  # fmt: skip
+    told = ContextParallel(causal, mesh)
+    told.places(13)
+    found: dict[str, str] = {}
+
+    def said(name, call):
+        with pytest.raises(AttentionEngineError) as error:
+            call()
+        found[name] = f"{type(error.value).__name__}: {error.value}"
+
+    said("heads", lambda: ContextParallel(causal, mesh, "heads")(q, k, v))
+    said("length", lambda: told(q, k, v))
+    said("short", lambda: told.shard(torch.zeros(1, 1, 1, 1)))
+    said("layout", lambda: ContextParallel(causal, mesh, balance=Layout.zigzag(24, 3)))
+    said("whole", lambda: ContextParallel(biased, mesh)(q, k, v, torch.zeros(8), torch.zeros(8)))
+    said("shard", lambda: ContextParallel(biased, mesh)(q, k, v, torch.zeros(16), torch.zeros(16)))
+    other = AttentionEngine(mask_mod=lib.causal if rank else lib.prefix_lm(2), backend="reference")
+    said("program", lambda: ContextParallel(other, mesh, balance="zigzag")(q, k, v))
+    dims = torch.randn(1, 8, 3, 8 + 8 * rank)
+    said("shape", lambda: ContextParallel(causal, mesh)(dims, dims, dims))
+    said("method", lambda: ContextParallel(causal, mesh, "ulysses"))
+    said("balance", lambda: ContextParallel(causal, mesh, balance="striped"))
+    return found
+
+
+def from_zero(attend):
+    return lambda call, axis, start, *rest: attend(call, axis, 0, *rest)
+
+
+def alone(_):
+    """In place of sums over ranks: this rank's part of its own tensor, there after a wait as those are."""
+    return lambda ranks, mine: mine.unflatten(0, (ranks.size, -1))[ranks.rank] + 0.0
+
+
+def as_sent(_):
+    return lambda tokens, gathered: gathered[: tokens.layout.length]
+
+
+def with_wrong_laws(mesh) -> dict[str, float]:
+    """The errors when a law is broken: a comparison that doesn't see it would be none."""
+    broken = {
+        "starts of queries": (Call, "attend", from_zero, "ALiBi, causal documents", "gather"),
+        "starts of heads": (Call, "attend", from_zero, "retention", "heads"),
+        "sums of gradients": (Ranks, "begin_sum", alone, "causal, grouped heads", "gather"),
+        "order of keys": (Tokens, "in_order", as_sent, "causal, grouped heads", "gather"),
+        "order of tokens": (Tokens, "in_order", as_sent, "sinks, window", "heads"),
+    }
+    found = {}
+    for law, (owner, name, wrong, attention, method) in broken.items():
+        shared = attentions()[attention]
+        o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
+        with patch.object(owner, name, wrong(getattr(owner, name))):
+            mine = of_ranks(shared, mesh, method, "zigzag", torch.float64, "reference", d_o, d_rows)
+        found[law] = max([far(mine[0], o), *(far(a, b) for a, b in zip(mine[2], grads, strict=True))])
+    return found
+
+
+def everything(mesh):
+    return compare_all(mesh), compare_kernels(mesh), other_calls(mesh), mistakes(mesh), with_wrong_laws(mesh)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of both processes: they start once, which takes longer than most of what they run."""
+    return run_ranks(2, everything)
+
+
+def test_any_attention_in_any_layout_by_any_method(found):
+    for errors, *_ in found:
+        assert len(errors) == 60
+        assert max(errors.values()) <= EXACT, {n: e for n, e in errors.items() if e > EXACT}
+
+
+def test_kernels_are_as_exact_as_in_one_process(found):
+    for _, errors, *_ in found:
+        assert len(errors) == 2 * (5 + 5 + 7)
+        assert all(mine <= 1.5 * one for mine, one in errors.values()), errors
+
+
+def test_other_lengths_of_keys_layouts_and_captured_tensors(found):
+    for _, _, errors, *_ in found:
+        assert len(errors) == 4 and max(errors.values()) <= EXACT, errors
+
+
+def test_mistakes_are_told_on_every_rank(found):
+    for rank, (*_, said, _) in enumerate(found):
+        assert said["heads"] == (
+            'HeadsDoNotDivide: 3 query heads can\'t be shared evenly among 2 ranks, as method="heads" does.\n'
+            '  Use method="gather", or a multiple of 2 heads.'
+        )
+        assert said["length"] == (
+            f"LengthNotInLayout: q has 8 tokens, and rank {rank} of 2 holds {(7, 6)[rank]} of 13.\n"
+            "  Split tensors by `shard`, or tell a length first: `places(length)`."
+        )
+        assert "a sequence of 1 leaves one of 2 ranks without tokens" in said["short"]
+        assert "LengthNotInLayout" in said["layout"]
+        assert "near' has shape (8,). Its axes ('seq_len',) ask for (16,): it comes whole." in said["whole"]
+        assert "bias' has shape (16,). Its axes ('seq_len',) ask for (8,): it comes with this rank's" in said["shard"]
+        assert said["program"].startswith("RanksDisagree: ranks call ContextParallel with another attention each")
+        assert said["shape"].startswith("RanksDisagree: ranks call ContextParallel with another shape but for the")
+        assert "Choose 'auto', 'gather', 'heads'." in said["method"]
+        assert "Choose 'auto', 'contiguous', 'zigzag', or give a Layout." in said["balance"]
+
+
+def test_a_broken_law_is_seen(found):
+    for *_, errors in found:
+        assert len(errors) == 5 and min(errors.values()) > 1e-3, errors
