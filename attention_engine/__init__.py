@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attention_engine import arch, flex, library
     from attention_engine.errors import AttentionEngineError
+    from attention_engine.flex.sdpa import scaled_dot_product_attention
     from attention_engine.frontend.custom_io import CustomInputs, CustomIO
     from attention_engine.frontend.meta import meta_tensor
     from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
@@ -39,14 +40,15 @@ _WHERE = {
     "create_mask": "runtime.masks",
     "document_ids": "runtime.masks",
     "meta_tensor": "frontend.meta",
+    "scaled_dot_product_attention": "flex.sdpa",
     "show_mask": "runtime.showing",
     "show_scores": "runtime.showing",
     "where": "frontend.symbols",
 }
 __all__ = ["AttentionEngine", "AttentionEngineError", "CustomIO", "CustomInputs", "LinearAttentionEngine",
            "OnlineFunc", "Symbol", "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var", "arch", "attention",
-           "create_block_mask", "create_mask", "document_ids", "flex", "library", "meta_tensor", "show_mask",
-           "show_scores", "where"]  # fmt: skip
+           "create_block_mask", "create_mask", "document_ids", "flex", "library", "meta_tensor",
+           "scaled_dot_product_attention", "show_mask", "show_scores", "where"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -160,9 +160,8 @@ def host(device: str) -> None:
     for name, call in calls.items():
         call()
         print(f"{name:32} {host_us(call):8.1f}")
-    print(
-        f"engines made for {3 * (ROUNDS + 1) * CALLS} calls of three kinds: {FINDER._built.cache_info().misses - before}"
-    )
+    made = FINDER._built.cache_info().misses - before
+    print(f"engines made for {3 * (ROUNDS + 1) * CALLS} calls of three kinds: {made}")
 
 
 def main() -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from attention_engine.errors import AttentionEngineError, HeadsDoNotGroup, OptionsClash, WrongBlockMask
 from attention_engine.flex import compiled, foreign
-from attention_engine.flex.engines import find
+from attention_engine.flex.engines import build, find
 from attention_engine.flex.masks import BlockMask, noop_mask
-from attention_engine.flex.options import USUAL, read_options
+from attention_engine.flex.options import USUAL, Options, read_options
 from attention_engine.frontend.frames import brief
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.runtime.inputs import check_ranks
@@ -101,14 +101,24 @@ def _attend(
     if scale is None:  # a compiler knows how long a range is
         scale = (len(range(of_q[3])) if is_compiling() else of_q[3]) ** -0.5
     maxima = rows and return_aux is not None and bool(return_aux.max_scores)
-    if is_compiling():
-        found = compiled.run(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows)
-    else:
-        engine, captured = find(score_mod, mask_mod, online_func, scale, maxima, options)
-        found = engine._call(query, key, value, (), captured, None, rows, {})
+    found = call(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows)
     if rows:
         return _returned(found, return_aux)
     return found if return_aux is None else (found, AuxOutput())
+
+
+def call(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, online_func: OnlineFunc | None,
+    scale: float, maxima: bool, options: Options, rows: bool,
+) -> Any:  # fmt: skip
+    """The output of an engine of these functions, or (output, rows by name)."""
+    if not is_compiling():
+        engine, captured = find(score_mod, mask_mod, online_func, scale, maxima, options)
+        return engine._call(query, key, value, (), captured, None, rows, {})
+    if is_dynamo_compiling():
+        return compiled.run(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows)
+    # torch runs this very code on fake tensors, which nothing may keep
+    return build(score_mod, mask_mod, online_func, scale, maxima, options)(query, key, value, return_rowscales=rows)
 
 
 def _rows(return_lse: bool, return_aux: Any) -> bool:
