@@ -225,8 +225,8 @@ MISTAKES = {
      "engine: mask_mod=library.causal, or a function (b, h, q_idx, kv_idx) that reads yours."),
     "39c": (
      "AttentionEngine(metas)(q, k, v, dropout_p=0.1)",
-     "CustomInputMissing: 'dropout_p' is no argument of a call and no custom input. Leave it out: engines "
-     "drop no weights."),
+     "CustomInputMissing: 'dropout_p' is no argument of a call and no custom input. Say it when the engine "
+     "is built: dropout_p=..."),
     "39d": (
      "AttentionEngine(metas)(q, k, v, scale=0.5)",
      "CustomInputMissing: 'scale' is no argument of a call and no custom input. Say it when the engine is "

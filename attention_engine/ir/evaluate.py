@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from attention_engine.ir.chance import chance
 from attention_engine.ir.expr import INTEGERS, Expr, Number, Op, Reduction, Type, in_64_bits, topological
 
 LOWEST = -1e30  # stands for -inf where a row starts: below every score, yet finite, so that x - LOWEST is never NaN
@@ -98,6 +99,7 @@ PYTHON: dict[Op, Callable[..., Number]] = {
     Op.BIT_XOR: lambda a, b: a ^ b,
     Op.SHIFT_LEFT: lambda a, b: a << b if 0 <= b < WIDEST else 0,
     Op.SHIFT_RIGHT: lambda a, b: a >> (b if 0 <= b < WIDEST else WIDEST - 1),
+    Op.CHANCE: chance,
     Op.WHERE: lambda c, a, b: a if c else b,
     Op.DETACH: lambda a: a,
 }

@@ -79,7 +79,8 @@ class Program:
     score (of PRODUCT), mask (bool, of the indices; None keeps all), states, weights (of SCORE and the states), rescale
     (of the states: the factor for the output so far), output (of OUTPUT and the states), finals (name -> row, of the
     states), and what the user wrote of the backward pass: `forward`, the final weight of SCORE and the finals, and
-    `backward`, the gradient of SCORE, of WEIGHT_GRADIENT, WEIGHT, the finals and DELTA.
+    `backward`, the gradient of SCORE, of WEIGHT_GRADIENT, WEIGHT, the finals and DELTA. dropped (bool, of the indices;
+    None: nowhere): where a weight that its row knows meets no value, by chance (passes/drop_weights.py).
     """
 
     score: Expr
@@ -92,6 +93,7 @@ class Program:
     forward: Expr | None = None
     backward: Expr | None = None
     custom: tuple[str, ...] = ()
+    dropped: Expr | None = None
 
     def named(self) -> Iterator[tuple[str, Expr]]:
         """Every expression of the program with what it is."""
@@ -109,6 +111,8 @@ class Program:
             yield "user.forward", self.forward
         if self.backward is not None:
             yield "user.backward", self.backward
+        if self.dropped is not None:
+            yield "dropped", self.dropped
 
     def returning(self, rows: tuple[tuple[str, Expr], ...]) -> Program:
         """The forward pass alone, with these rows (of the states) returned."""

@@ -66,10 +66,11 @@ OPERANDS: dict[Op, tuple[Types, ...]] = {
     Op.WHERE: (_BOOL, _ANY, _ANY),
     Op.CAST: (_ANY,),
     Op.DETACH: (_ANY,),
+    Op.CHANCE: (frozenset({Type.LONG}), INTEGERS, INTEGERS, INTEGERS, INTEGERS),
     Op.CONST: (),
     Op.VAR: (),
 }
-TOGETHER = {Op.WHERE: slice(1, None)}  # which operands are of one type, where not all are
+TOGETHER = {Op.WHERE: slice(1, None), Op.CHANCE: slice(1, None)}  # which operands are of one type, where not all are
 REDUCTIONS = get_args(Reduction)
 IN_32_BITS = range(-(2**31), 2**31)
 
@@ -205,6 +206,8 @@ def verify_program(program: Program, captured: Iterable[str] = ()) -> None:
     reads("score", program.score, {PRODUCT, *PLACES}, OF_PAIR)
     if program.mask is not None:
         reads("mask", program.mask, PLACES, OF_PAIR, Type.BOOL)
+    if program.dropped is not None:
+        reads("dropped", program.dropped, PLACES, OF_PAIR, Type.BOOL)
     online = {SCORE, *states, *PLACES}
     for state in program.states:
         if not isinstance(state.initial, float) or math.isnan(state.initial):

@@ -145,9 +145,13 @@ class PairMaths:
 
         self._over_pairs(entry, asked)
 
-    def _at(self, place: Place, products: Any, weights: Any, gradients: Any, i: Any, j: Any, *exprs: Expr) -> Any:
-        """Splices expressions of a pair's product, weight and gradient."""
-        values = {WEIGHT: weights[i, j], WEIGHT_GRADIENT: gradients[i, j]}
+    def _at(
+        self, place: Place, products: Any, weights: Any, gradients: Any, i: Any, j: Any, *exprs: Expr,
+        unless: Callable[[Any], Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Splices expressions of a pair's product, weight and gradient. unless: of `_unless_dropped`, if known."""
+        unless = unless or self._unless_dropped(place, i, j)
+        values = {WEIGHT: weights[i, j], WEIGHT_GRADIENT: unless(gradients[i, j])}
         if keeps_products(self.schedule):
             values[PRODUCT] = products[i, j]
         read = topological(*exprs) if self.schedule.extremes else ()
@@ -155,6 +159,22 @@ class PairMaths:
             if extreme.of_pair in read:
                 values[extreme.of_pair] = self._value(place, products, i, j, extreme)
         return self._splice(place, i, j, values)
+
+    def _unless_dropped(self, place: Place, i: Any, j: Any) -> Callable[[Any], Any]:
+        """What makes 0 of numbers where a pair's weight met no value."""
+        if self.schedule.dropped is None:
+            return lambda value: value
+        dropped = name_value(self._splice(place, i, j, {})(self.schedule.dropped)[0])
+        return lambda value: T.if_then_else(dropped, T.float32(0), value)
+
+    def meet_values(self, weights: Any, target: Any) -> None:
+        """target = the weights that values are multiplied with, 0 for dropped pairs."""
+
+        def entry(place: Place, i: Any, j: Any) -> None:
+            value = self._unless_dropped(place, i, j)(weights[i, j])
+            store(target, T.cast(value, target.dtype), i, j)
+
+        self._over_pairs(entry)
 
     def _value(self, place: Place, products: Any, i: Any, j: Any, extreme: Extreme) -> Any:
         """What of a pair a row's extreme is of, computed alike wherever it is computed."""
@@ -170,11 +190,16 @@ class PairMaths:
 
         self._over_pairs(entry, extreme.value, self.schedule.mask)
 
-    def differentiate(self, products: Any, weights: Any, gradients: Any) -> None:
-        """gradients (of the weights) become gradients of the products, without their factor."""
+    def differentiate(self, products: Any, weights: Any, gradients: Any, then_meet_values: bool = False) -> None:
+        """gradients (of the weights) become gradients of the products, without their factor. then_meet_values: weights
+        become those that values are multiplied with."""
 
         def entry(place: Place, i: Any, j: Any) -> None:
-            assign([(gradients, split)], self._at(place, products, weights, gradients, i, j, split), i, j)
+            unless = self._unless_dropped(place, i, j)
+            splice = self._at(place, products, weights, gradients, i, j, split, unless=unless)
+            assign([(gradients, split)], splice, i, j)
+            if then_meet_values and self.schedule.dropped is not None:
+                store(weights, unless(weights[i, j]), i, j)
 
         (split,) = split_casts(self.schedule.product_gradient)
         self._over_pairs(entry, split)

@@ -11,7 +11,9 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, topological
+from attention_engine.kernels.chance import InCell, chance, in_cell, in_cell_of_tile
 from attention_engine.passes.index_ranges import Ranges
+from attention_engine.passes.strength import PARTS
 
 DTYPES = {Type.BOOL: "bool", Type.INT: "int32", Type.LONG: "int64", Type.FLOAT: "float32"}
 FP32_MOST = (2 - 2**-23) * 2.0**127
@@ -108,6 +110,7 @@ TILELANG: dict[Op, Callable[..., Any]] = {
     Op.BIT_XOR: lambda a, b: tirx.bitwise_xor(a, b),
     Op.SHIFT_LEFT: _shift_left,
     Op.SHIFT_RIGHT: _shift_right,
+    Op.CHANCE: lambda seed, b, h, q, kv: chance(name_value, seed, b, h, in_cell(q), in_cell(kv)),
     Op.WHERE: lambda c, a, b: T.if_then_else(c, a, b),
     Op.DETACH: lambda a: a,
 }
@@ -235,6 +238,8 @@ class Splice:
             return self.read(node.name, operands, node.dtype)
         if node.op is Op.CAST:
             return T.cast(operands[0], DTYPES[node.dtype])
+        if node.op is Op.CHANCE:
+            return chance(name_value, *operands[:3], *map(self._in_cell, node.args[3:]))
         if node.op is Op.RECIP and self.approximate:
             return T.fast_rcp(operands[0])
         if node.op is Op.POW and self.approximate:
@@ -243,3 +248,8 @@ class Splice:
         if node.dtype is Type.LONG and node.op in WRAPPING and self.ranges.wraps(node):
             return wrapping(node.op, *operands)
         return TILELANG[node.op](*operands)
+
+    def _in_cell(self, index: Expr) -> InCell:
+        """Where in its cell a query or key is: by its parts, where it is an index of a tile itself."""
+        parts = [self.done[part] for part in PARTS.get(index, ()) if part in self.done]
+        return in_cell_of_tile(*parts) if parts else in_cell(self.done[index])

@@ -237,8 +237,20 @@ class TileMaths:
                     self._rows(step, {KV_FIRST: kv0})
                 case TileStep():
                     self._map(self.scores, step.value, kv0, TILE)
+        if self.schedule.dropped is not None:
+            self._drop(kv0, self.schedule.dropped)
         if before_weights is not None:
             before_weights()
+
+    def _drop(self, kv0: Any, dropped: Expr) -> None:
+        """Weights that meet no value are 0; rows know them."""
+
+        def entry(place: Place, i: Any, j: Any) -> None:
+            parts = parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
+            (leaves,) = place.splice(self.q0 + i, kv0 + j, parts)(dropped)
+            store(self.scores, T.if_then_else(leaves, T.float32(0), self.scores[i, j]), i, j)
+
+        self._over_pairs(kv0, [dropped], entry)
 
     def start(self) -> None:
         """The row states as they begin."""

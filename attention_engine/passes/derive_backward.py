@@ -13,6 +13,7 @@ part of that one's A.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -246,10 +247,11 @@ def _not_negative(expr: Expr) -> bool:
     return expr.op is Op.ABS or (expr.op is Op.MAXIMUM and any(a.op is Op.CONST and a.value >= 0 for a in expr.args))
 
 
-def merge_row_factor(weight: Expr, apart: bool = False) -> Expr:
+def merge_row_factor(weight: Expr, apart: bool = False, whole: bool = False) -> Expr:
     """exp(u) * R as exp(u + log R), R a positive factor of the row: one number a row then serves (softmax: its lse).
 
     apart: as exp2(log2(e) * u + log2 R), two numbers of a row, as u's may be so far from 0 that log R would be lost.
+    whole: a number above 0 that it is multiplied with joins R.
     """
     number, rest = split_coefficient(weight)
     if rest is None:
@@ -264,6 +266,8 @@ def merge_row_factor(weight: Expr, apart: bool = False) -> Expr:
         for p in positive
     ]
     others = [p for p in parts if p is not inner and p not in positive]
+    if whole and number > 0:
+        logs, number = [*logs, const(math.log(number))], 1.0
     if apart:
         exponent = add(mul(const(LOG2_E), inner.args[0]), *(mul(const(LOG2_E), log) for log in logs))
         return mul(const(float(number)), *others, make(Op.EXP2, exponent))
@@ -295,7 +299,9 @@ def derive_backward(program: Program) -> Backward:
 def _derive(program: Program, closed: ClosedForm, finals: list[str]) -> Backward:
     """The backward pass with the gradients of these returned rows."""
     far = program.forward is None and may_be_far(program.score)
-    weight = merge_row_factor(closed.weight, far) if program.forward is None else program.forward
+    joins, weight = program.dropped is not None, program.forward
+    if weight is None:
+        weight = merge_row_factor(closed.weight, far, joins)
     loads = _float_loads(closed.weight, *closed.finals.values())
     by_hand = program.backward
     deriver = _Deriver(program, closed, {n: closed.finals[n] for n in finals}) if by_hand is None or loads else None
@@ -320,7 +326,7 @@ def _derive(program: Program, closed: ClosedForm, finals: list[str]) -> Backward
     for load, gradient in zip(score_loads, by_score[1:], strict=True):
         pair[load] = add(pair[load], gradient) if load in pair else gradient
     extremes = deriver.extremes if deriver is not None else {}
-    rows = RowValues(program.finals, closed.states, {reduction: e.row for reduction, e in extremes.items()})
+    rows = RowValues(program.finals, closed.states, {reduction: e.row for reduction, e in extremes.items()}, joins)
     found = _assemble(program, closed, rows, weight, by_score[0], pair, by_row)
     noted = tuple(undifferentiated.items())
     return dataclasses.replace(found, undifferentiated=noted, extremes=tuple(extremes.values()))

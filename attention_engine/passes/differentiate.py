@@ -90,6 +90,7 @@ GRADIENTS: dict[Op, Gradient] = {
     Op.BIT_XOR: lambda e, g: (None, None),
     Op.SHIFT_LEFT: lambda e, g: (None, None),
     Op.SHIFT_RIGHT: lambda e, g: (None, None),
+    Op.CHANCE: lambda e, g: (None,) * len(e.args),
     Op.WHERE: lambda e, g: (None, where(e.args[0], g, ZERO), where(e.args[0], ZERO, g)),
     Op.CAST: lambda e, g: (g if e.args[0].dtype is Type.FLOAT and e.dtype is Type.FLOAT else None,),
     Op.DETACH: lambda e, g: (None,),

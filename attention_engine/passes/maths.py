@@ -13,6 +13,7 @@ from attention_engine.ir.verify import checked, verify_program
 from attention_engine.passes.absent_pairs import leave_out_absent
 from attention_engine.passes.bent_output import Bend, part_output
 from attention_engine.passes.derive_backward import derive_backward
+from attention_engine.passes.drop_weights import drop_in
 from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.verify_schedule import verify_backward_schedule, verify_bend, verify_forward_schedule
@@ -130,8 +131,8 @@ def _analyse(program: Program) -> Maths:
 
 
 def _in_order(program: Program, saved: Saved = (), parts_rows: bool = False) -> ForwardSchedule:
-    return checked(verify_forward_schedule, schedule_forward(program, saved, parts_rows), program)
+    return checked(verify_forward_schedule, drop_in(schedule_forward(program, saved, parts_rows), program), program)
 
 
 def _backward_in_order(program: Program, backward: Backward) -> BackwardSchedule:
-    return checked(verify_backward_schedule, schedule_backward(program, backward), backward, program)
+    return checked(verify_backward_schedule, drop_in(schedule_backward(program, backward), program), backward, program)

@@ -25,13 +25,14 @@ class RowValues:
     """Turns row values that the backward's pairs need into rows to save and rows to read.
 
     finals: the rows that the epilogue returns; states: what each final state is, of row reductions; found: the rows
-    that are made anew, by their reduction.
+    that are made anew, by their reduction. shifted: is a returned row beside a number no row of its own?
     """
 
     def __init__(
-        self, finals: Iterable[tuple[str, Expr]], states: Mapping[Expr, Expr], found: Mapping[Expr, Expr] = {}
-    ) -> None:
-        self.found = found
+        self, finals: Iterable[tuple[str, Expr]], states: Mapping[Expr, Expr], found: Mapping[Expr, Expr] = {},
+        shifted: bool = False,
+    ) -> None:  # fmt: skip
+        self.found, self.shifted = found, shifted
         self.states = set(states)
         self.by_states = {value: state for state, value in states.items() if value.op is not Op.CONST}
         finals = list(finals)
@@ -79,9 +80,11 @@ class RowValues:
 
     def settle(self, node: Expr) -> Expr:
         """A row value as an expression of saved rows, DELTA and final gradients."""
+        numbers = [term for term in terms(node) if term.op is Op.CONST] if self.shifted else []
+        rest = add(*(term for term in terms(node) if term not in numbers)) if numbers else node
         for final, variable in self.finals:
-            if (ratio := proportion(node, final)) is not None:
-                return mul(const(ratio), variable)
+            if (ratio := proportion(rest, final)) is not None:
+                return add(mul(const(ratio), variable), *numbers)
         parts = largest([node], self._is_savable)
         keep = {part: final_variable(self.saved.setdefault(part, self._new_name())) for part in parts}
         return simplify(substitute(node, keep))[0]

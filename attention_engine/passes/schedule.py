@@ -90,7 +90,7 @@ class ForwardSchedule:
     masked pairs hold then (None: the steps ask KEEP themselves); steps: from the tile to the weights, which it holds
     last, and the row states; rescale: the row variable that the output so far is multiplied with (None: with 1);
     output: of OUTPUT and the states, at the end; rows: what the kernel writes for each row, by name; ends: of score;
-    least: what stands for -inf where a maximum starts.
+    least: what stands for -inf where a maximum starts; dropped: which weights meet no value (`drop_weights`).
     """
 
     block: tuple[tuple[Expr, Expr], ...]
@@ -105,6 +105,7 @@ class ForwardSchedule:
     mask: Expr | None
     ends: Ends | None = None
     least: float = LOWEST
+    dropped: Expr | None = None
 
     @property
     def rescales_early(self) -> bool:
@@ -117,7 +118,8 @@ class ForwardSchedule:
 class BackwardSchedule:
     """A backward kernel's maths: block values; weights, of PRODUCT and row variables; the gradient of PRODUCT without
     its factor `scale`, and the gradients of reads in pairs, of PRODUCT, WEIGHT, WEIGHT_GRADIENT and row variables; the
-    ends of the weights; the extremes that the gradients ask for, their values as kernels compute them."""
+    ends of the weights; the extremes that the gradients ask for, their values as kernels compute them; which weights
+    met no value, so that WEIGHT_GRADIENT is 0 there."""
 
     block: tuple[tuple[Expr, Expr], ...]
     weights: Expr
@@ -127,6 +129,7 @@ class BackwardSchedule:
     mask: Expr | None
     ends: Ends | None = None
     extremes: tuple[Extreme, ...] = ()
+    dropped: Expr | None = None
 
 
 def schedule_forward(
@@ -394,6 +397,4 @@ def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:
             done[node] = reduce(node.reduction, where(KEEP, args[0], const(NEUTRAL[node.reduction])))
         else:
             done[node] = construct(rebuild(node, args))
-    out = [done[r] for r in roots]
-    out[weights] = where(KEEP, out[weights], const(0.0))
-    return out
+    return [where(KEEP, done[r], const(0.0)) if n == weights else done[r] for n, r in enumerate(roots)]

@@ -89,6 +89,7 @@ def with_starts(program: Program, moved: Moved) -> Program:
         finals=tuple((name, change(row)) for name, row in program.finals),
         forward=optional(program.forward),
         backward=optional(program.backward),
+        dropped=optional(program.dropped),
         custom=(*program.custom, STARTS),
     )
 

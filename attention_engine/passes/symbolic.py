@@ -15,7 +15,8 @@ from attention_engine.ir.expr import Expr, Op, Type, topological
 DRAWS, DIGITS = 12, 30
 STEP, ROUNDING = 1e-6, 1e-18
 
-OPAQUE = (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT)  # known by their numbers alone
+# known by their numbers alone
+OPAQUE = (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT, Op.CHANCE)
 
 SYMPY: dict[Op, Callable[..., Any]] = {
     Op.ADD: lambda a, b: a + b,

@@ -62,6 +62,8 @@ def verify_forward_schedule(schedule: ForwardSchedule, program: Program) -> None
     _verify_ends(reads, schedule.ends, {PRODUCT, *of_tile})
     if schedule.mask is not None:
         reads("mask", schedule.mask, PLACES, OF_PAIR, Type.BOOL)
+    if schedule.dropped is not None:
+        reads("dropped", schedule.dropped, block | PLACES, OF_PAIR, Type.BOOL)
     states = {variable for variable, _ in schedule.initial}
     distinct("initial states", (variable for variable, _ in schedule.initial))
     for variable, number in schedule.initial:
@@ -169,6 +171,8 @@ def verify_backward_schedule(schedule: BackwardSchedule, backward: Backward, pro
     _verify_ends(reads, schedule.ends, {PRODUCT, *known})
     if schedule.mask is not None:
         reads("mask", schedule.mask, PLACES, OF_PAIR, Type.BOOL)
+    if schedule.dropped is not None:
+        reads("dropped", schedule.dropped, block | PLACES, OF_PAIR, Type.BOOL)
     for extreme in schedule.extremes:
         reads(f"{extreme.of_pair}", extreme.value, {PRODUCT, *block, *PLACES}, OF_PAIR)
     pairs = known | {PRODUCT, WEIGHT, WEIGHT_GRADIENT, *(e.of_pair for e in schedule.extremes)}

@@ -87,6 +87,13 @@ class _Problem:
             keep = keep & blocks
         return keep.expand(self.shape)
 
+    def without_dropped(self, program: Program, custom: Custom, values: Tensor) -> Tensor:
+        """A number of each pair, 0 for those that are dropped."""
+        if program.dropped is None:
+            return values
+        dropped = Evaluator(self.indices, custom, self.dtype, self.q.device)(program.dropped)
+        return torch.where(dropped, torch.zeros((), dtype=self.dtype, device=self.q.device), values)
+
 
 def _empty_finals(program: Program, problem: _Problem, custom: Custom) -> list[Tensor]:
     """What the epilogue returns for a row that keeps nothing: its rows at the initial states."""
@@ -129,7 +136,7 @@ def attend(
     online = Evaluator({**p.indices, **start, SCORE: score}, custom, p.dtype, q.device, seen, least)
     weights = torch.where(seen, online(program.weights), torch.zeros((), dtype=p.dtype, device=q.device))
     end = {s.variable: online(s.update) for s in program.states}
-    output = weights.expand(p.shape) @ p.v
+    output = p.without_dropped(program, custom, weights.expand(p.shape)) @ p.v
     epilogue = Evaluator({**p.indices, **end, OUTPUT: output}, custom, p.dtype, q.device)
     output = torch.where(kept_row, epilogue(program.output), torch.zeros((), dtype=p.dtype, device=q.device))
     if torch.is_grad_enabled() and not output.requires_grad:  # of no tensor: its gradients are 0, not missing
@@ -185,7 +192,8 @@ def attend_backward(
     of_row = Evaluator({**p.indices, **rows}, custom, p.dtype, q.device)
     read = {row_variable(name): of_row(e) for name, e in backward.rows}
     do = d_output.to(p.dtype)
-    values |= {**read, SCORE: score, WEIGHT_GRADIENT: do @ p.v.transpose(-1, -2)}
+    arriving = p.without_dropped(program, custom, do @ p.v.transpose(-1, -2))
+    values |= {**read, SCORE: score, WEIGHT_GRADIENT: arriving}
     weights = torch.where(keep, Evaluator(values, custom, p.dtype, q.device)(backward.weights), zero).expand(p.shape)
     pair = Evaluator({**values, WEIGHT: weights}, custom, p.dtype, q.device)
     ds = torch.where(keep, pair(backward.product_gradient), zero).expand(p.shape)
@@ -197,6 +205,7 @@ def attend_backward(
         _scatter(found, load, torch.where(kept_row, of_row(expr), zero).expand(*p.shape[:3], 1), p, custom)
     group = q.shape[1] // k.shape[1]
     dk = (ds.transpose(-1, -2) @ p.q).unflatten(1, (-1, group)).sum(2)
+    weights = p.without_dropped(program, custom, weights)
     dv = (weights.transpose(-1, -2) @ do).unflatten(1, (-1, group)).sum(2)
     return Gradients((ds @ p.k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), found)
 

@@ -8,6 +8,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from attention_engine.ir.chance import chance
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import Axis, Expr, Op, Reduction, Type, topological
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
@@ -64,6 +65,7 @@ TORCH: dict[Op, Callable[..., Tensor]] = {
     Op.BIT_XOR: torch.bitwise_xor,
     Op.SHIFT_LEFT: torch.bitwise_left_shift,
     Op.SHIFT_RIGHT: torch.bitwise_right_shift,
+    Op.CHANCE: chance,
     Op.WHERE: torch.where,
     Op.DETACH: torch.detach,
 }

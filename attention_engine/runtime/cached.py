@@ -308,7 +308,7 @@ def _turned(engine: AttentionEngine, tensor: Tensor | None) -> Any:
 
 def _attention(engine: AttentionEngine, backend: str, call: CachedCall) -> CachedAttention:
     """What runs such a call: the program for the types of its tensors, traced when first needed."""
-    variant = engine._variant(None, call.q.shape[3])
+    variant = engine._variant(None, call.q.shape[3], drops="")
     io, keys = engine._io(variant), call.keys()
     declared = len(io.in_order)
     check_custom(io.in_order, call.custom[:declared], call.q, keys)

@@ -22,6 +22,7 @@ from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.check_report import FAR, CheckReport, Formula, check_row, spell_tensors
 from attention_engine.runtime.check_terms import errors_of_terms, make_zeros, program_with_zeros, summed
 from attention_engine.runtime.doubts import doubts_of
+from attention_engine.runtime.dropout import seed_tensor
 from attention_engine.runtime.inputs import check_ranks
 from attention_engine.runtime.launch import allows_tf32
 from attention_engine.runtime.small_call import cut_call, spell_run, to_run
@@ -93,7 +94,8 @@ def compare(
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *custom, *held)]
     call = _Call(engine, leaves, names, blocks)
     given, captured = leaves[3 : 3 + len(custom)], leaves[3 + len(custom) :]
-    output, rows = engine._call(leaves[0], leaves[1], leaves[2], given, captured, blocks, True, {})
+    seed = seed_tensor(0, q.device) if engine._drops else None  # as _dense_program has it
+    output, rows = engine._call(leaves[0], leaves[1], leaves[2], given, captured, blocks, True, {}, seed)
     drawn = torch.Generator(q.device).manual_seed(0)
     d_output = torch.randn(output.shape, generator=drawn, device=q.device).to(output.dtype)
     d_rows = _through_rows(engine, rows, drawn)

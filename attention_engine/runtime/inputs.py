@@ -167,7 +167,7 @@ IN_A_MASK = (
 HABITS = {
     **dict.fromkeys(("attn_mask", "mask", "attention_mask", "key_padding_mask", "window_size"), IN_A_MASK),
     **dict.fromkeys(("is_causal", "causal"), "Say it when the engine is built: mask_mod=library.causal."),
-    **dict.fromkeys(("dropout_p", "dropout"), "Leave it out: engines drop no weights."),
+    **dict.fromkeys(("dropout_p", "dropout"), OF_THE_ENGINE.format("dropout_p")),
     **dict.fromkeys(("softmax_scale", "sm_scale"), OF_THE_ENGINE.format("scale")),
     **dict.fromkeys(("softcap", "alibi_slopes"), "Say it when the engine is built: score_mod=library.softcap(50.0), "
                     "library.alibi(scale), or one of your own."),

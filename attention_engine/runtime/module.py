@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch
 from attention_engine.errors import AttentionEngineError, OptionsClash
-from attention_engine.frontend.custom_io import CustomIO, CustomSpec
+from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.frames import brief
-from attention_engine.frontend.meta import Lengths, Meta, check_metas, hints_of
+from attention_engine.frontend.meta import Meta, check_metas
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Backend, Layout, MaskMod, MaskValue, ScoreMod
-from attention_engine.frontend.tracing import place_of, trace
-from attention_engine.ir.expr import Type
-from attention_engine.ir.packing import Packing
-from attention_engine.ir.problem import Problem
-from attention_engine.ir.program import Program
+from attention_engine.frontend.tracing import place_of
 from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
-from attention_engine.passes.maths import Maths, analyse
-from attention_engine.plan.attention import Tiles
-from attention_engine.plan.choice import hints_matter
-from attention_engine.plan.targets import Target
 from attention_engine.runtime import op, parts
-from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import ATTENTIONS
+from attention_engine.runtime.built import Built, Variant
 from attention_engine.runtime.cached import with_cache
 from attention_engine.runtime.captured import (
     Axes,
@@ -38,10 +29,9 @@ from attention_engine.runtime.captured import (
     sizes_of,
     tensors_now,
 )
+from attention_engine.runtime.dropout import check_probability, check_seed, seed_tensor
 from attention_engine.runtime.flex import of_flex
 from attention_engine.runtime.inputs import (
-    BLOCKS,
-    backend_for,
     check_blocks,
     check_custom,
     check_options,
@@ -58,23 +48,19 @@ from attention_engine.runtime.inputs import (
     share_keys,
     type_of,
 )
-from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.names import declared, either, explains_names
-from attention_engine.runtime.packed import count_sequences, refuse_lengths, tables_of
+from attention_engine.runtime.packed import refuse_lengths
 from attention_engine.runtime.packed_call import call_packed
 from attention_engine.runtime.parted import Parted
-from attention_engine.runtime.tuning import Asked, Tuning, choose
+from attention_engine.runtime.tuning import Tuning
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
-Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for all batches? one for all heads?
-# A call's blocks, q's head dim where it makes the scale, and how sequences are packed. Dynamo follows plain tuples.
-Variant: TypeAlias = tuple[Blocks, int | None, Packing | None]
 
 
-class AttentionEngine(Parted):
+class AttentionEngine(Built, Parted):
     """An attention, from its maths, as a torch.nn.Module. What is left out is as usual: softmax of scaled q . k.
 
     Args:
@@ -99,6 +85,8 @@ class AttentionEngine(Parted):
         tune_bwd: the same as tune for the backward kernels.
         tune_file_bwd: another file for the backward kernels.
         deterministic: gradients are bitwise the same in every run.
+        dropout_p: in train() mode each weight is dropped with this probability, 0 <= dropout_p < 1, and the others are
+            divided by 1 - dropout_p. Returned rows know all weights.
         custom_fwd_inputs: another name of custom_io.
         tune_filename: another name of tune_file.
 
@@ -116,7 +104,7 @@ class AttentionEngine(Parted):
     """
 
     block_mask: Tensor | None
-    ORDINARY: ClassVar[Variant] = (None, None, None)
+    ORDINARY: ClassVar[Variant] = (None, None, None, "")
     TURNED: ClassVar[int] = 3
 
     @explains_names
@@ -128,6 +116,7 @@ class AttentionEngine(Parted):
         layout: Layout = "bshd", device: Arch | None = None, backend: Backend = "auto", tune: bool = False,
         tune_file: str | None = None, tune_bwd: bool = False, tune_file_bwd: str | None = None,
         deterministic: bool = False, custom_fwd_inputs: CustomIO | None = None, tune_filename: str | None = None,
+        dropout_p: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.qkv_meta = None if qkv_meta is None else check_metas(qkv_meta)
@@ -154,6 +143,7 @@ class AttentionEngine(Parted):
         if scale is None and score_mod is None:
             self.scale = self.qkv_meta[0].dim ** -0.5 if self.qkv_meta else None
         self.layout, self.device, self.deterministic = layout, device, deterministic
+        self.dropout_p = check_probability(dropout_p)
         self.backend = "tilelang" if backend == "tl" else backend
         self.block_size = (block_size[0], block_size[1])
         self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
@@ -162,91 +152,11 @@ class AttentionEngine(Parted):
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, self.ORDINARY))
         check_online(self._program, where=f"{place_of(self.online_func.online_fwd)}: ")
 
-    def _trace_functions(self, types: Mapping[str, Type], variant: Variant) -> Program:
-        (blocks, dim, _), scale = variant, self.scale
-        if scale is None:
-            scale = 1.0 if dim is None else dim**-0.5
-        return trace(self.score_mod, self._mask(blocks), self.online_func, self._io(variant), types, scale)
-
-    def _variant(
-        self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None
-    ) -> Variant:  # fmt: skip
-        shared = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
-        return shared, dim if self.scale is None else None, packing
-
-    def _io(self, variant: Variant) -> CustomIO:
-        blocks, _, packing = variant
-        if packing is not None:
-            return self.custom_io.with_more(tables_of(packing), packing)
-        if blocks is None:
-            return self.custom_io
-        one_batch, one_head = blocks
-        axes = (1 if one_batch else "batch", 1 if one_head else "heads", "q_blocks", "kv_blocks")
-        return self.custom_io.with_more([CustomSpec(BLOCKS, axes)])
-
-    def _specs(self, variant: Variant) -> list[CustomSpec]:
-        specs = super()._specs(variant)
-        return specs if variant[2] is None else count_sequences(specs)
-
-    def _mask(self, blocks: Blocks) -> Callable[..., Any] | None:
-        """The user's mask and, with an outside block mask, the existence of the pair's block."""
-        if blocks is None:
-            return self.mask_mod
-        q_block, kv_block = self.block_size
-        inner = self.mask_mod
-
-        def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
-            at = (0 if blocks[0] else b, 0 if blocks[1] else h, q_idx // q_block, kv_idx // kv_block)
-            exists = custom[BLOCKS][at] != 0
-            if inner is None:
-                return exists
-            from attention_engine.frontend.tracing import call
-
-            return exists & call(inner, "b, h, q_idx, kv_idx", [b, h, q_idx, kv_idx], custom)
-
-        return mask
-
-    def _backend_for(self, device: torch.device) -> str:
-        """Which backend runs on this device; NoDevice where the one asked for can't."""
-        return backend_for(self.backend, device)
-
-    def _options(self, variant: Variant) -> str:
-        matter = self.qkv_meta is not None and hints_matter(*(m.dim for m in self.qkv_meta[1:]))
-        return f"{self.deterministic} {self._hints() if matter else ''}"
-
-    def _hints(self) -> Lengths | None:
-        return None if self.qkv_meta is None else hints_of(self.qkv_meta)
-
-    def _register(
-        self, key: str, program: Program, specs: Sequence[CustomSpec], backend: str, variant: Variant
-    ) -> None:
-        maths = analyse(program)
-        launcher, trained = None, None
-        if backend != "reference":
-            launcher = self._launcher(maths, specs, backend == "interpret")
-        if maths.bent is not None and launcher is not None:
-            trained, inner = f"{key} trained", maths.bent.maths
-            of_inner = self._launcher(inner, specs, backend == "interpret")
-            ATTENTIONS[trained] = PairAttention(trained, inner, specs, of_inner, bend=maths.bent.bend)
-        ATTENTIONS[key] = PairAttention(key, maths, specs, launcher, trained)
-
-    def _launcher(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> Launcher:
-        def choose_tiles(
-            wanted: tuple[str, ...], problem: Problem, target: Target, lengths: Lengths,
-            device: torch.device, tiles: Tiles, backward: bool, custom: Sequence[Tensor],
-        ) -> Tiles:  # fmt: skip
-            asked = Asked(maths.wanting(wanted), specs, problem, target, deterministic, lengths, str(device), wanted)
-            chosen: Tiles = choose(tuning, asked, tiles, backward, custom)
-            return chosen
-
-        tuning, deterministic, hints = self.tuning, self.deterministic, self._hints()
-        chosen = choose_tiles if tuning.matters else None
-        return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                 return_rowscales: bool = False, cu_seqlens_q: Tensor | None = None,
                 cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-                max_seqlen_k: int | None = None, **named: Tensor) -> Tensor | WithRows:  # fmt: skip
+                max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
+                **named: Tensor) -> Tensor | WithRows:  # fmt: skip
         """The output, differentiable in q, k, v and every floating custom or captured tensor.
 
         Args:
@@ -259,6 +169,8 @@ class AttentionEngine(Parted):
                 sequence then, `kv_idx` the place in it, and q_idx = length of keys - length of queries + place.
             cu_seqlens_k: the same of keys; None where they are the queries' tokens.
             max_seqlen_q, max_seqlen_k: taken, as flash-attn's functions ask for them, and not needed.
+            dropout_seed: 0 to 2^63 - 1, or a tensor of one integer: it says which weights are dropped, where some are.
+                Left out, torch's generator of the device draws one.
 
         Returns:
             o, like q with v's head dim; with return_rowscales (o, {name: row (B, H, Sq), fp32}), rows (H, rows of q) of
@@ -270,12 +182,17 @@ class AttentionEngine(Parted):
         try:
             captured = self._captured
             held = tensors_now(captured) if captured else ()
+            if dropout_seed is not None:
+                check_seed(dropout_seed)
+            seed = None
+            if self.dropout_p and self._drops and isinstance(q, Tensor):
+                seed = seed_tensor(dropout_seed, q.device)
             if cu_seqlens_q is not None:
                 starts = cu_seqlens_q, cu_seqlens_k
-                return call_packed(self, q, k, v, custom, held, starts, block_mask, return_rowscales, named)
+                return call_packed(self, q, k, v, custom, held, starts, block_mask, return_rowscales, named, seed)
             if cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
                 refuse_lengths(cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            return self._call(q, k, v, custom, held, block_mask, return_rowscales, named)
+            return self._call(q, k, v, custom, held, block_mask, return_rowscales, named, seed)
         except AttentionEngineError as error:
             if is_compiling():  # the compiler follows what is raised, but no traceback
                 raise
@@ -287,31 +204,35 @@ class AttentionEngine(Parted):
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                     return_rowscales: Literal[False] = False, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-                    max_seqlen_k: int | None = None, **named: Tensor) -> Tensor: ...  # fmt: skip
+                    max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
+                    **named: Tensor) -> Tensor: ...  # fmt: skip
 
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                     return_rowscales: Literal[True], cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-                    max_seqlen_k: int | None = None, **named: Tensor) -> WithRows: ...  # fmt: skip
+                    max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
+                    **named: Tensor) -> WithRows: ...  # fmt: skip
 
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
                     return_rowscales: bool, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-                    max_seqlen_k: int | None = None, **named: Tensor) -> Tensor | WithRows: ...  # fmt: skip
+                    max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
+                    **named: Tensor) -> Tensor | WithRows: ...  # fmt: skip
 
         def __call__(self, *args: Any, **named: Any) -> Any: ...
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
-        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor],
+        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor], seed: Tensor | None = None,
     ) -> Tensor | WithRows:  # fmt: skip
-        """A call with these tensors in place of the captured ones."""
-        given = (q, k, v, *custom, *captured)
+        """A call with these tensors in place of the captured ones. seed: where weights are dropped."""
+        seeds, form = ((), None) if seed is None else ((seed,), self.dropout_p)
+        given = (q, k, v, *custom, *seeds, *captured)
         alone = block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling()
         if alone:
-            found = self._repeat(None, return_rowscales, given, given)
+            found = self._repeat(form, return_rowscales, given, given)
             if found is not None:
                 return self._results(found, return_rowscales)
         tensors = order_custom(self.custom_io, custom, named)
@@ -324,7 +245,7 @@ class AttentionEngine(Parted):
         backend = self._backend_for(q.device)
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         blocks = self._blocks(block_mask, q, k)
-        tensors = tensors if blocks is None else [*tensors, blocks]
+        tensors = [*tensors, *([] if blocks is None else [blocks]), *seeds]
         heads = heads_of(q), heads_of(k), heads_of(v)
         self._note_call(heads, q.dtype)
         variant = self._variant(blocks, heads[0][1])
@@ -345,7 +266,7 @@ class AttentionEngine(Parted):
         if alone and not cast and op.unwatched():  # nothing that others look at may be kept, nor fakes
             launcher = ATTENTIONS[key].launcher
             direct = launcher.direct(q, k, v, tensors) if launcher is not None else None
-            self._remember(None, given, key, direct)
+            self._remember(form, given, key, direct)
         return self._results(op.run(key, return_rowscales, (q, k, v, *tensors), direct), return_rowscales)
 
     def with_cache(

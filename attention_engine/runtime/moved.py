@@ -15,10 +15,12 @@ from torch import Tensor
 from attention_engine.errors import OptionsClash
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.program import STARTS, Program
+from attention_engine.passes.drop_weights import SEED
 from attention_engine.passes.starts import AXES, Moved, own_rows, with_starts
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.captured import axes_now, check_captured, tensors_now
+from attention_engine.runtime.dropout import seed_tensor
 from attention_engine.runtime.inputs import (
     check_custom,
     check_qkv,
@@ -70,6 +72,7 @@ def moved(program: Program, specs: Sequence[CustomSpec], starts: Starts) -> tupl
 def call_part(
     engine: AttentionEngine, part: Part, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
     named: Mapping[str, Tensor] | None = None, return_rowscales: bool = False,
+    dropout_seed: int | Tensor | None = None,
 ) -> Any:  # fmt: skip
     """What `engine(q, k, v, *custom)` gives of the part. Custom inputs come whole, but for own rows (passes/starts.py),
     which come as the part does."""
@@ -93,13 +96,14 @@ def call_part(
     sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
     known = {axis: WHOLE if axis in part.moved else size for axis, size in sizes.items()}
     variant = engine._variant(None, heads_of(q)[1])
-    names = [*engine.custom_io.specs, *[one.name for one in captured]]
-    types = tuple((n, type_of(t)) for n, t in zip(names, [*tensors, *held], strict=True))
+    seeds = [seed_tensor(dropout_seed, q.device)] if engine._drops else []
+    names = [*engine.custom_io.specs, *[SEED for _ in seeds], *[one.name for one in captured]]
+    types = tuple((n, type_of(t)) for n, t in zip(names, [*tensors, *seeds, *held], strict=True))
     starts = part.moved, part.starts.shape[0] != 1
     key = engine._key(backend, types, variant, axes_now(captured, held, known) if captured else (), starts)
     specs = ATTENTIONS[key].specs
     check_custom(specs[: len(tensors)], tensors, q, k, part.whole)
-    given = [*tensors, *held, part.starts]
+    given = [*tensors, *seeds, *held, part.starts]
     if backend != "reference" and v.shape[3] > parts.WIDEST:
         return engine._results(parts.run(key, q, k, v, given, return_rowscales), return_rowscales)
     engine._begin_backward(key, (q, k, v, *given))

@@ -21,6 +21,7 @@ ELSEWHERE = {  # what other libraries call it
     "attn_mask": "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks.",
     "softmax_scale": "Write scale=...",
     "sm_scale": "Write scale=...",
+    "dropout_p": "Linear attention makes no weights of pairs, so it has none to drop.",
     "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
 }
 

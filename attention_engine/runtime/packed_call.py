@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from attention_engine.passes.drop_weights import SEED
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.captured import axes_now, check_captured
 from attention_engine.runtime.inputs import check_custom, check_qkv, follow_autocast, heads_of, order_custom, type_of
@@ -18,11 +19,12 @@ WithRows = tuple[Tensor, dict[str, Tensor]]
 def call_packed(
     engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
     starts: tuple[Tensor, Tensor | None], block_mask: Tensor | None, return_rowscales: bool,
-    named: Mapping[str, Tensor],
+    named: Mapping[str, Tensor], seed: Tensor | None = None,
 ) -> Tensor | WithRows:  # fmt: skip
     """The output (rows, heads, dim) and, where they are asked for, the returned rows (heads, rows).
 
-    captured: these tensors in place of those that the functions captured; starts: cu_seqlens of queries and of keys.
+    captured: these tensors in place of those that the functions captured; starts: cu_seqlens of queries and of keys;
+    seed: where weights are dropped.
     """
     tensors = order_custom(engine.custom_io, custom, named)
     rows = pack(q, k, v, *starts, blocks=engine.block_mask if block_mask is None else block_mask)
@@ -34,8 +36,9 @@ def call_packed(
     check_custom(engine.custom_io.in_order, tensors, q, k, batch=rows.sequences)
     check_captured(engine._captured, captured, q)
     axes = axes_now(engine._captured, captured, rows.sizes) if captured else ()
-    names = [*[s.name for s in engine.custom_io.in_order], *rows.names, *[c.name for c in engine._captured]]
-    tensors = [*tensors, *rows.tables, *captured]
+    tables, added = (rows.tables, rows.names) if seed is None else ((*rows.tables, seed), (*rows.names, SEED))
+    names = [*[s.name for s in engine.custom_io.in_order], *added, *[c.name for c in engine._captured]]
+    tensors = [*tensors, *tables, *captured]
     types = tuple([(n, type_of(t)) for n, t in zip(names, tensors, strict=True)])
     key = engine._key(backend, types, engine._variant(dim=heads[0][1], packing=rows.packing), axes)
     if backend != "reference" and v.shape[3] > parts.WIDEST:

@@ -208,7 +208,7 @@ class Parted(Shown):
 
     def _parted_of(self, backend: str, q: Tensor, tensors: Sequence[Tensor]) -> _Parted:
         """What runs the parts of such calls, made when first needed."""
-        captured, variant = self._captured, self._variant(None, heads_of(q)[1])
+        captured, variant = self._captured, self._variant(None, heads_of(q)[1], drops="")
         names = [*self.custom_io.specs, *(c.name for c in captured)]
         types = tuple((n, type_of(t)) for n, t in zip(names, tensors, strict=True))
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}

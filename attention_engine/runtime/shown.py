@@ -18,6 +18,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.merge import Merge
 from attention_engine.ir.packing import Packing
 from attention_engine.ir.program import Program
+from attention_engine.passes.drop_weights import SEED
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
 from attention_engine.runtime.arguments import as_parameter
@@ -28,6 +29,7 @@ from attention_engine.runtime.check import check_call
 from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import Cost, cost_of
 from attention_engine.runtime.described import in_lines, in_one_line, name_of, parts_of, parts_of_backward, places_of
+from attention_engine.runtime.dropout import SPEC, seed_tensor
 from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
@@ -54,8 +56,13 @@ class Shown(Engine):
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
-        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor],
+        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor], seed: Tensor | None = None,
     ) -> Any:  # fmt: skip
+        raise NotImplementedError
+
+    @property
+    def _drops(self) -> str:
+        """With which probability weights are dropped, as text; "" where none are."""
         raise NotImplementedError
 
     def _backend_for(self, device: torch.device) -> str:
@@ -65,9 +72,11 @@ class Shown(Engine):
         raise NotImplementedError
 
     def _variant(
-        self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None
+        self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None,
+        drops: str | None = None,
     ) -> Any:  # fmt: skip
-        """What a call with these blocks and this head dim, of sequences packed so, says of the program."""
+        """What a call with these blocks and this head dim, of sequences packed so, says of the program. drops: with
+        which probability weights are dropped, where not as the engine's mode says."""
         raise NotImplementedError
 
     def _combine_of(self, program: Program) -> Expr | None:
@@ -81,7 +90,8 @@ class Shown(Engine):
     def _maths(self) -> Maths:
         """The program, scaled by the newest call's dim where calls make the scale."""
         dim = self._called[0].dim if self.scale is None and self._called else None
-        return analyse(self._program if dim is None else self._trace(self._types, self._variant(dim=dim)))
+        plain = dim is None and not self._drops
+        return analyse(self._program if plain else self._trace(self._types, self._variant(dim=dim)))
 
     def program(self) -> str:
         """The traced maths and the derived backward pass as numbered lines, each after what it uses, with the function
@@ -138,13 +148,16 @@ class Shown(Engine):
         v = v[..., : parts.width(v.shape[3])]
         declared = list(self.custom_io.specs.values())
         maths, tensors = self._maths(), list(given) or stand_ins(declared, self._types, place)
+        seeds = [seed_tensor(0, place)] if self._drops else []
         held = tensors_now(self._captured)
         if given:
             types = {s.name: type_of(t) for s, t in zip(declared, given, strict=True)}
             types |= {c.name: type_of(t) for c, t in zip(self._captured, held)}
             maths = analyse(self._trace(types, self._variant(dim=metas[0].dim)))
         sizes = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
-        specs = [*declared, *specs_of(self._captured, axes_now(self._captured, held, sizes))]
+        dropout = [SPEC] if seeds else []
+        specs = [*declared, *dropout, *specs_of(self._captured, axes_now(self._captured, held, sizes))]
+        tensors += seeds
         tensors += [torch.empty(1, dtype=t.dtype, device=place, requires_grad=t.requires_grad) for t in held]
         custom = [as_parameter(t) for t in tensors]
         launcher = Launcher(maths, specs, interpret, device, self.deterministic)
@@ -200,12 +213,14 @@ class Shown(Engine):
         self, tensors: Sequence[Tensor], block_mask: Tensor | None
     ) -> tuple[Program, list[str], list[Tensor]]:
         """The program of a call with these tensors (q, k, v, custom inputs, captured tensors), the names of all but the
-        first three, and the blocks, which are named last."""
+        first three, and the blocks and the seed of dropout, 0, which are named last."""
         q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
         blocks = self._blocks(block_mask, q, k)
-        extra = [] if blocks is None else [blocks]
+        seeds = [seed_tensor(0, q.device)] if self._drops else []
+        extra = [*([] if blocks is None else [blocks]), *seeds]
         variant = self._variant(blocks, q.shape[3])
-        names = [*self.custom_io.specs, *[c.name for c in self._captured], *([BLOCKS] if extra else [])]
+        added = [*([] if blocks is None else [BLOCKS]), *([SEED] if seeds else [])]
+        names = [*self.custom_io.specs, *[c.name for c in self._captured], *added]
         types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
         return self._trace(types, variant), names, extra
 

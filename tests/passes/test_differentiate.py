@@ -97,6 +97,8 @@ EACH = {
     Op.ROUND: make(Op.ROUND, X * 3.0) * Y,
     **{op: make(Op.CAST, make(op, var("i", [Axis.QUERY], Type.INT), const(1)), arg=Type.FLOAT) * X
        for op in (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT)},
+    Op.CHANCE: X * make(Op.CAST, make(Op.CHANCE, const(5, Type.LONG), *[var("i", [Axis.QUERY], Type.INT)] * 4),
+                        arg=Type.FLOAT) * 1e-9,
     Op.FLOOR: make(Op.FLOOR, X) * Y, Op.WHERE: make(Op.WHERE, C, X * X, Y),
     Op.LESS: make(Op.WHERE, C, X, Y), Op.LESS_EQUAL: make(Op.WHERE, make(Op.LESS_EQUAL, X, Y), X, Y),
     Op.EQUAL: make(Op.WHERE, make(Op.EQUAL, X, Y), X, Y),

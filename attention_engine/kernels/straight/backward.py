@@ -67,8 +67,9 @@ def backward(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """A block's tiles. weights: the products' own, unless later formulas read those. contribution: what pairs add to a
-    sum that is made of other numbers than gradients of products; shared_tile: where diagonals are summed from."""
+    """A block's tiles. weights: the products' own, unless later formulas read those; reaching: those that values are
+    multiplied with. contribution: what pairs add to a sum that is made of other numbers than gradients of products;
+    shared_tile: where diagonals are summed from."""
 
     k: Operand
     v: Operand
@@ -76,6 +77,7 @@ class _Tiles:
     do: Operand
     products: Any
     weights: Any
+    reaching: Any
     gradients: Any
     weights_in: Operand
     gradients_in: Operand
@@ -134,6 +136,7 @@ class _OverKeys:
         q, do = Operand("q", problem, (tile.q, self.dim)), Operand("do", problem, (tile.q, self.dim_v))
         products = named("products", T.alloc_fragment(pairs, FLOAT))
         weights = named("weights", T.alloc_fragment(pairs, FLOAT) if keeps_products(schedule) else products)
+        reaching = weights if schedule.dropped is None else named("reaching", T.alloc_fragment(pairs, FLOAT))
         gradients = named("gradients", T.alloc_fragment(pairs, FLOAT))
         weights_in = Operand("weights_in", problem, pairs, fragment=in_registers)
         gradients_in = Operand("gradients_in", problem, pairs, fragment=in_registers)
@@ -144,8 +147,9 @@ class _OverKeys:
         contribution = T.alloc_fragment(pairs, FLOAT) if self.own_tiles else gradients
         shares = len(summed.diagonals) > 0 and not self.diagonals_in_products
         return _Tiles(
-            k=k, v=v, q=q, do=do, products=products, weights=weights, gradients=gradients, weights_in=weights_in,
-            gradients_in=gradients_in, dk=dk, dv=dv, rows=rows, contribution=named("contribution", contribution),
+            k=k, v=v, q=q, do=do, products=products, weights=weights, reaching=reaching, gradients=gradients,
+            weights_in=weights_in, gradients_in=gradients_in, dk=dk, dv=dv, rows=rows,
+            contribution=named("contribution", contribution),
             shared_tile=named("shared_tile", T.alloc_shared(pairs, FLOAT)) if shares else None,
             key_sums=key_sums_of(problem, tile, summed), staged=StagedReads(of_pairs(schedule), problem, tile),
         )  # fmt: skip
@@ -210,7 +214,9 @@ class _OverKeys:
         outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
         partial = either(visit.is_partial(q0), outside)
         where_partial(partial, bind(maths.mask, tiles.weights))
-        load(tiles.weights_in, tiles.weights)
+        if self.schedule.dropped is not None:
+            maths.meet_values(tiles.weights, tiles.reaching)
+        load(tiles.weights_in, tiles.reaching)
         accumulate(tiles.weights_in, tiles.do, tiles.dv, whole_rows=whole_rows)
         self.sum_other_numbers(buffers, tiles, maths)
         maths.differentiate(tiles.products, tiles.weights, tiles.gradients)

@@ -43,7 +43,8 @@ class Step:
 class PairOperands:
     """The fp32 tiles of pairs, in registers, and the 16-bit operands, in registers or in shared memory.
 
-    weights are where the products were, unless later formulas read products.
+    weights are where the products were, unless later formulas read products. weights_reaching: of the packed ones,
+    those that values are multiplied with, where some are dropped and the others are needed after.
     """
 
     form: KeyForm
@@ -51,6 +52,7 @@ class PairOperands:
     weights: Any
     gradients: Any
     weights_packed: Any
+    weights_reaching: Any
     gradients_packed: Any
     weights_shared: Any
     gradients_shared: Any
@@ -67,7 +69,7 @@ class PairOperands:
         at.maths.weigh(self.products, self.weights)
         finish_before(self.weights, self._registers, queries.full, at.stage, at.turn)
         T.wait_wgmma(0)
-        at.maths.differentiate(self.products, self.weights, self.gradients)
+        at.maths.differentiate(self.products, self.weights, self.gradients, then_meet_values=True)
         clear_pairs(self.form, at, (self.weights, self.gradients))
         self.hand_weights_on(at)
 
@@ -153,7 +155,11 @@ class OneAfterAnother(InSharedMemory):
         T.copy(self.weights, self.weights_packed)
         T.barrier_wait(output_gradients.full[at.stage], at.turn)
         issue_gradients(self, at, output_gradients, v)
-        T.copy(self.weights_packed, self.weights_shared[at.number % 2, :, :])
+        if self.weights_reaching is not None:
+            at.maths.meet_values(Packed(self.weights_packed), self.weights_reaching)
+            T.copy(self.weights_reaching, self.weights_shared[at.number % 2, :, :])
+        else:
+            T.copy(self.weights_packed, self.weights_shared[at.number % 2, :, :])
         T.wait_wgmma(0)
         at.maths.differentiate(self.products, Packed(self.weights_packed), self.gradients)
         if self.masks_gradients:
@@ -205,8 +211,11 @@ def operands_of(form: KeyForm) -> PairOperands:
     gradients = named("gradients", T.alloc_fragment(pairs, FLOAT))
     packs = kind is not InSharedMemory
     weights_packed = named("weights_in", T.alloc_fragment(pairs, dtype)) if packs else None
+    apart = kind is OneAfterAnother and form.schedule.dropped is not None
+    weights_reaching = named("weights_reaching", T.alloc_fragment(pairs, dtype)) if apart else None
     gradients_packed = named("gradients_in", T.alloc_fragment(pairs, dtype)) if not in_memory else None
     return kind(
         form=form, products=products, weights=weights, gradients=gradients, weights_packed=weights_packed,
-        gradients_packed=gradients_packed, weights_shared=weights_shared, gradients_shared=gradients_shared,
+        weights_reaching=weights_reaching, gradients_packed=gradients_packed, weights_shared=weights_shared,
+        gradients_shared=gradients_shared,
     )  # fmt: skip
