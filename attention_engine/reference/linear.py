@@ -30,18 +30,30 @@ def apply_mods(
     program: LinearProgram, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, custom: Custom, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v as (batch, heads, length, dim), decay (batch, heads, length, dim or 1), after mods, one for each head."""
-    batch, length, heads, _ = v.shape
-    indices = token_indices(batch, heads, length, v.device)
+    queries, keys, values = (_modify(program, name, t, v, custom, dtype) for name, t in (("q", q), ("k", k), ("v", v)))
+    return queries, keys, values, apply_decay_mod(program, v, decay, custom, dtype)
 
-    def modify(name: str, tensor: Tensor) -> Tensor:
-        each = tensor.to(dtype).transpose(1, 2).repeat_interleave(heads // tensor.shape[2], 1)
-        mod = program.mod(name)
-        return each if mod is X else Evaluator({**indices, X: each}, custom, dtype, v.device)(mod).expand(each.shape)
 
+def apply_decay_mod(
+    program: LinearProgram, v: Tensor, decay: Tensor | None, custom: Custom, dtype: torch.dtype
+) -> Tensor:
+    """decay (batch, heads, length, dim or 1), after its mod; v says how many heads there are."""
     if decay is None:
-        decay = torch.zeros(batch, length, heads, device=v.device, dtype=dtype)
+        decay = torch.zeros(v.shape[:3], device=v.device, dtype=dtype)
     decay = decay if decay.ndim == 4 else decay[..., None]
-    return modify("q", q), modify("k", k), modify("v", v), modify("decay", decay)
+    return _modify(program, "decay", decay, v, custom, dtype)
+
+
+def _modify(
+    program: LinearProgram, name: str, tensor: Tensor, v: Tensor, custom: Custom, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    batch, length, heads, _ = v.shape
+    each = tensor.to(dtype).transpose(1, 2).repeat_interleave(heads // tensor.shape[2], 1)
+    mod = program.mod(name)
+    if mod is X:
+        return each
+    values = {**token_indices(batch, heads, length, v.device), X: each}
+    return Evaluator(values, custom, dtype, v.device)(mod).expand(each.shape)
 
 
 def recur(

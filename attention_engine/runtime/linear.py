@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -17,6 +18,7 @@ from attention_engine.errors import (
     NotFloating,
     NotYetSupported,
     WrongRank,
+    WrongSequences,
     WrongShape,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
@@ -26,6 +28,8 @@ from attention_engine.frontend.mods import trace_mods
 from attention_engine.frontend.signatures import Backend, Layout, LinearMod
 from attention_engine.ir.expr import Type
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
+from attention_engine.ir.packing import Packing
+from attention_engine.passes.pack_mods import VALID, pack_mods
 from attention_engine.plan.targets import Target
 from attention_engine.runtime import linear_op, op
 from attention_engine.runtime.attentions import ATTENTIONS, Given
@@ -50,12 +54,22 @@ from attention_engine.runtime.inputs import (
 from attention_engine.runtime.launch import Direct
 from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_op import LinearAttention
+from attention_engine.runtime.linear_packed import (
+    chunked_specs,
+    cut_custom,
+    find_chunks,
+    of_rows,
+    refuse_both,
+    run_packed,
+)
 from attention_engine.runtime.linear_shown import RANKS, LinearShown
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.names import declared, either, explains_names
+from attention_engine.runtime.packed import check_starts, sizes_of_packed
 from attention_engine.runtime.tuning import Tuning, choose
 
 Step = Callable[..., tuple[Tensor, Tensor]]
+PACKED = 8  # of a variant: of packed sequences
 ROWS = {
     "bshd": "(batch, length, heads) or (batch, length, heads, dim)",
     "bhsd": "(batch, heads, length) or (batch, heads, length, dim)",
@@ -88,7 +102,7 @@ class LinearAttentionEngine(LinearShown):
     (torch.Size([1, 8, 2, 16]), torch.Size([1, 2, 16, 16]))
     """
 
-    ORDINARY: ClassVar[int] = RANKS["token"]  # a variant is the rank of the decay, 0 without one
+    ORDINARY: ClassVar[int] = RANKS["token"]  # a variant is the rank of the decay, 0 without one, and PACKED more
     TURNED: ClassVar[int] = 4
 
     @explains_names
@@ -115,7 +129,18 @@ class LinearAttentionEngine(LinearShown):
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, True))
 
     def _trace_functions(self, types: Mapping[str, Type], variant: int) -> LinearProgram:
-        return trace_mods(self.mods, self.custom_io, types, variant > 0)
+        io = self._io(variant)
+        program = trace_mods(self.mods, io, types, variant % PACKED > 0)
+        return program if variant < PACKED else pack_mods(program, of_rows(io.in_order))
+
+    def _io(self, variant: int) -> CustomIO:
+        if variant < PACKED:
+            return self.custom_io
+        return self.custom_io.with_more([CustomSpec(VALID, ("batch", "seq_len"))], Packing.ALIKE)
+
+    def _specs(self, variant: int) -> list[CustomSpec]:
+        specs = super()._specs(variant)
+        return specs if variant < PACKED else chunked_specs(specs)
 
     def _options(self, variant: int) -> str:
         return str(variant)
@@ -125,7 +150,7 @@ class LinearAttentionEngine(LinearShown):
     ) -> None:
         launcher = None
         if backend != "reference":
-            launcher = self._launcher(program, specs, backend == "interpret", variant == RANKS["channel"])
+            launcher = self._launcher(program, specs, backend == "interpret", variant % PACKED == RANKS["channel"])
         ATTENTIONS[key] = LinearAttention(key, program, specs, launcher)
 
     def _launcher(
@@ -152,19 +177,22 @@ class LinearAttentionEngine(LinearShown):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                 initial_state: Tensor | None = None, output_final_state: bool = False,
-                **named: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+                cu_seqlens: Tensor | None = None, **named: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """o, like v; with output_final_state (o, the state after the last token: (B, H, D, DV), fp32).
 
         q, k, v: (batch, length, heads, dim) and decay (batch, length, heads), or (batch, heads, length, dim) and
         (batch, heads, length) with layout="bhsd". A decay with q's last dim as its own is one for each channel: for
         each row of the state. No decay is a decay of 0 before decay_mod. initial_state:
-        (B, H, D, DV), the state before the first token. custom: in CustomIO's order, or by name. Raises BadInput for
-        tensors that don't fit.
+        (B, H, D, DV), the state before the first token. custom: in CustomIO's order, or by name. cu_seqlens: int32
+        (N + 1), where each of N sequences begins, and the last ends: tensors are (rows, heads, dim), or have a batch of
+        1 before, and states are (N, H, D, DV). Raises BadInput for tensors that don't fit.
         """
         try:
             captured = self._captured
             tensors = order_custom(self.custom_io, custom, named)
             tensors = [*tensors, *tensors_now(captured)] if captured else tensors
+            if cu_seqlens is not None:
+                return self._call_packed(q, k, v, decay, tensors, initial_state, output_final_state, cu_seqlens)
             return self._call(q, k, v, decay, tensors, initial_state, output_final_state)
         except AttentionEngineError as error:
             if is_compiling():  # the compiler follows what is raised, but no traceback
@@ -176,16 +204,17 @@ class LinearAttentionEngine(LinearShown):
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                     initial_state: Tensor | None = None, output_final_state: Literal[False] = False,
-                    **named: Tensor) -> Tensor: ...  # fmt: skip
+                    cu_seqlens: Tensor | None = None, **named: Tensor) -> Tensor: ...  # fmt: skip
 
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                     initial_state: Tensor | None = None, output_final_state: Literal[True],
-                    **named: Tensor) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+                    cu_seqlens: Tensor | None = None, **named: Tensor) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
         @overload
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                     initial_state: Tensor | None = None, output_final_state: bool,
+                    cu_seqlens: Tensor | None = None,
                     **named: Tensor) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
         def __call__(self, *args: Any, **named: Any) -> Any: ...
@@ -198,6 +227,40 @@ class LinearAttentionEngine(LinearShown):
         output, *last = self._held(False, output_final_state, q, k, v, decay, initial_state, tensors)
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         return (output, last[0]) if output_final_state else output
+
+    def _call_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, tensors: Sequence[Tensor],
+        initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """A call of packed sequences, of (rows, heads, dim) or with a batch of 1."""
+        refuse_both(self.custom_io.in_order)
+        single = isinstance(q, Tensor) and q.ndim == 3
+        if single:
+            q, k, v = (t.unsqueeze(0) if isinstance(t, Tensor) else t for t in (q, k, v))
+            decay = decay.unsqueeze(0) if isinstance(decay, Tensor) else decay
+        check_ranks(self.layout, q, k, v)
+        turned = self.layout == "bhsd" and not single
+        q, k, v, decay = self._tokens_first(q, k, v, decay, turned)
+        if q.shape[0] != 1:
+            raise WrongSequences(f"q has a batch of {q.shape[0]}. With cu_seqlens all sequences are rows of one batch.")
+        starts, count = check_starts("cu_seqlens", cu_seqlens, q[0]), len(self.custom_io.specs)
+        key = self._check(q, k, v, decay, initial_state, tensors, starts.shape[0] - 1)
+        specs, attention = list(self.custom_io.in_order), ATTENTIONS[key]
+        assert isinstance(attention, LinearAttention)
+        final: Tensor | None
+        if starts.shape[0] == 1:
+            output, final = v[0] * 0, v.new_zeros(0, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        else:
+            chunks = find_chunks(starts, q.shape[1])
+            valid = chunks.valid.view(chunks.count, -1).to(torch.float32)
+            custom = [*cut_custom(specs, tensors[:count], chunks), valid, *tensors[count:]]
+            cut = [None if t is None else chunks.cut(t[0]) for t in (q, k, v, decay)]
+            output, final = run_packed(
+                attention.program, key, chunks, cut, initial_state, attention.named(custom), output_final_state
+            )
+        output = output if single else output.unsqueeze(0)
+        output = output.transpose(1, 2) if turned else output
+        return output if final is None or not output_final_state else (output, final)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
              state: Tensor | None = None, **named: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -267,7 +330,7 @@ class LinearAttentionEngine(LinearShown):
         return op.run(key, returns, given, direct)
 
     def _tokens_first(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, turned: bool | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The tensors as (batch, length, heads, ...), keys and values for every batch, cast as autocast asks."""
         if decay is not None and not isinstance(decay, Tensor):
@@ -277,22 +340,24 @@ class LinearAttentionEngine(LinearShown):
         q, k, v = follow_autocast(q, k, v)
         if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
             k, v = share_keys(q, k, v)
-        if self.layout == "bshd":
+        if not (self.layout == "bhsd" if turned is None else turned):
             return q, k, v, decay
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return q, k, v, None if decay is None else decay.transpose(1, 2)
 
     def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor]
-    ) -> str:
-        """Holds a call against the description; the key of the attention that runs it."""
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor | None, custom: Sequence[Tensor],
+        sequences: int | None = None,
+    ) -> str:  # fmt: skip
+        """Holds a call against the description; the key of the attention that runs it. sequences: that are packed."""
+        batch = v.shape[0] if sequences is None else sequences
         backend = backend_for(self.backend, q.device)
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v, linear=True)
         self._note_call((heads_of(q), heads_of(k), heads_of(v)), q.dtype)
         rank = 0 if decay is None else getattr(decay, "ndim", 3)
         for name, tensor, shape in (
             ("decay", decay, (*v.shape[:3], *((q.shape[3],) if rank == 4 else ()))),
-            ("the state", state, (v.shape[0], v.shape[2], q.shape[3], v.shape[3])),
+            ("the state", state, (batch, v.shape[2], q.shape[3], v.shape[3])),
         ):
             if tensor is None:
                 continue
@@ -305,8 +370,11 @@ class LinearAttentionEngine(LinearShown):
             if tensor.device != q.device:
                 raise DevicesDiffer(f"{name} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
         count = len(self.custom_io.specs)
-        check_custom(self.custom_io.specs.values(), custom[:count], v, v)
+        check_custom(self.custom_io.specs.values(), custom[:count], v, v, batch=batch)
         check_captured(self._captured, custom[count:], q)
         names = [*self.custom_io.specs, *[c.name for c in self._captured]]
         types = tuple((n, type_of(t)) for n, t in zip(names, custom, strict=True))
-        return self._key(backend, types, rank, axes_now(self._captured, custom[count:], sizes_of(v, v)))
+        if sequences is None:
+            return self._key(backend, types, rank, axes_now(self._captured, custom[count:], sizes_of(v, v)))
+        axes = axes_now(self._captured, custom[count:], sizes_of_packed(v))
+        return self._key(backend, (*types, (VALID, Type.FLOAT)), rank + PACKED, axes)

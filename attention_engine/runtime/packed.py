@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from attention_engine.errors import (
     LengthsDiffer,
     NotATensor,
     OptionsClash,
+    UnknownOption,
     WrongRank,
     WrongSequences,
 )
@@ -26,6 +28,24 @@ from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.packing import SEQUENCES, TABLES, Packing
 
 ROWS = "(rows, heads, dim)"
+Packed = Literal["alike", "unlike"] | None
+
+
+def packing_of(packed: str | None) -> Packing | None:
+    """What `packed="alike"` asks for, and so on. Raises UnknownOption."""
+    if packed is None:
+        return None
+    if packed not in ("alike", "unlike"):
+        raise UnknownOption(
+            f'packed is {packed!r}. Choose "alike", where queries and keys have the same cu_seqlens, "unlike", or None.'
+        )
+    return Packing[packed.upper()]
+
+
+def sizes_of_packed(q: Tensor) -> dict[str, int | None]:
+    """The sizes that captured tensors' dimensions may have the names of: those that are read at h. All other indices
+    are places in sequences."""
+    return {"batch": -1, "heads": q.shape[2], "seq_len": -1, "seq_len_kv": -1}
 
 
 def tables_of(packing: Packing) -> list[CustomSpec]:
@@ -39,7 +59,7 @@ def count_sequences(specs: Sequence[CustomSpec]) -> list[CustomSpec]:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedRows:
     """A call of packed sequences: q, k, v of one batch (1, rows, heads, dim), tables by name, how many sequences."""
 
     q: Tensor
@@ -49,12 +69,6 @@ class Packed:
     names: tuple[str, ...]
     tables: tuple[Tensor, ...]
     sequences: int
-
-    @property
-    def sizes(self) -> dict[str, int | None]:
-        """The sizes that captured tensors' dimensions may have the names of: those that are read at h. All other
-        indices are places in sequences."""
-        return {"batch": -1, "heads": self.q.shape[2], "seq_len": -1, "seq_len_kv": -1}
 
 
 def refuse_lengths(cu_seqlens_k: object, max_seqlen_q: object, max_seqlen_k: object) -> None:
@@ -66,7 +80,7 @@ def refuse_lengths(cu_seqlens_k: object, max_seqlen_q: object, max_seqlen_k: obj
 
 def pack(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, blocks: Tensor | None = None
-) -> Packed:
+) -> PackedRows:
     """The call as one of a single batch. Raises BadInput."""
     if blocks is not None:
         raise OptionsClash("block_mask says which blocks of a batch exist, and packed sequences have no such blocks.")
@@ -94,7 +108,7 @@ def pack(
     packing = Packing.ALIKE if alike else Packing.UNLIKE
     tables = make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0])
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    return Packed(q, k, v, packing, tuple(TABLES[packing]), tables, starts_q.shape[0] - 1)
+    return PackedRows(q, k, v, packing, tuple(TABLES[packing]), tables, starts_q.shape[0] - 1)
 
 
 def check_starts(name: str, starts: Tensor, rows: Tensor) -> Tensor:

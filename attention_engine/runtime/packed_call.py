@@ -10,7 +10,7 @@ from attention_engine.passes.drop_weights import SEED
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.captured import axes_now, check_captured
 from attention_engine.runtime.inputs import check_custom, check_qkv, follow_autocast, heads_of, order_custom, type_of
-from attention_engine.runtime.packed import pack
+from attention_engine.runtime.packed import pack, sizes_of_packed
 from attention_engine.runtime.shown import Shown
 
 WithRows = tuple[Tensor, dict[str, Tensor]]
@@ -35,7 +35,7 @@ def call_packed(
     engine._note_call(heads, q.dtype)
     check_custom(engine.custom_io.in_order, tensors, q, k, batch=rows.sequences)
     check_captured(engine._captured, captured, q)
-    axes = axes_now(engine._captured, captured, rows.sizes) if captured else ()
+    axes = axes_now(engine._captured, captured, sizes_of_packed(q)) if captured else ()
     tables, added = (rows.tables, rows.names) if seed is None else ((*rows.tables, seed), (*rows.names, SEED))
     names = [*[s.name for s in engine.custom_io.in_order], *added, *[c.name for c in engine._captured]]
     tensors = [*tensors, *tables, *captured]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import Kernel, Kernels, compile_all
+from attention_engine.compiler import Kernel, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
@@ -34,6 +34,7 @@ from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kern
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.packed import Packed, count_sequences, packing_of, sizes_of_packed, tables_of
 from attention_engine.runtime.pictures import MaskPicture, ScorePicture
 from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine
@@ -87,20 +88,22 @@ class Shown(Engine):
         """How the parts of a program's rows join. Raises NoMerge."""
         raise NotImplementedError
 
-    def _maths(self) -> Maths:
+    def _maths(self, packed: Packed = None) -> Maths:
         """The program, scaled by the newest call's dim where calls make the scale."""
-        dim = self._called[0].dim if self.scale is None and self._called else None
-        plain = dim is None and not self._drops
-        return analyse(self._program if plain else self._trace(self._types, self._variant(dim=dim)))
+        dim, packing = self._called[0].dim if self.scale is None and self._called else None, packing_of(packed)
+        if dim is None and packing is None and not self._drops:
+            return analyse(self._program)
+        return analyse(self._trace(self._types, self._variant(dim=dim, packing=packing)))
 
-    def program(self) -> str:
+    def program(self, packed: Packed = None) -> str:
         """The traced maths and the derived backward pass as numbered lines, each after what it uses, with the function
-        that it is of. In a notebook its formulas are drawn.
+        that it is of. In a notebook its formulas are drawn. packed: "alike" or "unlike", that of a packed call, whose
+        sequences of queries and keys have the same lengths or not.
 
         qk is q . k of a pair; `score` what score_mod made of it; state.m a row's state so far and next.m after this
         tile; o the sum of weights times v so far; v0, g0 names of what is used twice.
         """
-        maths = self._maths()
+        maths = self._maths(packed)
         return program_text([Part(self._spell_scale()), *parts_of(self, maths.program), *parts_of_backward(maths)])
 
     def _spell_scale(self) -> str:
@@ -114,32 +117,31 @@ class Shown(Engine):
         usual = " = dim ** -0.5" if known and scale == known[0].dim ** -0.5 else ""
         return f"q . k is scaled by {scale!r}{usual}"
 
-    def source(self, kernel: str = "forward", form: Form = "tilelang") -> str:
+    def source(self, kernel: str = "forward", form: Form = "tilelang", packed: Packed = None) -> str:
         """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
         "decode", "decode parts", "combine", and what else this engine launches.
 
         form: "tilelang", under a title and in lines of less than 120 columns, or "cuda" for what is compiled (for
         `device`, else for this machine's GPU). With custom inputs of other dtypes than fp32 the kernels of a call
-        differ in those loads. Raises UnknownOption, NoDevice.
+        differ in those loads. packed: as `program` takes it. Raises UnknownOption, NoDevice.
 
             print(engine.source("backward", form="cuda"))
         """
-        found = self._source_kernel(kernel, form)
+        found = self._source_kernel(kernel, form, packed)
         return found.source(form) if form == "cuda" else titled(kernel, found.source(form), places_of(self))
 
-    def _source_kernel(self, kernel: str, form: str) -> Kernel:
+    def _source_kernel(self, kernel: str, form: str, packed: Packed = None) -> Kernel:
         if kernel in OF_CACHES:
             return kernel_of(cached_kernels(self, device_to_show(self, form)), kernel)
-        kernels, trained = self._kernels(form), self._kernels(form, trained=True)
+        asked = self._asked(self.device, device_to_show(self, form) is None, packed=packed)
+        kernels, trained = (each.kernels_as_known(self.tuning) for each in (asked, asked.trained))
         found = dict(kernels.of_forward)
         found |= {} if trained.maths.backward is None else trained.of_backward
         return kernel_of(found, kernel)
 
-    def _kernels(self, form: str, trained: bool = False) -> Kernels:
-        asked = self._asked(self.device, device_to_show(self, form) is None)
-        return (asked.trained if trained else asked).kernels_as_known(self.tuning)
-
-    def _asked(self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = ()) -> Asked:
+    def _asked(
+        self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = (), packed: Packed = None
+    ) -> Asked:  # fmt: skip
         """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
         place = torch.device("cuda" if device is None and not interpret else "cpu")
         metas = self._metas()
@@ -147,14 +149,18 @@ class Shown(Engine):
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in metas)
         v = v[..., : parts.width(v.shape[3])]
         declared = list(self.custom_io.specs.values())
-        maths, tensors = self._maths(), list(given) or stand_ins(declared, self._types, place)
+        maths, tensors = self._maths(packed), list(given) or stand_ins(declared, self._types, place)
         seeds = [seed_tensor(0, place)] if self._drops else []
         held = tensors_now(self._captured)
         if given:
             types = {s.name: type_of(t) for s, t in zip(declared, given, strict=True)}
             types |= {c.name: type_of(t) for c, t in zip(self._captured, held)}
-            maths = analyse(self._trace(types, self._variant(dim=metas[0].dim)))
-        sizes = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
+            maths = analyse(self._trace(types, self._variant(dim=metas[0].dim, packing=packing_of(packed))))
+        sizes: dict[str, int | None] = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
+        if (packing := packing_of(packed)) is not None:
+            sizes, tables = sizes_of_packed(q), tables_of(packing)
+            declared = [*count_sequences(declared), *tables]
+            tensors += [torch.empty(1, dtype=torch.int32, device=place) for _ in tables]
         dropout = [SPEC] if seeds else []
         specs = [*declared, *dropout, *specs_of(self._captured, axes_now(self._captured, held, sizes))]
         tensors += seeds
@@ -169,11 +175,15 @@ class Shown(Engine):
             hints_of(metas),
         )  # fmt: skip
 
-    def explain(self) -> str:
-        """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell."""
-        return explain(self._asked(self.device, device_to_show(self, "tilelang") is None), self.tuning)
+    def explain(self, packed: Packed = None) -> str:
+        """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell. packed: as
+        `program` takes it."""
+        interpret = device_to_show(self, "tilelang") is None
+        return explain(self._asked(self.device, interpret, packed=packed), self.tuning)
 
-    def compile_for(self, device: Arch, *custom: Tensor, cache_page: int | None = None, **named: Tensor) -> list[str]:
+    def compile_for(
+        self, device: Arch, *custom: Tensor, cache_page: int | None = None, packed: Packed = None, **named: Tensor
+    ) -> list[str]:  # fmt: skip
         """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
 
         A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. custom: as a
@@ -181,28 +191,31 @@ class Shown(Engine):
         taken as fp32, all gradients as asked for. Gradients through returned rows are left out. cache_page: compiles
         the kernels of `with_cache`, for pages of so many keys; 0: for keys one after the other. A persistent kernel
         serves GPUs with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card).
-        Raises NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
+        packed: the kernels of packed calls, "alike" or "unlike", whether queries and keys have the same lengths. Raises
+        NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
         """
         given = order_custom(self.custom_io, custom, named) if custom or named else []
-        kernels = self._all_kernels(device, given)
+        kernels = self._all_kernels(device, given, packed)
         if cache_page is not None:
             kernels = cached_kernels(self, device, cache_page, given)
         compile_all(kernels.values())
         return list(kernels)
 
-    def resources(self, device: Arch | None = None) -> dict[str, Resources]:
+    def resources(self, device: Arch | None = None, packed: Packed = None) -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel, as ptxas reports them, by the name of its function.
 
-        device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
-        NoCudaCompiler, TileDoesNotFit.
+        device: a GPU that need not be here; None: this machine's. packed: as `compile_for` takes it. Compiles what
+        isn't compiled yet. Raises NoCudaCompiler, TileDoesNotFit.
         """
-        kernels = self._all_kernels(device or self.device or detect()).values()
+        kernels = self._all_kernels(device or self.device or detect(), packed=packed).values()
         compile_all(kernels)
         return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels}
 
-    def _all_kernels(self, device: Arch, given: Sequence[Tensor] = ()) -> dict[str, Kernel]:
+    def _all_kernels(
+        self, device: Arch, given: Sequence[Tensor] = (), packed: Packed = None
+    ) -> dict[str, Kernel]:  # fmt: skip
         """The kernels of both directions on a GPU, by name."""
-        asked = self._asked(device, False, given)
+        asked = self._asked(device, False, given, packed)
         kernels, trained = (each.kernels_as_known(self.tuning) for each in (asked, asked.trained))
         both = dict(kernels.of_forward)
         if asked.maths.bent is not None:

@@ -15,12 +15,14 @@ from attention_engine.errors import (
     LengthsDiffer,
     NotATensor,
     OptionsClash,
+    UnknownOption,
     WrongCustomShape,
     WrongIndex,
     WrongRank,
     WrongSequences,
 )
 from attention_engine.ir.packing import AHEAD, FIRST, FIRST_K, SEQUENCE_K, SEQUENCE_Q, Packing
+from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.packed import pack
 from tests import plain
 from tests.packed_cases import (
@@ -256,3 +258,27 @@ def test_a_custom_input_of_each_sequence_has_as_many_numbers():
     qkv, custom = tensors(case, torch.float32)
     with pytest.raises(WrongCustomShape, match=r"shape \(1,\). Its axes \('batch',\) ask for \(5,\)"):
         run(build(case, torch.float32), case, qkv, {"bias": custom["bias"][:1]})
+
+
+@pytest.mark.parametrize("name", ["a number of each sequence", "causal, unlike lengths", "captured tables"])
+def test_what_is_shown_and_compiled_ahead_is_what_a_packed_call_runs(name):
+    case = by_name[name]
+    qkv, custom = tensors(case, torch.float32)
+    engine = build(case, torch.float32, backend="interpret")
+    packed = "unlike" if case.key_lengths else "alike"
+    asked = engine._asked(None, True, list(custom.values()), packed)
+    before = set(ATTENTIONS)
+    run(engine, case, qkv, custom)
+    new = set(ATTENTIONS) - before
+    assert len(new) <= 1
+    for launcher in (ATTENTIONS[key].launcher for key in new):
+        (kernels,) = launcher._kernels.values()
+        assert kernels.problem == asked.problem and kernels.maths.program == asked.maths.program
+    assert "_packed_sequence_q[q_idx] == _packed_sequence_k[kv_idx]" in engine.program(packed)
+    assert "forward: " in engine.explain(packed)
+    assert "_packed_sequence_q" in engine.source("tile map of forward", packed=packed)
+
+
+def test_an_unknown_kind_of_packing_is_named():
+    with pytest.raises(UnknownOption, match="packed is True"):
+        build(by_name["causal"], torch.float32).program(packed=True)
