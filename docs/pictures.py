@@ -4,11 +4,14 @@ python docs/pictures.py      writes docs/pictures/*.svg
 """
 
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_engine import CustomIO, create_mask
+import torch
+
+from attention_engine import CustomIO, create_mask, show_scores
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.evaluate import evaluate_all
 from attention_engine.ir.program import SCORE
@@ -17,17 +20,22 @@ from attention_engine.runtime.pictures import (
     FAINT,
     INK,
     KEPT,
+    MASKED,
     TILES,
+    WARM,
     box,
+    cells,
     kinds_of_tiles,
     legend_of_tiles,
     mask_cells,
+    mix,
     picture,
     text,
 )
 
 FOLDER = Path(__file__).parent / "pictures"
 CELL = 13
+SMALL, LITTLE = 24, 5  # queries and keys of a panel of a gallery, and a cell of it
 
 
 def mask_panel(x: float, y: float, title: str, mask_mod: Callable[..., Any], length: int, q_tile: int, kv_tile: int):
@@ -103,7 +111,58 @@ def row_by_row() -> str:
     return picture(650, 355, parts)
 
 
-PICTURES = {"tiles": tiles_of_causal, "masks": masks, "row": row_by_row}
+def gallery(block: int) -> dict[str, Callable[..., Any]]:
+    """The functions that a block of the page of masks and scores defines, after those before it."""
+    names: dict[str, Any] = {}
+    page = Path(__file__).parent / "flex-gallery.md"
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[: block + 1]:
+        exec(code, names)
+    found: dict[str, Callable[..., Any]] = names["scores" if block else "masks"]
+    return found
+
+
+def grid(panels: Sequence[list[str]], size: int, across: int = 5) -> str:
+    """Panels of this size side by side, drawn at (0, 0) each, their titles above."""
+    parts = []
+    for n, panel in enumerate(panels):
+        x, y = 14 + n % across * (size + 16), 28 + n // across * (size + 34)
+        parts += [f'<g transform="translate({x} {y})">', *panel, "</g>"]
+    rows = -(-len(panels) // across)
+    return picture(14 + across * (size + 16), 14 + rows * (size + 34), parts)
+
+
+def gallery_masks() -> str:
+    """Every mask of the page: pairs kept."""
+    drawn = [mask_cells(0, 0, name, pairs_of(mask, SMALL), LITTLE, LITTLE) for name, mask in gallery(0).items()]
+    return grid(drawn, SMALL * LITTLE)
+
+
+def gallery_scores() -> str:
+    """Every score function of the page, of a score of 1: its sign and size as a colour."""
+    size, cell = 2 * SMALL // 3, 3 * LITTLE / 2
+    one = torch.ones(1, size, 1, 1)
+    panels = []
+    for name, mod in gallery(1).items():
+
+        def score(score: Any, custom: Any, *place: Any) -> Any:
+            return mod(score, *place)  # noqa: B023
+
+        (panel,) = show_scores(one, one, score, scale=1.0).panels
+        most = max(max(map(abs, row)) for row in panel.rows)
+
+        def color(x: float) -> str:
+            return mix(MASKED, WARM if x > 0 else KEPT, abs(x) / most)  # noqa: B023
+
+        back = box(0, 0, size * cell, size * cell, MASKED)
+        title = text(size * cell / 2, -8, name)
+        panels.append([title, back, *cells(0, 0, panel.rows, cell, cell, color)])
+    return grid(panels, round(size * cell))
+
+
+PICTURES = {
+    "tiles": tiles_of_causal, "masks": masks, "row": row_by_row, "gallery_masks": gallery_masks,
+    "gallery_scores": gallery_scores,
+}  # fmt: skip
 
 
 def main() -> None:
