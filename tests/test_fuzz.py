@@ -8,6 +8,7 @@ import torch
 from tests.fuzz.__main__ import main
 from tests.fuzz.check import Measured, Outcome, attempt, names_of, plain_results, run
 from tests.fuzz.normalisers import NORMALISERS
+from tests.fuzz.parts import worse_in_parts
 from tests.fuzz.pieces import MASKS, SCORES
 from tests.fuzz.scripts import draw
 
@@ -27,6 +28,18 @@ def test_the_reference_means_what_plain_torch_does(first):
         drawn = draw(12, number)
         found = run(drawn.text, "reference")
         assert found.kind in KNOWN, f"{found.detail}\n{drawn.paste('reference', 'cpu')}"
+
+
+@pytest.mark.parametrize(("backend", "numbers"), [("reference", range(40)), ("interpret", range(100, 108))], ids=str)
+def test_parts_of_keys_are_as_exact_as_all(backend, numbers):
+    """Cut at random, whatever the score, mask and row function are: each has a merge."""
+    cut = 0
+    for number in numbers:
+        drawn = draw(14, number)
+        worse = worse_in_parts(drawn.text, backend, number)
+        assert not worse, f"{worse}\n{drawn.text}"
+        cut += worse is not None
+    assert cut >= len(numbers) // 2
 
 
 def test_a_wrong_result_is_found_and_its_script_runs_alone(capsys):

@@ -70,7 +70,8 @@ class _Problem:
         condition = key_condition(program.mask)
         if condition is None:
             return self
-        seen = Evaluator(self.indices, custom, self.dtype, self.q.device)(condition).transpose(-1, -2)
+        found = Evaluator(self.indices, custom, self.dtype, self.q.device)(condition)
+        seen = found.transpose(-1, -2) if found.ndim else found  # a custom input without entries is read as a number
         zero = torch.zeros((), dtype=self.dtype, device=self.q.device)
         return replace(self, k=torch.where(seen, self.k, zero), v=torch.where(seen, self.v, zero))
 

@@ -390,3 +390,17 @@ def test_mistakes_are_named():
     blocked = AttentionEngine(block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
     with pytest.raises(OptionsClash, match="Write it as a function"):
         blocked.partial(q, k, v)
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+def test_parts_without_keys_where_a_mask_asks_each_key(backend):
+    """A read of a custom input that has no entries is no reason to stumble, in a call neither."""
+    engine = AttentionEngine(
+        custom_io=CustomIO({"keep": ("batch", "seq_len_kv")}),
+        mask_mod=lambda b, h, q_idx, kv_idx, custom: custom["keep"] > 0, backend=backend,
+    )  # fmt: skip
+    q, k, v = drawn(dtype=torch.float32)
+    keep = torch.rand(BATCH, KEYS) < 0.5
+    o, _ = merged(engine, q, k, v, CUTS[2], lambda a, b: {"keep": keep[:, a:b].int()})
+    torch.testing.assert_close(o, engine(q, k, v, keep.int()), rtol=1e-4, atol=1e-5)
+    assert not engine(q, k[:, :0], v[:, :0], keep[:, :0].int()).any()
