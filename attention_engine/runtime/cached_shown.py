@@ -40,7 +40,7 @@ def cached_kernels(
     sizes = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
     specs = [*declared, *specs_of(engine._captured, axes_now(engine._captured, held, sizes))]
     types = {s.name: type_of(t) for s, t in zip(specs, given, strict=True)}
-    program = engine._trace(types, engine._variant(None, q.shape[3]))
+    program = engine._trace(types, engine._variant(None, q.shape[3], drops=""))
     attention = CachedAttention(program, specs, True, device is None, device, engine._combine_of(program))
     table = one[None] if page else None
     call = CachedCall(q[:, :1], k, v, v.shape[3], one, table, one if starts else None, None, given)

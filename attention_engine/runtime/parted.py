@@ -187,6 +187,10 @@ class Parted(Shown):
                 "the engine has a block_mask that is a tensor, and a part of a row can't take it.\n"
                 "  Write it as a function: block_mask=lambda b, h, q_idx, kv_idx: ..."
             )
+        if self._drops:
+            raise NotYetSupported(
+                "a part of a row drops no weights. Call engine.eval() before, or build with dropout_p=0."
+            )
         captured = self._captured
         held = tensors_now(captured) if captured else []
         check_ranks(self.layout, q, k, v)

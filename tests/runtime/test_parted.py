@@ -387,6 +387,10 @@ def test_mistakes_are_named():
     )
     with pytest.raises(WrongIndex, match=r"'bias' has the axis 'seq_len_kv'.*is\s+read at bias"):
         neighbours.partial(q, k, v, torch.zeros(KEYS, dtype=q.dtype))
+    dropping = AttentionEngine(dropout_p=0.1)
+    with pytest.raises(NotYetSupported, match=r"Call engine\.eval\(\)"):
+        dropping.partial(q, k, v)
+    dropping.eval().partial(q, k, v)
     blocked = AttentionEngine(block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
     with pytest.raises(OptionsClash, match="Write it as a function"):
         blocked.partial(q, k, v)
