@@ -17,12 +17,14 @@ from attention_engine.distributed.exchange import Ranks, Tokens, gather
 from attention_engine.distributed.layout import PIECES_OF_A_RANK, Layout
 from attention_engine.distributed.methods import METHODS, Call, by_fewest_bytes
 from attention_engine.distributed.placements import Placement, placements
+from attention_engine.distributed.states import attend_by_states
 from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.runtime.inputs import check_ranks, check_type, follow_autocast, order_custom
+from attention_engine.runtime.linear import LinearAttentionEngine
 from attention_engine.runtime.module import AttentionEngine
 
-Method: TypeAlias = Literal["auto", "gather", "heads"]
+Method: TypeAlias = Literal["auto", "gather", "heads", "states"]
 Balance: TypeAlias = Literal["auto", "contiguous", "zigzag"] | Layout
 BALANCES = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag}
 MOST_LENGTHS = 64  # that are remembered
@@ -37,10 +39,10 @@ class ContextParallel(torch.nn.Module):
     and their gradients are this rank's part, as a weight's are: DDP and FSDP over the mesh add them up.
 
     Args:
-        engine: any AttentionEngine.
+        engine: any AttentionEngine, or any LinearAttentionEngine.
         mesh: a DeviceMesh of one dimension, as `init_device_mesh("cuda", (8,))` or `mesh["cp"]`.
         method: "gather" brings all keys to each rank, "heads" brings all tokens of some heads. "auto" is which of them
-            sends fewer bytes.
+            sends fewer bytes. Linear engines have "states" alone.
         balance: "contiguous" gives a rank neighbours, "zigzag" a piece and its mirror image. "auto" is "zigzag" for
             masks that show later queries more keys. Or a Layout, as `deal` makes of a mask's own counts.
 
@@ -52,19 +54,24 @@ class ContextParallel(torch.nn.Module):
     """
 
     def __init__(
-        self, engine: AttentionEngine, mesh: DeviceMesh, method: Method = "auto", balance: Balance = "auto"
+        self, engine: AttentionEngine | LinearAttentionEngine, mesh: DeviceMesh, method: Method = "auto",
+        balance: Balance = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
-        check_type("engine", engine, AttentionEngine)
+        linear = isinstance(engine, LinearAttentionEngine)
+        if not linear:
+            check_type("engine", engine, AttentionEngine)
         check_type("mesh", mesh, DeviceMesh)
         if mesh.ndim != 1:
             raise UnknownOption(f"the mesh has {mesh.ndim} dimensions. Give one of them: mesh['cp'].")
-        if method not in ("auto", *METHODS):
-            raise UnknownOption(f"method is {method!r}. Choose {', '.join(map(repr, ('auto', *METHODS)))}.")
+        methods = ("auto", "states") if linear else ("auto", *METHODS)
+        if method not in methods:
+            of = "LinearAttentionEngine" if linear else "AttentionEngine"
+            raise UnknownOption(f"method is {method!r}. Choose {', '.join(map(repr, methods))} for {of}.")
         if not isinstance(balance, Layout) and balance not in ("auto", *BALANCES):
             known = ", ".join(map(repr, ("auto", *BALANCES)))
             raise UnknownOption(f"balance is {balance!r}. Choose {known}, or give a Layout.")
-        if engine.block_mask is not None:
+        if not linear and engine.block_mask is not None:
             raise OptionsClash(
                 "the engine has a block_mask that is a tensor, which can't be split.\n"
                 "  Write it as a function: block_mask=lambda b, h, q_idx, kv_idx: ..."
@@ -109,7 +116,9 @@ class ContextParallel(torch.nn.Module):
             return self._know(self._layouts[length])
         balance = self.balance
         if balance == "auto":
-            balance = "zigzag" if plan_tiles(self.engine._program.mask).later_is_longer else "contiguous"
+            linear = isinstance(self.engine, LinearAttentionEngine)
+            later_is_longer = not linear and plan_tiles(self.engine._program.mask).later_is_longer
+            balance = "zigzag" if later_is_longer else "contiguous"
         return self._know(BALANCES[balance](length, self.ranks.size))
 
     def places(self, length: int) -> Tensor:
@@ -125,16 +134,18 @@ class ContextParallel(torch.nn.Module):
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor, on every rank. Its gradient is summed over ranks."""
         dim = dim % x.ndim
-        return gather(Tokens(self.ranks, self._layout_of(x.shape[dim], "x")), dim, x)[0]
+        return gather(Tokens(self.ranks, self.layout_of(x.shape[dim], "x")), dim, x)[0]
 
     def deal(self, length: int, **custom: Tensor) -> Layout:
         """A layout by the mask's own counts: pieces of the sequence, so that ranks have as much work each. For packed
         documents. custom: the custom inputs that the mask reads, whole, by name."""
+        check_type("engine", self.engine, AttentionEngine)
+        assert isinstance(self.engine, AttentionEngine)
         pieces = min(PIECES_OF_A_RANK, max(length // self.ranks.size, 1)) * self.ranks.size
         counts = kept_pairs(self.engine, length, pieces, custom)
         return Layout.dealt(counts, length, self.ranks.size)
 
-    def _layout_of(self, own: int, what: str) -> Layout:
+    def layout_of(self, own: int, what: str) -> Layout:
         """The newest layout in which this rank holds so many tokens."""
         rank, size = self.ranks.rank, self.ranks.size
         for layout in reversed(self._layouts.values()):
@@ -150,24 +161,31 @@ class ContextParallel(torch.nn.Module):
 
     # ---- calls
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, return_rowscales: bool = False, **named: Tensor
-    ) -> Any:  # fmt: skip
-        """This rank's part of what the engine gives of the whole sequence.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Any, **named: Any) -> Any:
+        """This rank's part of what the engine gives of the whole sequence. The arguments are the engine's.
 
         Args:
-            q, k, v: this rank's tokens, in the layout of the engine. Keys may be of another sequence than queries.
+            q, k, v: this rank's tokens, in the layout of the engine. Keys may be of another sequence than queries. So
+                is a linear attention's decay.
             custom, named: the engine's custom inputs: this rank's tokens of those that are read at each token's own
-                index, else whole.
-            return_rowscales: return the rows of the epilogue, too, of this rank's queries.
+                index, else whole. What else the engine takes by name: `return_rowscales` returns the rows of this
+                rank's queries. An `initial_state`, and the final one, are whole on every rank.
         """
+        if isinstance(self.engine, LinearAttentionEngine):
+            return attend_by_states(self, q, k, v, *custom, **named)
+        return self._attend(q, k, v, *custom, **named)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, return_rowscales: bool = False, **named: Tensor
+    ) -> Any:  # fmt: skip
         engine = self.engine
+        assert isinstance(engine, AttentionEngine)
         check_ranks(engine.layout, q, k, v)
         q, k, v = follow_autocast(q, k, v)
         tensors = order_custom(engine.custom_io, custom, named)
         if engine.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        of_q, of_k = self._layout_of(q.shape[1], "q"), self._layout_of(k.shape[1], "k")
+        of_q, of_k = self.layout_of(q.shape[1], "q"), self.layout_of(k.shape[1], "k")
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
         placed = placements(engine._program, engine.custom_io.in_order)
         method = by_fewest_bytes(sizes, k.shape[2], self.ranks.size) if self.method == "auto" else self.method
@@ -175,21 +193,20 @@ class ContextParallel(torch.nn.Module):
         call.check(q, k, v, method)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
-        if not is_compiling():
-            self._agree(method, of_q, of_k, [q, k, v], tensors, placed)
+        self.agree(method, of_q, of_k, [q, k, v], tensors, placed)
         found = METHODS[method](call, q, k, v, tensors, placed)
         output, rows = found if return_rowscales else (found, {})
         output = output.transpose(1, 2) if engine.layout == "bhsd" else output
         return (output, rows) if return_rowscales else output
 
-    def _agree(
+    def agree(
         self, method: str, of_q: Layout, of_k: Layout, given: Sequence[Tensor], custom: Sequence[Tensor],
         placed: Sequence[Placement],
     ) -> None:  # fmt: skip
         """At the first call of a kind: RanksDisagree unless all ranks call for the same."""
         signature = tuple((t.shape, t.dtype, t.requires_grad) for t in (*given, *custom))
         kind = method, of_q, of_k, signature, torch.is_grad_enabled()
-        if kind in self._agreed:
+        if is_compiling() or kind in self._agreed:
             return
         facts: dict[str, object] = {
             "attention": self.engine._program.fingerprint, "method": method,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention_engine import AttentionEngine, CustomIO
+from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine
 from attention_engine import library as lib
 from attention_engine.distributed import ContextParallel, Layout
 from attention_engine.distributed.exchange import Ranks, Tokens
@@ -163,6 +163,63 @@ def mistakes(mesh) -> dict[str, str]:
     return found
 
 
+def shared_linear(name: str, mesh, balance, dtype, backend: str) -> float:
+    """The error of a linear attention in float64, beside one process: o, the last state, and every gradient."""
+    torch.manual_seed(4)
+    axes, mods, channels = LINEAR[name]
+    draw = {"q": (2, 37, 2, 8), "k": (2, 37, 2, 8), "v": (2, 37, 4, 6), "decay": (2, 37, 4), "s": (2, 4, 8, 6)}
+    if channels:
+        draw |= {"q": (2, 37, 4, 8), "k": (2, 37, 4, 8), "decay": (2, 37, 4, 8)}
+    sizes = {"batch": 2, "heads": 4, "seq_len": 37}
+    draw |= {n: tuple(sizes[a] for a in each) for n, each in axes.items()}
+    whole = {n: torch.randn(size, dtype=torch.float64) for n, size in draw.items()}
+    whole["decay"] = -whole["decay"].abs()
+    d_o, d_last = torch.randn(2, 37, 4, 6).double(), torch.randn(2, 4, 8, 6).double()
+    if name == "no decay":
+        del whole["decay"]
+
+    def results(run, dtype, backend, own):
+        engine = LinearAttentionEngine(None, **mods, custom_io=CustomIO(axes), backend=backend)
+        leaves = {n: t.to(dtype).requires_grad_() for n, t in whole.items()}
+        run = run(engine)
+        tokens = {n: own(run, t, n) for n, t in leaves.items() if n != "s"}
+        o, last = run(**tokens, initial_state=leaves["s"], output_final_state=True)
+        d = own(run, d_o.to(dtype), "o")
+        return o, last, run, torch.autograd.grad([o, last], list(leaves.values()), [d, d_last.to(last.dtype)])
+
+    o, last, _, exact = results(lambda engine: engine, torch.float64, "reference", lambda run, t, n: t)
+    dims = {**dict.fromkeys(("q", "k", "v", "decay", "o"), 1), "dt": 2}
+    split = lambda run, t, n: run.shard(t, dims[n]) if n in dims else t  # noqa: E731
+    mine = results(lambda e: ContextParallel(e, mesh, balance=balance), dtype, backend, split)
+    found = [far(mine[2].unshard(mine[0].detach()), o), far(mine[1], last)]
+    for gradient, of_one in zip(mine[3], exact, strict=True):
+        total = gradient.double()
+        dist.all_reduce(total)
+        found.append(far(total, of_one))
+    return max(found)
+
+
+PER_TOKEN = ("batch", "heads", "seq_len")
+LINEAR = {
+    "retention": ({}, {}, False),
+    "no decay": ({}, {}, False),
+    "Mamba-2": (
+        {"dt": PER_TOKEN, "A": ("heads",)},
+        {"v_mod": lambda x, c: x * c["dt"], "decay_mod": lambda x, c: x * c["dt"].sigmoid() * c["A"].exp()}, False,
+    ),
+    "a decay for each channel": ({}, {}, True),
+}  # fmt: skip
+
+
+def compare_linear(mesh) -> dict[str, float]:
+    found = {}
+    for name in LINEAR:
+        for balance in ("contiguous", "zigzag"):
+            found[f"{name}, {balance}"] = shared_linear(name, mesh, balance, torch.float64, "reference")
+    found["kernels in fp32"] = shared_linear("Mamba-2", mesh, "auto", torch.float32, "interpret")
+    return found
+
+
 def from_zero(attend):
     return lambda call, axis, start, *rest: attend(call, axis, 0, *rest)
 
@@ -196,7 +253,14 @@ def with_wrong_laws(mesh) -> dict[str, float]:
 
 
 def everything(mesh):
-    return compare_all(mesh), compare_kernels(mesh), other_calls(mesh), mistakes(mesh), with_wrong_laws(mesh)
+    return (
+        compare_all(mesh),
+        compare_kernels(mesh),
+        other_calls(mesh),
+        mistakes(mesh),
+        compare_linear(mesh),
+        with_wrong_laws(mesh),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +287,7 @@ def test_other_lengths_of_keys_layouts_and_captured_tensors(found):
 
 
 def test_mistakes_are_told_on_every_rank(found):
-    for rank, (*_, said, _) in enumerate(found):
+    for rank, (*_, said, _, _) in enumerate(found):
         assert said["heads"] == (
             'HeadsDoNotDivide: 3 query heads can\'t be shared evenly among 2 ranks, as method="heads" does.\n'
             '  Use method="gather", or a multiple of 2 heads.'
@@ -238,8 +302,14 @@ def test_mistakes_are_told_on_every_rank(found):
         assert "bias' has shape (16,). Its axes ('seq_len',) ask for (8,): it comes with this rank's" in said["shard"]
         assert said["program"].startswith("RanksDisagree: ranks call ContextParallel with another attention each")
         assert said["shape"].startswith("RanksDisagree: ranks call ContextParallel with another shape but for the")
-        assert "Choose 'auto', 'gather', 'heads'." in said["method"]
+        assert "Choose 'auto', 'gather', 'heads' for AttentionEngine." in said["method"]
         assert "Choose 'auto', 'contiguous', 'zigzag', or give a Layout." in said["balance"]
+
+
+def test_linear_attention_by_states(found):
+    for *_, errors, _ in found:
+        assert errors.pop("kernels in fp32") <= 5e-6
+        assert len(errors) == 8 and max(errors.values()) <= EXACT, errors
 
 
 def test_a_broken_law_is_seen(found):
