@@ -7,6 +7,7 @@ should see (unused pages, what lies behind a length) holds NaN.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -291,6 +292,12 @@ class Shape:
     kv_heads: int = 2
     dim: int = 64
     page: int = 0
+    packed: tuple[int, ...] = ()  # queries of each request, one after the other
+
+    @property
+    def rows(self) -> int:
+        """Queries of a batch."""
+        return sum(self.packed) or self.queries
 
 
 def in_pages(cache: Tensor, lengths: Sequence[int], page: int) -> tuple[Tensor, Tensor]:
@@ -309,20 +316,22 @@ def in_pages(cache: Tensor, lengths: Sequence[int], page: int) -> tuple[Tensor, 
 
 
 def plain_rows(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], custom: dict[str, Tensor], dtype: torch.dtype,
-    rows: torch.dtype,
+    case: Case, q: Sequence[Tensor], k: Tensor, v: Tensor, lengths: Sequence[int], custom: dict[str, Tensor],
+    dtype: torch.dtype, rows: torch.dtype, packed: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Output and returned rows in plain torch: products in dtype, row numbers in `rows`."""
-    queries, heads = q.shape[1:3]
+    """Output and returned rows in plain torch: products in dtype, row numbers in `rows`. q: of each request."""
     found: dict[str, list[Tensor]] = {}
+    before = 0  # rows of the requests before, where they are packed
     for b, length in enumerate(lengths):
+        queries, heads, dim = q[b].shape
         of_q, of_k, of_v = (t.to(dtype).transpose(0, 1) for t in (q[b], k[b, :length], v[b, :length]))
         of_k, of_v = (t.repeat_interleave(heads // t.shape[0], 0) for t in (of_k, of_v))
-        own = torch.arange(queries, device=q.device)
+        own = torch.arange(queries, device=k.device)[:, None]
         first = 0 if case.from_top else length - queries
-        at = Place(b, torch.arange(heads, device=q.device)[:, None, None], own[:, None] + first,
-                   torch.arange(length, device=q.device)[None], own[:, None])  # fmt: skip
-        products = of_q @ of_k.transpose(-1, -2) * q.shape[3] ** -0.5
+        places = torch.arange(heads, device=k.device)[:, None, None], own + first, torch.arange(length, device=k.device)
+        at = Place(b, *places, own + before)
+        before += queries if packed else 0
+        products = of_q @ of_k.transpose(-1, -2) * dim**-0.5
         keep = case.plain_mask(at, custom).expand(products.shape)
         if length == 0:  # reductions over nothing
             products, keep, of_v = (torch.nn.functional.pad(t, pad) for t, pad in (
@@ -333,6 +342,8 @@ def plain_rows(
         output = (weights.to(of_v.dtype) @ of_v).transpose(0, 1)
         for name, value in {"o": output, **of_rows}.items():
             found.setdefault(name, []).append(value)
+    if packed:
+        return {name: torch.cat(values, 0 if name == "o" else 1) for name, values in found.items()}
     return {name: torch.stack(values) for name, values in found.items()}
 
 
@@ -344,15 +355,19 @@ def errors(
     torch.manual_seed(len(name) + shape.queries)
     batch, most = len(shape.lengths), max(shape.lengths) + 3
     capacity = most if not shape.page else (-(-most // shape.page) + 1) * shape.page
-    q = torch.randn(batch, shape.queries, shape.heads, shape.dim, dtype=dtype)
+    q = torch.randn(1 if shape.packed else batch, shape.rows, shape.heads, shape.dim, dtype=dtype)
     k, v = (torch.randn(batch, most, shape.kv_heads, shape.dim, dtype=dtype) for _ in range(2))
-    sizes = {"batch": batch, "heads": shape.heads, "queries": shape.queries, "capacity": capacity}
+    sizes = {"batch": batch, "heads": shape.heads, "queries": shape.rows, "capacity": capacity}
     custom = {n: t.to(device) for n, t in case.draws(sizes, shape.lengths).items()}
     if case.dim_v:
         v = k[..., : case.dim_v]
     q, k, v = (t.to(device) for t in (q, k, v))
-    exact = plain_rows(case, q, k, v, shape.lengths, custom, torch.float64, torch.float64)
-    eager = plain_rows(case, q, k, v, shape.lengths, custom, dtype, torch.float32)
+    of_q = q[0].split(shape.packed) if shape.packed else q
+    given = case, of_q, k, v, shape.lengths, custom
+    exact, eager = (
+        plain_rows(*given, *dtypes, packed=bool(shape.packed))
+        for dtypes in ((torch.float64, torch.float64), (dtype, torch.float32))
+    )
     ours = run(case, shape, (q, k, v), custom, backend, parts)
     return plain.compare(ours, *(_finite(found) for found in (exact, eager)), dtype, floor=1e-7)
 
@@ -391,9 +406,12 @@ def run(
             case.online(), backend=backend,
         )  # fmt: skip
     starts = torch.zeros(len(shape.lengths), dtype=torch.int32, device=device) if case.from_top else None
+    cu = None
+    if shape.packed:
+        q, cu = q[0], torch.tensor([0, *itertools.accumulate(shape.packed)], dtype=torch.int32, device=device)
     output, rows = engine.with_cache(
         q, k.to(device), None if case.dim_v else v.to(device), **custom, kv_lengths=lengths.to(device),
-        page_table=table, q_starts=starts, num_splits=parts, return_rowscales=True,
+        page_table=table, cu_seqlens_q=cu, q_starts=starts, num_splits=parts, return_rowscales=True,
     )  # fmt: skip
     kept = {n: t for n, t in rows.items() if n in ("lse", "entropy", "n")}
     return _finite({"o": output, **kept})

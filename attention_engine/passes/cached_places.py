@@ -14,7 +14,8 @@ from attention_engine.ir.expr import Expr, Op, Type, const, make, rebuild, topol
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, Program, State
 from attention_engine.passes.simplify import add, mul, simplify
 
-STARTS, LENGTHS = "_q_starts", "_kv_lengths"  # custom inputs of one number a request
+# Custom inputs of one number a request: the place of its first query, its number of keys, the row of its first query.
+STARTS, LENGTHS, ROWS = "_q_starts", "_kv_lengths", "_q_rows"
 Axes = Mapping[str, tuple[int | str, ...]]
 
 
@@ -39,7 +40,10 @@ def check_rows(program: Program, axes: Axes) -> None:
 
 
 def at_own_rows(program: Program, axes: Axes) -> Program:
-    """Of places: entries for each query of a call are read at the place less the request's start."""
+    """Of places: entries for each query of a call are read at the place less the request's start.
+
+    STARTS then counts from the row of the request's first query, where queries are packed.
+    """
     own = add(Q_IDX, mul(const(-1, Type.INT), _of_request(STARTS)))
     if not reads_rows(program, axes):
         return program
@@ -49,11 +53,12 @@ def at_own_rows(program: Program, axes: Axes) -> Program:
 
 def densely(program: Program, axes: Axes) -> Program:
     """The same attention for keys that were gathered: queries count from 0, and what lies behind a length is masked."""
-    found = _rewritten(program, axes, add(Q_IDX, _of_request(STARTS)), Q_IDX)
+    own = add(Q_IDX, _of_request(ROWS))
+    found = _rewritten(program, axes, add(Q_IDX, _of_request(STARTS)), own)
     inside = make(Op.LESS, KV_IDX, _of_request(LENGTHS))
     mask = inside if found.mask is None else make(Op.AND, found.mask, inside)
     (mask,) = simplify(mask)
-    return replace(found, mask=mask, custom=(*found.custom, STARTS, LENGTHS), forward=None, backward=None)
+    return replace(found, mask=mask, custom=(*found.custom, STARTS, LENGTHS, ROWS), forward=None, backward=None)
 
 
 def _rewritten(program: Program, axes: Axes, place: Expr, own: Expr) -> Program:

@@ -44,12 +44,20 @@ class Cache:
     """How keys and values lie, as far as kernels are made for it.
 
     page: keys of a page; 0: each request's keys lie one after the other. shared: values are the first columns of keys.
-    starts: is it given where queries start?
+    starts: is it given where queries start? packed: do the queries of all requests lie one after the other, as many
+    of each as cu_seqlens_q says?
     """
 
     page: int = 0
     shared: bool = False
     starts: bool = False
+    packed: bool = False
+
+    def of_queries(self, found: Buffer) -> Buffer:
+        """A tensor of queries: packed ones are those of one batch."""
+        if not self.packed:
+            return found
+        return replace(found, shape=tuple(1 if size is BATCH else size for size in found.shape))
 
 
 def caches(problem: Problem, cache: Cache) -> Arguments:
@@ -73,28 +81,32 @@ def places(cache: Cache) -> Arguments:
         found.append(Buffer("page_table", (BATCH, PAGES_OF_A_REQUEST), "int32", Role.GIVEN, strides=strides))
     if cache.starts:
         found.append(Buffer("q_starts", (BATCH,), "int32", Role.GIVEN))
+    if cache.packed:
+        found.append(Buffer("cu_seqlens_q", (BATCH + 1,), "int32", Role.GIVEN))
     return tuple(found)
 
 
-def results(problem: Problem, rows: tuple[str, ...]) -> Arguments:
+def results(problem: Problem, cache: Cache, rows: tuple[str, ...]) -> Arguments:
     """The output and the returned rows."""
-    return (buffers.output(problem), *(buffers.row(f"row_{name}", problem) for name in rows))
+    found = (buffers.output(problem), *(buffers.row(f"row_{name}", problem) for name in rows))
+    return tuple(map(cache.of_queries, found))
 
 
-def parts(problem: Problem, states: tuple[str, ...]) -> Arguments:
+def parts(problem: Problem, cache: Cache, states: tuple[str, ...]) -> Arguments:
     """What parts leave: sums of weights times values, and states."""
     rows = (PARTS, BATCH, QUERIES, problem.heads)
-    return (Buffer("part_o", (*rows, problem.dim_v)), *(Buffer(f"part_{name}", rows) for name in states))
+    found = (Buffer("part_o", (*rows, problem.dim_v)), *(Buffer(f"part_{name}", rows) for name in states))
+    return tuple(map(cache.of_queries, found))
 
 
 def walk(problem: Problem, cache: Cache, schedule: ForwardSchedule, in_parts: bool) -> Arguments:
     """Of the kernel that walks over a cache."""
     given = (
-        buffers.strided("q", QUERIES, problem.heads, problem.dim, problem), *caches(problem, cache),
+        cache.of_queries(buffers.strided("q", QUERIES, problem.heads, problem.dim, problem)), *caches(problem, cache),
         *buffers.custom_inputs(problem), *places(cache),
     )  # fmt: skip
     names = tuple(name for name, _ in schedule.rows)
-    return (*given, *(parts(problem, names) if in_parts else results(problem, names)))
+    return (*given, *(parts if in_parts else results)(problem, cache, names))
 
 
 def joining(problem: Problem, cache: Cache, merge: Merge) -> Arguments:
@@ -102,7 +114,7 @@ def joining(problem: Problem, cache: Cache, merge: Merge) -> Arguments:
     rows = tuple(name for name, _ in merge.finals)
     return (
         *buffers.custom_inputs(problem), *places(replace(cache, page=0)),  # which lie apart, and nobody here reads
-        *parts(problem, merge.read), *results(problem, rows),
+        *parts(problem, cache, merge.read), *results(problem, cache, rows),
     )  # fmt: skip
 
 
@@ -199,7 +211,7 @@ class CachedPlan:
         assert self.merge is not None, "rows that are not cut have no parts"
         arguments = joining(self.problem, self.cache, self.merge)
         writes = frozenset(["o", *(f"row_{name}" for name, _ in self.merge.finals)])
-        given = (self.merge, MOST_PARTS, Cache(starts=self.cache.starts))
+        given = (self.merge, MOST_PARTS, Cache(starts=self.cache.starts, packed=self.cache.packed))
         return Launch("combine", "cached.combine.combine", given, arguments, writes)
 
     def steps(self, count: int) -> tuple[Step, ...]:
@@ -213,7 +225,10 @@ class CachedPlan:
         return self.steps(1) if self.merge is None else (*self.steps(1), *self.steps(2))
 
     def parts_of(self, batch: int, queries: int, keys: int, asked: int | None) -> int:
-        """How many parts each row of a call is cut into. Raises NoMerge where as many as were asked for can't join."""
+        """How many parts each row of a call is cut into; queries: of each request, or all that are packed.
+
+        Raises NoMerge where as many as were asked for can't join.
+        """
         if asked is not None:
             if asked > 1 and isinstance(self._merge, NoMerge):
                 raise self._merge
@@ -221,4 +236,5 @@ class CachedPlan:
         if self.merge is None:
             return 1
         blocks = -(-queries * self.problem.group // self.tile.q)
-        return choose_parts(batch * self.problem.kv_heads * blocks, keys, self.tile, self.target)
+        blocks = max(blocks, batch) if self.cache.packed else batch * blocks
+        return choose_parts(self.problem.kv_heads * blocks, keys, self.tile, self.target)

@@ -6,6 +6,7 @@ Tensors are (batch, length, heads, dim) here; a cache of pages is (pages, keys o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,20 +24,49 @@ def gather(cache: Tensor, table: Tensor | None) -> Tensor:
     return cache[table.long().clamp(0, cache.shape[0] - 1)].flatten(1, 2)
 
 
+@dataclass(frozen=True)
+class Requests:
+    """Where requests are, one number for each: the place of its first query, its keys, its first query's row."""
+
+    starts: Tensor
+    lengths: Tensor
+    rows: Tensor
+
+
 def attend_cached(
-    program: Program, q: Tensor, k: Tensor, v: Tensor, places: tuple[Tensor, Tensor], custom: Mapping[str, Tensor]
+    program: Program, q: Tensor, k: Tensor, v: Tensor, requests: Requests, custom: Mapping[str, Tensor]
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The output (batch, queries, heads, DV), and the returned rows (batch, heads, queries).
 
-    program: of `cached_places.densely`; k, v: gathered; places: where each request's queries start and its number of
-    keys. What lies behind that number may hold anything.
+    program: of `cached_places.densely`; k, v: gathered. What lies behind a request's keys may hold anything.
     """
-    starts, lengths = places
-    inputs = {**custom, "_q_starts": starts, "_kv_lengths": lengths}
+    inputs = {**custom, "_q_starts": requests.starts, "_kv_lengths": requests.lengths, "_q_rows": requests.rows}
     output, rows = attend(program, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), inputs)
     return output.transpose(1, 2).contiguous(), [row.contiguous() for row in rows]
 
 
-def starts_of(lengths: Tensor, queries: int, given: Tensor | None) -> Tensor:
+def attend_packed(
+    program: Program, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, given: tuple[Tensor, Tensor | None],
+    custom: Mapping[str, Tensor],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The same of packed queries (1, rows, heads, dim); cu: where each request's begin; given: lengths, starts."""
+    lengths, starts = given
+    rows, counts = cu[:-1].long(), (cu[1:] - cu[:-1]).long()
+    most = int(counts.max()) if len(counts) else 0
+    own = torch.arange(max(most, 1), device=q.device)
+    there = own < counts[:, None]
+    at = (rows[:, None] + own).clamp(max=max(q.shape[1] - 1, 0))
+    begins = lengths - counts.to(lengths.dtype) if starts is None else starts
+    requests = Requests(begins, lengths, rows.to(torch.int32))
+    output, found = attend_cached(program, q[0][at], k, v, requests, custom)
+    packed = output.new_zeros(q.shape[1], *output.shape[2:])
+    packed[at[there]] = output[there]
+    packed_rows = [row.new_zeros(row.shape[1], q.shape[1]) for row in found]
+    for target, row in zip(packed_rows, found, strict=True):
+        target[:, at[there]] = row.transpose(0, 1)[:, there]
+    return packed[None], [row[None] for row in packed_rows]
+
+
+def starts_of(lengths: Tensor, queries: int | Tensor, given: Tensor | None) -> Tensor:
     """Where the queries of each request start: as given, else so that the last one is the last key."""
     return (lengths - queries).to(torch.int32) if given is None else given

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import CachedKernels
-from attention_engine.errors import NotYetSupported, OptionsClash
+from attention_engine.errors import OptionsClash
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem
@@ -24,13 +24,14 @@ from attention_engine.passes.cached_places import STARTS, check_rows, densely, r
 from attention_engine.plan.buffers import buffers_of, own_length
 from attention_engine.plan.cached import Cache, CachedPlan
 from attention_engine.plan.targets import Target
-from attention_engine.reference.cached import attend_cached, gather, starts_of
+from attention_engine.reference.cached import Requests, attend_cached, attend_packed, gather, starts_of
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
 from attention_engine.runtime.cached_inputs import (
     CachedCall,
     check_caches,
     check_gradients,
     check_out,
+    check_packing,
     check_parts,
     check_tensors,
 )
@@ -42,7 +43,7 @@ from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
 from attention_engine.runtime.seen import TensorGuards
 
 if TYPE_CHECKING:
-    from attention_engine.runtime.module import AttentionEngine
+    from attention_engine.runtime.shown import Shown
 
 Results: TypeAlias = tuple[Tensor, list[Tensor]]
 Direct: TypeAlias = Callable[[Sequence[Tensor], Tensor | None], list[Tensor] | None]
@@ -83,8 +84,10 @@ class CachedAttention:
         v = k[..., : call.dim_v] if call.v is None else gather(call.v, call.table)
         lengths = call.lengths
         custom = {s.name: c for s, c in zip(self.specs, call.custom, strict=True)}
-        places = starts_of(lengths, call.q.shape[1], call.starts), lengths
-        return attend_cached(self.dense, call.q, k, v, places, custom)
+        if call.cu is not None:
+            return attend_packed(self.dense, call.q, k, v, call.cu, (lengths, call.starts), custom)
+        starts = starts_of(lengths, call.q.shape[1], call.starts)
+        return attend_cached(self.dense, call.q, k, v, Requests(starts, lengths, torch.zeros_like(lengths)), custom)
 
     def target(self, q: Tensor) -> Target:
         """What the kernels must be compiled for, of the device."""
@@ -118,7 +121,7 @@ class CachedAttention:
 
     def _cache(self, call: CachedCall) -> Cache:
         page = 0 if call.table is None else call.k.shape[1]
-        return Cache(page, call.v is None, call.starts is not None or self.by_rows)
+        return Cache(page, call.v is None, call.starts is not None or self.by_rows, call.cu is not None)
 
     def _by_kernels(self, call: CachedCall, out: Tensor | None) -> Results:
         custom = [as_parameter(c) for c in call.custom]
@@ -132,26 +135,29 @@ class CachedAttention:
             table = call.table if call.table.stride(1) == 1 else call.table.contiguous()
             memory["page_table"] = [table.stride(0), table]
         if kernels.plan.cache.starts:
-            memory["q_starts"] = starts_of(call.lengths, q.shape[1], call.starts).contiguous()
+            count = q.shape[1] if call.cu is None else call.cu[1:] - call.cu[:-1]
+            memory["q_starts"] = starts_of(call.lengths, count, call.starts).contiguous()
+        if call.cu is not None:
+            memory["cu_seqlens_q"] = call.cu.contiguous()
         if self.by_rows:
-            memory[f"custom_{STARTS}"] = memory["q_starts"]
+            starts = tensor_of(memory, "q_starts")
+            memory[f"custom_{STARTS}"] = starts if call.cu is None else starts - call.cu[:-1]
         self._ready_for(call, kernels, custom)(memory)
         found, rows = tensor_of(memory, "o"), [tensor_of(memory, f"row_{name}") for name in self.rows]
         return (found if out is None else out.copy_(found)), rows
 
     def _parts(self, call: CachedCall, kernels: CachedKernels) -> int:
-        batch, queries = call.q.shape[:2]
-        return kernels.plan.parts_of(batch, queries, call.capacity, call.parts)
+        return kernels.plan.parts_of(call.requests, call.q.shape[1], call.capacity, call.parts)
 
     def _ready_for(self, call: CachedCall, kernels: CachedKernels, custom: Sequence[Tensor]) -> Ready:
         """The launches of a call of such shapes."""
         table, count = 0 if call.table is None else call.table.shape[1], self._parts(call, kernels)
-        key = (kernels, call.q.shape, call.k.shape, table, count, *[c.shape for c in custom])
+        key = (kernels, call.q.shape, call.requests, call.k.shape, table, count, *[c.shape for c in custom])
         found = self._ready.get(key)
         if found is None:
             if len(self._ready) >= MOST_PLANS:
                 self._ready.clear()
-            batch, queries = call.q.shape[:2]
+            batch, queries = call.requests, call.q.shape[1]
             lengths = {"batch": batch, "q_length": queries, "kv_length": call.capacity, "parts": count}
             lengths |= {"pages": call.k.shape[0], "pages_of_a_request": table, **self._own_lengths(custom)}
             steps = kernels.plan.steps(count)
@@ -173,7 +179,7 @@ class CachedAttention:
         alone = [t for t in (call.lengths, call.starts) if t is not None]
         fits = all(t.is_contiguous() for t in alone) and (call.table is None or call.table.stride(1) == 1)
         no_starts = kernels.plan.cache.starts and call.starts is None
-        if self.by_rows or no_starts or not fits or any(s is None for s in strides):
+        if call.cu is not None or self.by_rows or no_starts or not fits or any(s is None for s in strides):
             return None
         ready, count = self._ready_for(call, kernels, custom), self._parts(call, kernels)
         return _direct(kernels, ready, count, [s for s in strides if s is not None], call, self.rows)
@@ -242,7 +248,7 @@ class Again(NamedTuple):
 
 
 def with_cache(
-    engine: AttentionEngine, tensors: tuple[Tensor, Tensor, Tensor | None],
+    engine: Shown, tensors: tuple[Tensor, Tensor, Tensor | None],
     given: tuple[Sequence[Tensor], Mapping[str, Tensor]], places: tuple[Tensor, Tensor | None, Tensor | None],
     cu_seqlens_q: Tensor | None, parts: int | None, out: Tensor | None, return_rowscales: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
@@ -261,26 +267,30 @@ def with_cache(
             made = again.launch(present, out)
             if made is not None:
                 return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
-    if cu_seqlens_q is not None:
-        raise NotYetSupported("with_cache takes no cu_seqlens_q yet. Give q as (batch, queries, heads, dim).")
     if engine._buffers["block_mask"] is not None:
         raise OptionsClash(
             "this engine has a block_mask of fixed lengths, and requests in a cache have lengths of their own.\n"
             "  Say it as a mask_mod: custom inputs may hold what it reads."
         )
     check_parts(parts)
-    check_tensors(engine.layout, q, k, v, table is not None)
+    check_packing(cu_seqlens_q)
+    check_tensors(engine.layout, q, k, v, table is not None, cu_seqlens_q is not None)
     if engine.layout == "bhsd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), None if v is None else v.transpose(1, 2)
+        k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
+    q = q[None] if cu_seqlens_q is not None else _turned(engine, q)
     custom = [*order_custom(engine.custom_io, *given), *tensors_now(engine._captured)]
     check_gradients((q, k, v, *custom))
     dim_v = v.shape[3] if v is not None else engine.qkv_meta[2].dim if engine.qkv_meta else q.shape[3]
-    call = CachedCall(q, k, v, dim_v, lengths, table, starts, parts, custom)
+    call = CachedCall(q, k, v, dim_v, lengths, table, starts, parts, custom, cu_seqlens_q)
     backend = engine._backend_for(q.device)
     check_caches(engine.qkv_meta, backend != "reference", call)
     attention = _attention(engine, backend, call)
-    turned = _turned(engine, check_out(engine.layout, out, call))
-    found, rows = attention(call, turned)
+    check_out(engine.layout, out, call)
+    if cu_seqlens_q is not None:
+        found, rows = attention(call, None if out is None else out[None])
+        output, rows = found[0] if out is None else out, [row[0] for row in rows]
+        return (output, dict(zip(attention.rows, rows, strict=True))) if return_rowscales else output
+    found, rows = attention(call, _turned(engine, out))
     if engine.layout == "bshd" and not given[1] and not is_cast(q) and unwatched():
         engine._cached_again = _again(form, attention, call, present, out)
     output = out if out is not None else _turned(engine, found)
@@ -302,19 +312,20 @@ def _again(
     return Again(form, fits, len(guarded), launch, attention.rows, requires_grad)
 
 
-def _turned(engine: AttentionEngine, tensor: Tensor | None) -> Any:
+def _turned(engine: Shown, tensor: Tensor | None) -> Any:
     return tensor.transpose(1, 2) if tensor is not None and engine.layout == "bhsd" else tensor
 
 
-def _attention(engine: AttentionEngine, backend: str, call: CachedCall) -> CachedAttention:
+def _attention(engine: Shown, backend: str, call: CachedCall) -> CachedAttention:
     """What runs such a call: the program for the types of its tensors, traced when first needed."""
     variant = engine._variant(None, call.q.shape[3], drops="")
     io, keys = engine._io(variant), call.keys()
     declared = len(io.in_order)
-    check_custom(io.in_order, call.custom[:declared], call.q, keys)
+    queries = call.q if call.cu is None else call.q.expand(call.requests, -1, -1, -1)
+    check_custom(io.in_order, call.custom[:declared], queries, keys)
     captured = call.custom[declared:]
     check_captured(engine._captured, captured, call.q)
-    sizes = {**sizes_of(call.q, keys), "seq_len": None, "seq_len_kv": None}  # captured tensors are read at places
+    sizes = {**sizes_of(queries, keys), "seq_len": None, "seq_len_kv": None}  # captured tensors are read at places
     axes = axes_now(engine._captured, captured, sizes)
     names = [*[s.name for s in io.in_order], *[c.name for c in engine._captured]]
     types = tuple((n, type_of(t)) for n, t in zip(names, call.custom, strict=True))

@@ -35,7 +35,8 @@ class CachedCall:
     """What a call with a cache is made of; tensors are (batch, length, heads, dim), pages (pages, keys, heads, dim).
 
     v: None where values are the first dim_v columns of the keys. table: of pages; None: a request's keys lie one after
-    the other. starts: where queries start; None: the last is the last key. parts: of each row, as asked for.
+    the other. starts: where queries start; None: the last is the last key. parts: of each row, as asked for. cu: where
+    each request's queries begin in q, which then has one batch; None: each request has a batch of its own.
     """
 
     q: Tensor
@@ -47,6 +48,12 @@ class CachedCall:
     starts: Tensor | None
     parts: int | None
     custom: Sequence[Tensor]
+    cu: Tensor | None = None
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return self.q.shape[0] if self.cu is None else self.cu.shape[0] - 1
 
     @property
     def capacity(self) -> int:
@@ -57,21 +64,21 @@ class CachedCall:
         """A tensor of no memory whose shape is that of keys one after the other."""
         if self.table is None:
             return self.k
-        return self.k.new_empty(1).expand(self.q.shape[0], self.capacity, *self.k.shape[2:])
+        return self.k.new_empty(1).expand(self.requests, self.capacity, *self.k.shape[2:])
 
 
-def check_tensors(layout: str, q: Tensor, k: Tensor, v: Tensor | None, paged: bool) -> None:
-    """BadInput unless q and the caches are tensors of four dimensions, of one floating dtype on one device."""
-    orders = {
-        "q": ORDERS[layout][0].replace("keys", "queries"),
-        **dict.fromkeys(("k_cache", "v_cache"), ORDERS[layout][paged]),
-    }
+def check_tensors(layout: str, q: Tensor, k: Tensor, v: Tensor | None, paged: bool, packed: bool) -> None:
+    """BadInput unless q and the caches are tensors of four dimensions (packed queries: three), of one floating dtype on
+    one device."""
+    cache = ORDERS[layout][paged]
+    queries = "(rows, heads, dim) with cu_seqlens_q" if packed else ORDERS[layout][0].replace("keys", "queries")
+    orders = {"q": queries, "k_cache": cache, "v_cache": cache}
     for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v)):
         if tensor is None and name == "v_cache":
             continue
         if not isinstance(tensor, Tensor):
             raise NotATensor(f"{name} is {type(tensor).__name__}. Give a tensor {orders[name]}.")
-        if tensor.ndim != 4:
+        if tensor.ndim != (3 if packed and name == "q" else 4):
             raise WrongRank(f"{name} has {tensor.ndim} dimensions, {tuple(tensor.shape)}. Give {orders[name]}.")
         if tensor.device != q.device:
             raise DevicesDiffer(
@@ -111,10 +118,10 @@ def check_caches(metas: Sequence[Meta] | None, kernels: bool, call: CachedCall) 
         raise WrongCache(
             f"k_cache has shape {tuple(k.shape)} and v_cache {tuple(v.shape)}. All but the last dim must be equal."
         )
-    if call.table is None and k.shape[0] != q.shape[0]:
+    if call.table is None and k.shape[0] != call.requests:
         raise WrongCache(
-            f"q has batch {q.shape[0]} and k_cache {k.shape[0]}. They must be equal, or give page_table with a cache "
-            "of pages."
+            f"q has batch {call.requests} and k_cache {k.shape[0]}. They must be equal, or give page_table with a "
+            "cache of pages."
         )
     if call.table is not None and (k.shape[1] % PAGE or k.shape[1] == 0):
         raise WrongCache(f"a page has {k.shape[1]} keys. Give pages of 16, 32, ... 256: a multiple of {PAGE}.")
@@ -126,10 +133,10 @@ def check_caches(metas: Sequence[Meta] | None, kernels: bool, call: CachedCall) 
         )
     if kernels:
         check_lengths(q.shape[1], call.capacity)
-    rows = (("kv_lengths", call.lengths, 1), ("page_table", call.table, 2), ("q_starts", call.starts, 1))
-    for name, tensor, rank in rows:
+    _check_integers("kv_lengths", call.lengths, "(batch,)", call)
+    for name, tensor, shape in (("page_table", call.table, "(batch, pages)"), ("q_starts", call.starts, "(batch,)")):
         if tensor is not None:
-            _check_integers(name, tensor, rank, q)
+            _check_integers(name, tensor, shape, call)
 
 
 def _check_heads(metas: Sequence[Meta] | None, call: CachedCall) -> None:
@@ -152,16 +159,25 @@ def _check_heads(metas: Sequence[Meta] | None, call: CachedCall) -> None:
             )
 
 
-def _check_integers(name: str, tensor: Tensor, rank: int, q: Tensor) -> None:
-    shape = "(batch,)" if rank == 1 else "(batch, pages)"
+def check_packing(cu: Tensor | None) -> None:
+    """BadInput unless cu_seqlens_q is one row of int32."""
+    if cu is None:
+        return
+    if not isinstance(cu, Tensor):
+        raise NotATensor(f"cu_seqlens_q is {type(cu).__name__}. Give a tensor (requests + 1,), int32.")
+    if cu.ndim != 1 or cu.shape[0] < 1 or cu.dtype is not torch.int32:
+        raise WrongCache(f"cu_seqlens_q is {cu.dtype} of shape {tuple(cu.shape)}. Give (requests + 1,), int32.")
+
+
+def _check_integers(name: str, tensor: Tensor, shape: str, call: CachedCall) -> None:
     if not isinstance(tensor, Tensor):
         raise NotATensor(f"{name} is {type(tensor).__name__}. Give a tensor {shape}, int32.")
-    if tensor.ndim != rank or tensor.shape[0] != q.shape[0]:
-        raise WrongCache(f"{name} has shape {tuple(tensor.shape)}. Give {shape}; the batch is {q.shape[0]}.")
+    if tensor.ndim != shape.count(",") + (not shape.endswith(",)")) or tensor.shape[0] != call.requests:
+        raise WrongCache(f"{name} has shape {tuple(tensor.shape)}. Give {shape}; the batch is {call.requests}.")
     if tensor.dtype is not torch.int32:
         raise WrongCache(f"{name} is {tensor.dtype}. Give int32: {name}.to(torch.int32).")
-    if tensor.device != q.device:
-        raise DevicesDiffer(f"{name} is on '{tensor.device}' and q on '{q.device}'. Put them on one device.")
+    if tensor.device != call.q.device:
+        raise DevicesDiffer(f"{name} is on '{tensor.device}' and q on '{call.q.device}'. Put them on one device.")
 
 
 def check_out(layout: str, out: Tensor | None, call: CachedCall) -> Tensor | None:
@@ -169,7 +185,11 @@ def check_out(layout: str, out: Tensor | None, call: CachedCall) -> Tensor | Non
     if out is None:
         return None
     batch, queries, heads = call.q.shape[:3]
-    shape = (batch, queries, heads, call.dim_v) if layout == "bshd" else (batch, heads, queries, call.dim_v)
+    shape: tuple[int, ...] = (batch, queries, heads, call.dim_v)
+    if call.cu is not None:
+        shape = (queries, heads, call.dim_v)
+    elif layout == "bhsd":
+        shape = (batch, heads, queries, call.dim_v)
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != call.q.dtype:
         found = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise WrongCache(f"out is {found}. Give a tensor of the output: {call.q.dtype} {shape}.")

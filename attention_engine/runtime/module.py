@@ -21,7 +21,6 @@ from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.built import Built, Variant
-from attention_engine.runtime.cached import with_cache
 from attention_engine.runtime.captured import (
     Axes,
     axes_now,
@@ -49,6 +48,7 @@ from attention_engine.runtime.inputs import (
     type_of,
 )
 from attention_engine.runtime.names import declared, either, explains_names
+from attention_engine.runtime.on_caches import OnCaches
 from attention_engine.runtime.packed import refuse_lengths
 from attention_engine.runtime.packed_call import call_packed
 from attention_engine.runtime.parted import Parted
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 
 
-class AttentionEngine(Built, Parted):
+class AttentionEngine(Built, Parted, OnCaches):
     """An attention, from its maths, as a torch.nn.Module. What is left out is as usual: softmax of scaled q . k.
 
     Args:
@@ -268,44 +268,6 @@ class AttentionEngine(Built, Parted):
             direct = launcher.direct(q, k, v, tensors) if launcher is not None else None
             self._remember(form, given, key, direct)
         return self._results(op.run(key, return_rowscales, (q, k, v, *tensors), direct), return_rowscales)
-
-    def with_cache(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *custom: Tensor, kv_lengths: Tensor,
-        page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None, q_starts: Tensor | None = None,
-        num_splits: int | None = None, out: Tensor | None = None, return_rowscales: bool = False, **named: Tensor,
-    ) -> Tensor | WithRows:  # fmt: skip
-        """The output for a few queries of each request, whose keys and values lie in a cache. Inference alone.
-
-        Args:
-            q: (batch, queries, heads, dim), the newest tokens of each request.
-            k_cache, v_cache: (batch, most keys, key heads, dim), or with page_table (pages, keys of a page, key heads,
-                dim), pages of 16, 32, ... 256 keys; with layout="bhsd" heads come before keys. v_cache=None: values are
-                the first columns of keys, as many as the third meta has (without metas, all).
-            custom: custom inputs as in a call. "batch" counts requests, "seq_len" the queries of this call, each read
-                at its own row; q_idx and kv_idx are places in the request.
-            kv_lengths: int32 (batch,), each request's keys, those of its queries among them. What lies behind them in
-                the cache may hold anything.
-            page_table: int32 (batch, most pages), where each request's pages lie; entries behind its length are any.
-            q_starts: int32 (batch,), the place of each request's first query; None: the last query stands at the last
-                key.
-            num_splits: how many parts each row's keys are cut into, which run side by side. None: chosen from the
-                shapes. With a number a request's bits don't depend on its neighbours.
-            out: a tensor for the output.
-            return_rowscales: return the rows of the epilogue, too.
-
-        Nothing waits for the GPU, and nothing is compiled for other lengths, batches, queries or numbers of parts.
-
-        Raises:
-            CacheNotDifferentiable: a tensor requires a gradient.
-            BadInput: tensors that don't fit.
-        """
-        try:
-            return with_cache(
-                self, (q, k_cache, v_cache), (custom, named), (kv_lengths, page_table, q_starts), cu_seqlens_q,
-                num_splits, out, return_rowscales,
-            )  # fmt: skip
-        except AttentionEngineError as error:
-            raise brief(error) from error.__cause__
 
     def _results(self, found: Sequence[Tensor], return_rowscales: bool) -> Tensor | WithRows:
         output, *rows = found

@@ -241,3 +241,30 @@ def test_kernels_of_caches_are_shown_and_listed():
     for name in ("decode", "decode parts", "combine"):
         assert f"def {name.replace(' ', '_')}(" in engine.source(name)
     assert list(cached_kernels(engine, None, page=16)) == ["decode", "decode parts", "combine"]
+
+
+PACKED = Shape((200, 77, 6, 64, 130, 0, 65), page=16, packed=(70, 1, 6, 0, 2, 3, 20))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "tree"])
+def test_packed_queries_of_uneven_requests(name):
+    """Chunks of prompts beside single tokens, a request with no query, one with no key."""
+    assert errors(name, PACKED, torch.float32, "reference")
+    if name in OF_EACH_KIND:
+        for parts in (1, 3):
+            assert errors(name, PACKED, torch.bfloat16, "interpret", parts)
+
+
+OF_EACH_KIND = ("softmax", "window", "heat_of_queries", "alibi", "sink", "entropy", "sigmoid", "from_the_top")
+
+
+def test_packed_queries_have_names_for_their_mistakes():
+    engine, q, k = AttentionEngine(), torch.randn(5, 2, 16), torch.randn(2, 9, 2, 16)
+    lengths, cu = torch.tensor([9, 3], dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert engine.with_cache(q, k, k, kv_lengths=lengths, cu_seqlens_q=cu, out=torch.empty_like(q)).shape == q.shape
+    with pytest.raises(errors_of.WrongCache, match="cu_seqlens_q is"):
+        engine.with_cache(q, k, k, kv_lengths=lengths, cu_seqlens_q=cu.long())
+    with pytest.raises(errors_of.WrongCache, match="q has batch 1 and k_cache 2"):
+        engine.with_cache(q, k, k, kv_lengths=lengths, cu_seqlens_q=cu[:2])
+    with pytest.raises(errors_of.WrongRank, match="rows, heads, dim"):
+        engine.with_cache(q[None], k, k, kv_lengths=lengths, cu_seqlens_q=cu)

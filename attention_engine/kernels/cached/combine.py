@@ -17,7 +17,7 @@ from attention_engine.ir.merge import Merge, part_variable, whole_variable
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import OUTPUT, Q_IDX, ROW, B, H
 from attention_engine.kernels.common import FLOAT, Sizes, assign, build, named, over_pairs, over_rows, reader, store
-from attention_engine.kernels.splice import Splice
+from attention_engine.kernels.splice import Splice, name_value
 from attention_engine.kernels.tile_maths import REDUCE
 from attention_engine.passes.empty_rows import finite
 from attention_engine.passes.strength import use_exp2
@@ -25,6 +25,7 @@ from attention_engine.plan import cached
 
 THREADS = 128
 SIDE_BY_SIDE = 16  # parts whose sums are read at once: few blocks run, and each would wait for one after the other
+STEPS = 20  # of a search among a million requests
 LEAST = {"max": -3e38, "min": 3e38}
 
 
@@ -37,9 +38,10 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache) -> A
     @T.macro
     def body(buffers: Any) -> None:
         parts = sizes.spell(cached.PARTS)
-        with T.Kernel(problem.heads, sizes.q, sizes.batch, threads=THREADS) as (head, query, batch):
-            starts = buffers["q_starts"][batch] if cache.starts else buffers["kv_lengths"][batch] - sizes.q
-            row = _Row(problem, merge, most, sizes, buffers, (batch, head, query, starts + query))
+        batches = 1 if cache.packed else sizes.batch
+        with T.Kernel(problem.heads, sizes.q, batches, threads=THREADS) as (head, query, owner):
+            batch, place = find_place(cache, sizes, buffers, owner, query)
+            row = _Row(problem, merge, most, sizes, buffers, (batch, head, place), (owner, query, head))
             factors = T.alloc_shared([most], FLOAT)
             sums = T.alloc_fragment([SIDE_BY_SIDE, dim_v], FLOAT)
             output = T.alloc_fragment([dim_v], FLOAT)
@@ -51,19 +53,54 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache) -> A
                 for n, d in T.Parallel(SIDE_BY_SIDE, dim_v):
                     at = step * SIDE_BY_SIDE + n
                     if T.And(at < parts, d < problem.dim_v):
-                        sums[n, d] = sums[n, d] + factors[at] * buffers["part_o"][at, batch, query, head, d]
+                        sums[n, d] = sums[n, d] + factors[at] * buffers["part_o"][at, owner, query, head, d]
             T.reduce_sum(sums, output, dim=0)
             row.finish(output)
 
     return build("combine", parameters, body)
 
 
+def find_place(cache: cached.Cache, sizes: Sizes, buffers: Any, owner: Any, query: Any) -> tuple[Any, Any]:
+    """The request of a query, and its place there."""
+    if not cache.packed:
+        start = buffers["q_starts"][owner] if cache.starts else buffers["kv_lengths"][owner] - sizes.q
+        return owner, start + query
+    ends = buffers["cu_seqlens_q"]
+    found = _Search(T.alloc_var("int32"), T.alloc_var("int32"))
+    _search(ends, found, sizes.batch, query)
+    batch = name_value(T.min(found.low[0], sizes.batch - 1))  # behind the last request: a row that nobody has
+    count = ends[batch + 1] - ends[batch]
+    start = buffers["q_starts"][batch] if cache.starts else buffers["kv_lengths"][batch] - count
+    return batch, start + query - ends[batch]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The requests among which one is sought: from `low` up to and without `high`."""
+
+    low: Any
+    high: Any
+
+
+@T.macro
+def _search(ends: Any, among: _Search, requests: Any, query: Any) -> None:
+    """low = the first request that ends behind the query."""
+    store(among.low, T.int32(0), 0)
+    store(among.high, requests, 0)
+    for _ in T.serial(STEPS):
+        if among.low[0] < among.high[0]:
+            if ends[(among.low[0] + among.high[0]) // 2 + 1] <= query:
+                store(among.low, (among.low[0] + among.high[0]) // 2 + 1, 0)
+            else:
+                store(among.high, (among.low[0] + among.high[0]) // 2, 0)
+
+
 @dataclass
 class _Row:
     """One row, its parts' states in tiles of one row, and what is known of the whole so far.
 
-    at: batch, head, query of the call, and the query's place. known: row values, each a fragment of one entry. held:
-    reductions of the merge, as the variables that hold them.
+    at: batch, head and the query's place. row: its indices in parts. known: row values, each a fragment of one entry.
+    held: reductions of the merge, as the variables that hold them.
     """
 
     problem: Problem
@@ -71,7 +108,8 @@ class _Row:
     most: int
     sizes: Sizes
     buffers: Any
-    at: tuple[Any, Any, Any, Any]
+    at: tuple[Any, Any, Any]
+    row: tuple[Any, Any, Any]
     parts: dict[Expr, Any] = field(default_factory=dict)
     known: dict[Expr, Any] = field(default_factory=dict)
     held: dict[Expr, Expr] = field(default_factory=dict)
@@ -85,15 +123,14 @@ class _Row:
 
     def bring(self, parts: Any) -> None:
         """The parts' states."""
-        batch, head, query, _ = self.at
         initial = {state.name: finite(state.initial) for state in self.merge.program.states}
         for name in self.merge.read:
             source, target = self.buffers[f"part_{name}"], self.parts[part_variable(name)]
-            _bring(source, target, self.most, parts, (batch, query, head), initial[name])
+            _bring(source, target, self.most, parts, self.row, initial[name])
 
     def splice(self, values: dict[Expr, Any]) -> Splice:
         """Splices at the row."""
-        batch, head, _, place = self.at
+        batch, head, place = self.at
         inside = ((batch, self.sizes.batch), (head, self.problem.heads))
         at = {B: batch, H: head, Q_IDX: place, **{v: fragment[0] for v, fragment in self.known.items()}, **values}
         return Splice(at, reader(self.buffers, inside), self.problem.approximate)
@@ -145,13 +182,13 @@ class _Row:
 
     def finish(self, output: Any) -> None:
         """The epilogue, on the sum of all parts."""
-        batch, head, query, _ = self.at
+        owner, query, head = self.row
         final, *rows = use_exp2(self.merge.output, *(row for _, row in self.merge.finals))
 
         def entry(d: Any) -> None:
             (value,) = self.splice({OUTPUT: output[d]})(final)
             _store_inside(
-                d < self.problem.dim_v, self.buffers["o"], T.cast(value, self.problem.dtype), (batch, query, head, d)
+                d < self.problem.dim_v, self.buffers["o"], T.cast(value, self.problem.dtype), (owner, query, head, d)
             )
 
         over_rows(padded(self.problem.dim_v), entry)
@@ -160,7 +197,7 @@ class _Row:
 
             def row_entry(_: Any, row: Expr = row, target: Any = target) -> None:
                 (value,) = self.splice({})(row)
-                store(target, value, batch, head, query)
+                store(target, value, owner, head, query)
 
             over_rows(1, row_entry)
 
@@ -173,9 +210,9 @@ def _store_inside(inside: Any, target: Any, value: Any, at: tuple[Any, ...]) -> 
 
 @T.macro
 def _bring(source: Any, target: Any, most: int, parts: Any, at: tuple[Any, ...], initial: float) -> None:
-    batch, query, head = at
+    owner, query, head = at
     for i, n in T.Parallel(1, most):
-        target[i, n] = T.if_then_else(n < parts, source[n, batch, query, head], T.float32(initial))
+        target[i, n] = T.if_then_else(n < parts, source[n, owner, query, head], T.float32(initial))
 
 
 @T.macro

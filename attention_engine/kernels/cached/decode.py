@@ -71,7 +71,7 @@ def decode(problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cache
             maths = of.maths(buffers, batch, packed, scores, other)
             keys = of.source(buffers, "k", batch, kv_head, packed, None)
             values = of.source(buffers, "k" if cache.shared else "v", batch, kv_head, packed, maths.place)
-            of.bring_queries(q, buffers["q"], batch, packed)
+            of.bring_queries(q, buffers["q"], packed)
             T.fill(sums.sum, 0)
             maths.start()
             begin, count = of.tiles(packed, part, parts)
@@ -92,7 +92,7 @@ def decode(problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cache
                 else:
                     bring(values, v, kv0)
                     accumulate(weights, v, sums)
-            of.leave(buffers, maths, sums.sum, written, batch, part if in_parts else None)
+            of.leave(buffers, maths, sums.sum, written, part if in_parts else None)
 
     return build("decode_parts" if in_parts else "decode", parameters, body)
 
@@ -114,7 +114,11 @@ class _Of:
 
     def rows(self, buffers: Any, row_tiles: Any, block: Any, batch: Any) -> tuple[Any, Rows]:
         """A block's key head, and its rows."""
-        group, queries = self.problem.group, self.sizes.q
+        group, queries, owner, row = self.problem.group, self.sizes.q, batch, 0
+        if self.cache.packed:
+            starts = buffers["cu_seqlens_q"]
+            owner, row = 0, self.hold(starts[batch])
+            queries = self.hold(starts[batch + 1] - starts[batch])
         kv_head, first = self.hold(block // row_tiles), self.hold(block % row_tiles * self.tile.q)
         longest = self.sizes.kv
         if self.cache.page:
@@ -122,7 +126,7 @@ class _Of:
         known = T.max(T.min(buffers["kv_lengths"][batch], longest), 0)  # nothing else is read, whatever a length says
         stop = self.hold(known)
         begins = buffers["q_starts"][batch] if self.cache.starts else buffers["kv_lengths"][batch] - queries
-        return kv_head, Rows(first, kv_head * group, self.hold(begins), queries, stop, group)
+        return kv_head, Rows(first, kv_head * group, self.hold(begins), queries, stop, group, owner, row)
 
     def maths(self, buffers: Any, batch: Any, packed: Rows, scores: Any, other: Any) -> PackedMaths:
         """The maths of the block's tiles."""
@@ -153,6 +157,8 @@ class _Of:
         """The first tile of a part, and how many it has; a request's tiles are dealt evenly."""
         tiles = T.ceildiv(packed.stop, self.tile.kv)
         first, stop = kv_range(plan_tiles(self.schedule.mask).bounds, *packed.places(self.tile.q), self.tile.kv, tiles)
+        if self.cache.packed:  # there are as many blocks of rows as one request could have
+            stop = T.if_then_else(packed.exists(0), stop, 0)
         each = T.ceildiv(T.max(stop - first, 0), parts)
         begin = self.hold(first + part * each)
         return begin, self.hold(T.max(T.min(stop, begin + each) - begin, 0))
@@ -162,9 +168,9 @@ class _Of:
         bounds, last = plan_tiles(self.schedule.mask).bounds, kv0 + (self.tile.kv - 1)
         return either(is_partial(bounds, *packed.places(self.tile.q), kv0, last), last >= packed.stop)
 
-    def bring_queries(self, q: Operand, source: Any, batch: Any, packed: Rows) -> None:
+    def bring_queries(self, q: Operand, source: Any, packed: Rows) -> None:
         """The block's queries; 0 in rows that there are not."""
-        _bring_queries(q, source, batch, packed, self.problem)
+        _bring_queries(q, source, packed, self.problem)
 
     def multiply_keys(self, q: Operand, k: Operand, scores: Any) -> None:
         """scores += q @ k^T."""
@@ -177,22 +183,22 @@ class _Of:
         """output += weights @ the first columns of k. Two warpgroups have half of the columns each."""
         _multiply_by_columns(weights.whole, k.whole[0 : self.tile.kv, 0:dim_v], output, False)
 
-    def leave(self, buffers: Any, maths: PackedMaths, output: Any, written: Any, batch: Any, part: Any) -> None:
+    def leave(self, buffers: Any, maths: PackedMaths, output: Any, written: Any, part: Any) -> None:
         """What the block has found goes to memory: of a part, its sums and states."""
         prefix, name = ("row_", "o") if part is None else ("part_", "part_o")
         maths.finish(output, padded(self.problem.dim_v))
-        _leave_sums(buffers[name], output, maths.packed, batch, part, self.tile.q, self.problem.dim_v)
+        _leave_sums(buffers[name], output, maths.packed, part, self.tile.q, self.problem.dim_v)
         for row, expr in self.schedule.rows:
             maths.write_row(written, expr)
-            _leave_row(buffers[f"{prefix}{row}"], written, maths.packed, batch, part, self.tile.q)
+            _leave_row(buffers[f"{prefix}{row}"], written, maths.packed, part, self.tile.q)
 
 
 @T.macro
-def _bring_queries(q: Operand, source: Any, batch: Any, packed: Rows, problem: Problem) -> None:
+def _bring_queries(q: Operand, source: Any, packed: Rows, problem: Problem) -> None:
     for i, d in T.Parallel(q.shape[0], q.shape[1]):
-        at = T.min(packed.query(i), packed.queries - 1)
+        owner, row, head = packed.at(i)
         asked = packed.exists(i) if q.shape[1] == problem.dim else T.And(packed.exists(i), d < problem.dim)
-        q.whole[i, d] = T.if_then_else(asked, source[batch, at, packed.head(i), d], T.cast(0, problem.dtype))
+        q.whole[i, d] = T.if_then_else(asked, source[owner, row, head, d], T.cast(0, problem.dtype))
     split_operand(q)
 
 
@@ -202,20 +208,22 @@ def _multiply_by_columns(a: Any, b: Any, c: Any, transposed: bool) -> None:
 
 
 @T.macro
-def _leave_sums(target: Any, output: Any, packed: Rows, batch: Any, part: Any, rows: int, columns: int) -> None:
+def _leave_sums(target: Any, output: Any, packed: Rows, part: Any, rows: int, columns: int) -> None:
     for i, d in T.Parallel(rows, output.shape[1]):
+        owner, row, head = packed.at(i)
         if T.And(packed.exists(i), d < columns):
             if part is None:
-                target[batch, packed.query(i), packed.head(i), d] = output[i, d]
+                target[owner, row, head, d] = output[i, d]
             else:
-                target[part, batch, packed.query(i), packed.head(i), d] = output[i, d]
+                target[part, owner, row, head, d] = output[i, d]
 
 
 @T.macro
-def _leave_row(target: Any, row: Any, packed: Rows, batch: Any, part: Any, rows: int) -> None:
+def _leave_row(target: Any, written: Any, packed: Rows, part: Any, rows: int) -> None:
     for i in T.Parallel(rows):
+        owner, row, head = packed.at(i)
         if packed.exists(i):
             if part is None:
-                target[batch, packed.head(i), packed.query(i)] = row[i]
+                target[owner, head, row] = written[i]
             else:
-                target[part, batch, packed.query(i), packed.head(i)] = row[i]
+                target[part, owner, row, head] = written[i]

@@ -23,7 +23,10 @@ from attention_engine.plan.forms import Tile
 @dataclass(frozen=True)
 class Rows:
     """The rows of a block: the first of them, among those of its key head; the first query head of that; the place of
-    the request's first query; how many queries there are; one past the request's last key."""
+    the request's first query; how many queries the request has; one past its last key.
+
+    owner, row: the first two indices of the request's first query in tensors of queries.
+    """
 
     first: Any
     first_head: Any
@@ -31,6 +34,12 @@ class Rows:
     queries: Any
     stop: Any
     group: int
+    owner: Any
+    row: Any
+
+    def at(self, i: Any) -> tuple[Any, Any, Any]:
+        """A row's first indices in tensors of queries, and its head; of a row that is not there, of one that is."""
+        return self.owner, self.row + T.min(self.query(i), self.queries - 1), self.head(i)
 
     def query(self, i: Any) -> Any:
         """Which query of the call a row is of."""
