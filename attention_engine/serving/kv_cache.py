@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from attention_engine import library
-from attention_engine.errors import NotYetSupported, UnknownOption, WrongCache
-from attention_engine.frontend.custom_io import CustomIO
-from attention_engine.frontend.signatures import DeclaredAxis
-from attention_engine.runtime.module import AttentionEngine
+from attention_engine.errors import NotYetSupported, WrongCache
+from attention_engine.serving.engines import Window, axes_of, engine_of, reach_of
 
-Window = tuple[int, int]
 NOT_SERVED = {
     "rotary_cos": "Turn q and k before the call.",
     "rotary_sin": "Turn q and k before the call.",
@@ -94,8 +89,7 @@ def flash_attn_with_kvcache(
         lengths = lengths + k.shape[1]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     slopes = () if alibi_slopes is None else (alibi_slopes,)
-    axes = None if alibi_slopes is None else ("batch", "heads")[-alibi_slopes.ndim :]
-    engine = _engine(scale, bool(causal), _window(window_size, causal), float(softcap), axes)
+    engine = engine_of(scale, reach_of(window_size, causal), float(softcap), axes_of(alibi_slopes))
     output, rows = engine.with_cache(
         q, k_cache, v_cache, *slopes, kv_lengths=lengths, page_table=block_table, num_splits=num_splits or None,
         return_rowscales=True,
@@ -132,41 +126,3 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
         page = cache.shape[1]
         pages = table.long().gather(1, torch.div(places, page, rounding_mode="floor"))
         cache[pages, places % page] = new.to(cache.dtype)
-
-
-def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
-    """Keys to the left and to the right; None is any number."""
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(isinstance(n, int) for n in window):
-        raise UnknownOption(f"window_size is {window!r}. Give two numbers of keys, (left, right); -1 is any number.")
-    left, right = (None if n < 0 else n for n in window)
-    return left, 0 if causal else right
-
-
-@functools.lru_cache(maxsize=256)
-def _engine(
-    scale: float, causal: bool, window: tuple[int | None, int | None], softcap: float,
-    slopes: tuple[DeclaredAxis, ...] | None,
-) -> AttentionEngine:  # fmt: skip
-    """The engine of these options: one for all heads, dims and dtypes."""
-    score = functools.partial(_score, scale, softcap, slopes is not None)
-
-    def score_mod(value: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score(value, custom, q_idx, kv_idx)
-
-    io = CustomIO({} if slopes is None else {"slopes": slopes})
-    return AttentionEngine(custom_io=io, score_mod=score_mod, mask_mod=_mask(*window))
-
-
-def _score(scale: float, softcap: float, sloped: bool, value: Any, custom: Any, q_idx: Any, kv_idx: Any) -> Any:
-    value = softcap * (value * (scale / softcap)).tanh() if softcap else value * scale
-    return value - custom["slopes"] * (q_idx - kv_idx).abs() if sloped else value
-
-
-def _mask(left: int | None, right: int | None) -> Any:
-    if left is None and right is None:
-        return None
-    if left is None:
-        return library.causal if right == 0 else lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right
-    if right is None:
-        return lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left
-    return library.sliding_window(left, right)

@@ -1,0 +1,106 @@
+"""flash_attn_varlen_func: flash-attn's options beside plain torch, sequence by sequence, gradients too."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attention_engine.errors import NotYetSupported, UnknownOption
+from attention_engine.serving import flash_attn_varlen_func
+from tests import plain
+from tests.packed_cases import drawn, starts
+
+LENGTHS, KEY_LENGTHS = (9, 0, 30, 5), (12, 4, 30, 11)
+SLOPES = drawn(4, seed=4).abs()
+OPTIONS = {
+    "plain": {}, "causal": {"causal": True}, "scaled": {"softmax_scale": 0.5, "causal": True},
+    "a window": {"window_size": (4, 2)}, "left alone": {"window_size": (4, -1)},
+    "causal window": {"window_size": (6, 3), "causal": True}, "softcap": {"softcap": 2.0, "causal": True},
+    "alibi": {"alibi_slopes": SLOPES, "causal": True},
+    "alibi of sequences": {"alibi_slopes": SLOPES * torch.arange(1, 5)[:, None]},
+}  # fmt: skip
+
+
+def tensors():
+    sizes = ((sum(LENGTHS), 4, 16), (sum(KEY_LENGTHS), 2, 16), (sum(KEY_LENGTHS), 2, 16))
+    return [drawn(*size, seed=n).requires_grad_() for n, size in enumerate(sizes)]
+
+
+def right(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None):
+    out, rows, at, at_k = [], [], 0, 0
+    scale = 0.25 if softmax_scale is None else softmax_scale
+    left, after = window_size[0], 0 if causal else window_size[1]
+    for n, (queries, keys) in enumerate(zip(LENGTHS, KEY_LENGTHS)):
+        late = keys - queries
+
+        def score(s, b, h, i, j, n=n, late=late):
+            s = softcap * torch.tanh(s * scale / softcap) if softcap else s * scale
+            if alibi_slopes is None:
+                return s
+            slopes = alibi_slopes if alibi_slopes.ndim == 1 else alibi_slopes[n]
+            return s - slopes.double()[h] * (i + late - j).abs()
+
+        def mask(b, h, i, j, late=late):
+            behind = i + late - j
+            return (behind <= (left if left >= 0 else 1000)) & (behind >= -(after if after >= 0 else 1000))
+
+        one = q[None, at : at + queries], k[None, at_k : at_k + keys], v[None, at_k : at_k + keys]
+        if queries:
+            o, lse = plain.attention(*one, "softmax", score=score, mask=mask, return_lse=True)
+            out.append(o[0])
+            rows.append(lse[0])
+        at, at_k = at + queries, at_k + keys
+    return torch.cat(out), torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_mean_what_they_mean_in_flash_attn(options):
+    qkv = tensors()
+    cu, cu_k = starts(LENGTHS), starts(KEY_LENGTHS)
+    o, lse, none = flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, return_attn_probs=True, **options)
+    want, rows = right(*qkv, **options)
+    assert none is None and lse.shape == (4, sum(LENGTHS)) and torch.allclose(lse.double(), rows, atol=1e-5)
+    assert torch.allclose(o.double(), want, atol=1e-5)
+    arriving = drawn(*o.shape, seed=9)
+    found, exact = (torch.autograd.grad(x, qkv, arriving.to(x.dtype)) for x in (o, want))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, exact))
+
+
+def test_the_signature_is_flash_attns():
+    names = (
+        "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap "
+        "alibi_slopes deterministic return_attn_probs block_table"
+    )
+    assert list(inspect.signature(flash_attn_varlen_func).parameters) == names.split()
+
+
+def test_dropout_drops_and_torchs_generator_repeats_it():
+    qkv, cu, cu_k = tensors(), starts(LENGTHS), starts(KEY_LENGTHS)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, dropout_p=0.5))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_what_is_not_served_is_refused_by_name():
+    qkv, cu, cu_k = tensors(), starts(LENGTHS), starts(KEY_LENGTHS)
+    with pytest.raises(NotYetSupported, match="flash_attn_varlen_func doesn't serve block_table"):
+        flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, block_table=torch.zeros(4, 1, dtype=torch.int32))
+    with pytest.raises(NotYetSupported, match="return_attn_probs with dropout_p"):
+        flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, dropout_p=0.1, return_attn_probs=True)
+    with pytest.raises(UnknownOption, match="window_size is 5"):
+        flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, window_size=5)
+
+
+def test_torch_compile_follows_a_call_whole():
+    torch._dynamo.reset()
+    qkv, cu, cu_k = tensors(), starts(LENGTHS), starts(KEY_LENGTHS)
+    compiled = torch.compile(flash_attn_varlen_func, backend=CompileCounterWithBackend("aot_eager"), fullgraph=True)
+    found, wanted = (run(*qkv, cu, cu_k, 30, 30, causal=True) for run in (compiled, flash_attn_varlen_func))
+    assert torch.allclose(found, wanted, atol=1e-6)
+    ours, theirs = (torch.autograd.grad(o.sum(), qkv) for o in (found, wanted))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs))
