@@ -157,10 +157,8 @@ def _inputs(
     return found
 
 
-def _refuse_what_is_not_there(dropout: float, mask: Mask, options: Mapping[str, Any]) -> None:
+def _refuse_what_is_not_there(mask: Mask, options: Mapping[str, Any]) -> None:
     """NotYetSupported for what a model asks of its attention and no engine here gives, rather than without it."""
-    if dropout:
-        raise NotYetSupported(f"attention dropout is {dropout}. Set attention_dropout=0.0 in the model's config.")
     if options.get("cache") is not None:
         raise NotYetSupported("a paged cache reached an engine. Generate with a dynamic or a static cache.")
     if options.get("output_attentions"):
@@ -186,14 +184,16 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
 
     def name_engine(
         scaling: str, least: int | None, most: int | None, softcap: str | None,
-        inputs: tuple[tuple[str, Axes], ...], dtype: torch.dtype, sizes: tuple[tuple[int, int], ...],
+        inputs: tuple[tuple[str, Axes], ...], dtype: torch.dtype, sizes: tuple[tuple[int, int], ...], dropout: str,
     ) -> str:  # fmt: skip
         cap = None if softcap is None else float.fromhex(softcap)
-        kind = (Layer(float.fromhex(scaling), Band(least, most), cap, inputs), dtype, sizes)
+        kind = (Layer(float.fromhex(scaling), Band(least, most), cap, inputs), dtype, sizes, dropout)
         if kind not in names:
             metas = [meta_tensor(None, heads, None, dim, dtype=dtype) for heads, dim in sizes]
             names[kind] = f"engine_{len(names)}"
-            setattr(engines, names[kind], engine_factory(metas, kind[0]))
+            engine = engine_factory(metas, kind[0])
+            engine.dropout_p = float.fromhex(dropout)  # the model says when and how much, whoever made the engine
+            setattr(engines, names[kind], engine)
         return names[kind]
 
     # torch.compile asks for the name and looks no further, as torch.compiler.assume_constant_result says. What it gets
@@ -210,7 +210,7 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
             query, key, value = (t.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for t in (query, key, value))
         mask = attention_mask if attention_mask is not None else _of_module(module, query, is_causal)
         band = mask.band if isinstance(mask, Mask) else Band()
-        _refuse_what_is_not_there(dropout, mask if isinstance(mask, Mask) else Mask(Band(), pairs=mask), options)
+        _refuse_what_is_not_there(mask if isinstance(mask, Mask) else Mask(Band(), pairs=mask), options)
         found = _inputs(mask, key, position_bias, s_aux if sinks is None else sinks)
         inputs = tuple((name, axes) for name, (axes, _) in found.items())
         factor = float(scaling if scaling is not None else query.shape[3] ** -0.5).hex()
@@ -219,7 +219,7 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         dtype = torch.float32 if dtype is torch.float64 else dtype  # descriptions know kernels' dtypes alone
         sizes = tuple([(index(t.shape[1]), index(t.shape[3])) for t in (query, key, value)])
-        name = name_engine(factor, band.least, band.most, cap, inputs, dtype, sizes)
+        name = name_engine(factor, band.least, band.most, cap, inputs, dtype, sizes, float(dropout).hex())
         engine: AttentionEngine = getattr(engines, name)
         output = engine(query, key, value, *(tensor for _, tensor in found.values()))
         return output.transpose(1, 2).contiguous(), None
@@ -237,8 +237,8 @@ def register(name: str, engine_factory: EngineFactory = softmax_engine) -> None:
         register("attention_engine")
         model = AutoModelForCausalLM.from_config(config, attn_implementation="attention_engine")
 
-    Handled: padding masks, grouped heads, windows, sinks, softcap, caches, packed sequences (these last by a mask over
-    pairs). Raises NotYetSupported for dropout and paged caches.
+    Handled: padding masks, grouped heads, windows, sinks, softcap, dropout, caches, packed sequences (these last by a
+    mask over pairs). Raises NotYetSupported for paged caches.
     """
     AttentionInterface.register(name, attention_of(engine_factory))
     AttentionMaskInterface.register(name, make_mask)

@@ -42,3 +42,9 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         return seed.detach().reshape(1).to(torch.int64)
     return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def seed_of_call(probability: float, seed: int | Tensor | None, q: object) -> Tensor | None:
+    """The seed of a call with these queries; None where nothing is dropped."""
+    check_seed(seed)
+    return seed_tensor(seed, q.device) if probability and isinstance(q, Tensor) else None

@@ -14,6 +14,7 @@ from attention_engine.frontend.frames import brief
 from attention_engine.frontend.made import Made
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Backend, Layout, MaskMod, ScoreMod
+from attention_engine.runtime.dropout import check_probability, seed_of_call
 from attention_engine.runtime.finding import KEPT, Finder
 from attention_engine.runtime.inputs import check_ranks
 from attention_engine.runtime.masks import axes_of
@@ -28,7 +29,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
     custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
-    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_rowscales: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -38,7 +40,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
     custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
-    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_rowscales: Literal[True],
 ) -> WithRows: ...  # fmt: skip
 
@@ -48,7 +51,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
     custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
-    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_rowscales: bool,
 ) -> Tensor | WithRows: ...  # fmt: skip
 
@@ -57,7 +61,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
     custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
-    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False,
+    layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_rowscales: bool = False,
 ) -> Tensor | WithRows:  # fmt: skip
     """An attention of q, k and v in one call: what `AttentionEngine(...)(q, k, v)` gives.
@@ -72,6 +77,8 @@ def attention(
         custom_io: the axes of the custom inputs. Left out: a dimension is that of the batch, the heads, the queries or
             the keys where it is as long as one of them alone; any is read at explicit indices.
         block_mask: which blocks exist, int8 or bool (B or 1, H or 1, ceil(Sq/bq), ceil(Skv/bkv)).
+        dropout_p: each weight is dropped with this probability, and the others are divided by 1 - dropout_p.
+        dropout_seed: 0 to 2^63 - 1, or a tensor of one integer: which are. Left out, torch's generator draws one.
         return_rowscales: return (o, {name: row (B, H, Sq), fp32}) too.
 
     Returns:
@@ -95,17 +102,19 @@ def attention(
         raise UnknownOption(f"custom is {type(custom).__name__}. Give tensors by name: custom={{'slopes': slopes}}.")
     given: Mapping[str, Any] = custom if custom is not None else {}
     specs = _specs(custom_io, given, layout, q, k, v)
-    options = (scale, specs, block_size, layout, backend, deterministic)
+    options = (scale, specs, block_size, layout, backend, deterministic, check_probability(dropout_p))
     if is_compiling():
         given_functions = _sent(score_mod), _sent(mask_mod), (_guard(score_mod), _guard(mask_mod))
         engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *options)]
-        return engine(q, k, v, block_mask=block_mask, return_rowscales=return_rowscales, **given)
+        return engine(q, k, v, block_mask=block_mask, return_rowscales=return_rowscales, dropout_seed=dropout_seed,
+                      **given)  # fmt: skip
     try:
         engine, captured = FINDER.find((score_mod, mask_mod, online_func), options)
         names = [name for name, _ in specs]
+        seed = seed_of_call(dropout_p, dropout_seed, q)
         if given.keys() == set(names):
-            return engine._call(q, k, v, [given[n] for n in names], captured, block_mask, return_rowscales, {})
-        return engine._call(q, k, v, (), captured, block_mask, return_rowscales, given)
+            return engine._call(q, k, v, [given[n] for n in names], captured, block_mask, return_rowscales, {}, seed)
+        return engine._call(q, k, v, (), captured, block_mask, return_rowscales, given, seed)
     except AttentionEngineError as error:
         raise brief(error) from error.__cause__
 
@@ -126,10 +135,10 @@ def _specs(
 
 def _build(functions: tuple[Any, ...], options: tuple[Any, ...]) -> AttentionEngine:
     score_mod, mask_mod, online_func = functions
-    scale, specs, block_size, layout, backend, deterministic = options
+    scale, specs, block_size, layout, backend, deterministic, dropout_p = options
     return AttentionEngine(
         None, CustomIO(dict(specs)), score_mod, mask_mod, online_func, scale=scale, block_size=block_size,
-        layout=layout, backend=backend, deterministic=deterministic,
+        layout=layout, backend=backend, deterministic=deterministic, dropout_p=dropout_p,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from attention_engine.runtime.captured import (
     sizes_of,
     tensors_now,
 )
-from attention_engine.runtime.dropout import check_probability, check_seed, seed_tensor
+from attention_engine.runtime.dropout import check_probability, seed_of_call
 from attention_engine.runtime.flex import of_flex
 from attention_engine.runtime.inputs import (
     check_blocks,
@@ -182,11 +182,9 @@ class AttentionEngine(Built, Parted, OnCaches):
         try:
             captured = self._captured
             held = tensors_now(captured) if captured else ()
-            if dropout_seed is not None:
-                check_seed(dropout_seed)
             seed = None
-            if self.dropout_p and self._drops and isinstance(q, Tensor):
-                seed = seed_tensor(dropout_seed, q.device)
+            if self.dropout_p or dropout_seed is not None:
+                seed = seed_of_call(self.dropout_p if self.training else 0.0, dropout_seed, q)
             if cu_seqlens_q is not None:
                 starts = cu_seqlens_q, cu_seqlens_k
                 return call_packed(self, q, k, v, custom, held, starts, block_mask, return_rowscales, named, seed)

@@ -22,8 +22,8 @@ from transformers import (  # noqa: E402 - after the look whether it is there
 )
 
 from attention_engine import AttentionEngine  # noqa: E402
-from attention_engine.errors import NotYetSupported  # noqa: E402
 from attention_engine.integrations.transformers import Band, Layer, make_mask, register  # noqa: E402
+from attention_engine.ir.chance import MOST_SEED, chance, threshold  # noqa: E402
 from attention_engine.library import OnlineSigmoid  # noqa: E402
 
 SMALL = {
@@ -215,9 +215,33 @@ def test_a_factory_may_bring_its_own_maths():
     assert (ours - softmax).abs().max() > 1e-3 and all(g.isfinite().all() for g in gradients.values())
 
 
-def test_dropout_is_refused():
-    config = LlamaConfig(**SMALL, attention_dropout=0.1)
-    model = LlamaForCausalLM._from_config(config, attn_implementation="attention_engine").train()
-    with pytest.raises(NotYetSupported) as caught:
-        model(batch(False)[0])
-    assert str(caught.value) == "attention dropout is 0.1. Set attention_dropout=0.0 in the model's config."
+@pytest.mark.parametrize("implementation", ["attention_engine", "interpreted"])
+def test_a_model_trains_with_attention_dropout(implementation, monkeypatch):
+    """Beside eager attention, whose weights are multiplied with the factors of the same seeds."""
+
+    def dropout(weights, p=0.5, training=True, inplace=False):
+        if not training or p == 0:
+            return weights
+        seed = torch.randint(0, MOST_SEED, (1,))
+        axes = [torch.arange(n).view([-1 if a == place else 1 for a in range(4)])
+                for place, n in enumerate(weights.shape)]  # fmt: skip
+        return weights * (chance(seed, *axes) >= threshold(p)) / (1 - p)
+
+    config = LlamaConfig(**SMALL, attention_dropout=0.3)
+    tokens = batch(False)[0]
+    losses, gradients = [], []
+    monkeypatch.setattr(F, "dropout", dropout)
+    for name in ("eager", implementation):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM._from_config(config, attn_implementation=name).train()
+        torch.manual_seed(5)
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+        assert not torch.equal(model(tokens, labels=tokens).loss, loss)
+        model.eval()
+        assert torch.equal(model(tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+    for n, exact in gradients[0].items():
+        torch.testing.assert_close(gradients[1][n], exact, atol=1e-5, rtol=1e-3, msg=n)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention_engine import AttentionEngine, meta_tensor
+from attention_engine import AttentionEngine, attention, meta_tensor
 from attention_engine.errors import BadInput, UnknownArgument, UnknownOption
 from attention_engine.ir.chance import chance, threshold
 from attention_engine.library import OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal
@@ -231,6 +231,23 @@ def test_the_probability_may_change_between_calls():
     assert torch.equal(engine(*inputs, dropout_seed=1), dropout(p=0.6)(*inputs, dropout_seed=1))
     engine.dropout_p = P
     assert torch.equal(engine(*inputs, dropout_seed=1), first)
+
+
+def test_attention_in_one_call():
+    q, k, v = torch.randn(3, 2, 9, 3, 8)
+    engine = AttentionEngine(mask_mod=causal, dropout_p=P)
+    found = attention(q, k, v, mask_mod=causal, dropout_p=P, dropout_seed=5)
+    assert torch.equal(found, engine(q, k, v, dropout_seed=5))
+    torch.manual_seed(1)
+    drawn = attention(q, k, v, mask_mod=causal, dropout_p=P)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, engine(q, k, v))
+    assert torch.equal(attention(q, k, v, mask_mod=causal), engine.eval()(q, k, v))
+    compiled = torch.compile(lambda q, seed: attention(q, k, v, mask_mod=causal, dropout_p=P, dropout_seed=seed),
+                             fullgraph=True, backend="aot_eager")  # fmt: skip
+    assert torch.equal(compiled(q, torch.tensor(5)), found)
+    with pytest.raises(UnknownOption, match="dropout_p is"):
+        attention(q, k, v, dropout_p=1.0)
 
 
 # ---- torch
