@@ -15,6 +15,7 @@ from attention_engine.flex.masks import BlockMask, noop_mask
 from attention_engine.flex.options import USUAL, Options, read_options
 from attention_engine.frontend.frames import brief
 from attention_engine.frontend.online_func import OnlineFunc
+from attention_engine.runtime.dropout import check_probability, seed_tensor
 from attention_engine.runtime.inputs import check_ranks
 
 
@@ -40,7 +41,7 @@ def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
     block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
     kernel_options: Mapping[str, Any] | None = None, *, return_aux: Any = None,
-    online_func: OnlineFunc | None = None,
+    online_func: OnlineFunc | None = None, dropout_p: float = 0.0,
 ) -> Any:  # fmt: skip
     """Attention with a score_mod and a mask, as torch.nn.attention.flex_attention has it.
 
@@ -57,6 +58,7 @@ def flex_attention(
         kernel_options: "backend" and "deterministic", as AttentionEngine has them. FlexAttention's own that hold anyway
             are taken; those that choose something of its Triton kernels are refused.
         return_aux: an AuxRequest: return (output, AuxOutput).
+        dropout_p: with this probability a weight is dropped, in each call; the others are divided by 1 - dropout_p.
         online_func: a normaliser in place of softmax. It returns an lse where its epilogue makes a row of that name.
 
     Raises:
@@ -76,7 +78,7 @@ def flex_attention(
     try:
         return _attend(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
-            online_func,
+            online_func, dropout_p,
         )  # fmt: skip
     except AttentionEngineError as error:
         if is_compiling():  # the compiler follows what is raised, but no traceback
@@ -86,11 +88,13 @@ def flex_attention(
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool,
-    return_lse: bool, kernel_options: Any, return_aux: Any, online_func: OnlineFunc | None,
+    return_lse: bool, kernel_options: Any, return_aux: Any, online_func: OnlineFunc | None, dropout_p: float,
 ) -> Any:  # fmt: skip
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         check_ranks("bhsd", query, key, value)
     options = USUAL if kernel_options is None else read_options(kernel_options)
+    if dropout_p != 0.0:
+        options = options._replace(dropout_p=check_probability(dropout_p))
     rows = False if return_aux is None and not return_lse else _rows(return_lse, return_aux)
     of_q, of_k = query.shape, key.shape
     if of_q[1] != of_k[1] and not enable_gqa:
@@ -112,13 +116,15 @@ def call(
     scale: float, maxima: bool, options: Options, rows: bool,
 ) -> Any:  # fmt: skip
     """The output of an engine of these functions, or (output, rows by name)."""
+    seed = seed_tensor(None, query.device) if options.dropout_p else None
     if not is_compiling():
         engine, captured = find(score_mod, mask_mod, online_func, scale, maxima, options)
-        return engine._call(query, key, value, (), captured, None, rows, {})
+        return engine._call(query, key, value, (), captured, None, rows, {}, seed)
     if is_dynamo_compiling():
-        return compiled.run(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows)
+        return compiled.run(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows, seed)
     # torch runs this very code on fake tensors, which nothing may keep
-    return build(score_mod, mask_mod, online_func, scale, maxima, options)(query, key, value, return_rowscales=rows)
+    engine = build(score_mod, mask_mod, online_func, scale, maxima, options)
+    return engine(query, key, value, return_rowscales=rows, dropout_seed=seed)
 
 
 def _rows(return_lse: bool, return_aux: Any) -> bool:

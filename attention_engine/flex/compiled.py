@@ -22,7 +22,8 @@ from attention_engine.runtime.finding import KEPT
 LIBRARY = torch.library.Library("attention_engine", "FRAGMENT")
 LIBRARY.define(
     "flex_pair(Tensor q, Tensor k, Tensor v, Tensor score, Tensor b, Tensor h, Tensor q_idx, Tensor kv_idx, "
-    "Tensor found, Tensor? keep, float scale, str online, str[] rows, str backend, bool deterministic) "
+    "Tensor found, Tensor? keep, Tensor? seed, float scale, str online, str[] rows, str backend, bool deterministic, "
+    "float dropout_p) "
     "-> (Tensor, Tensor[])"
 )
 PLACES = 8  # the arguments before what the functions found: tensors of the call, and the numbers of a pair
@@ -30,7 +31,7 @@ ONLINE: dict[str, OnlineFunc] = {}
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, list[Tensor]]:
-    *_, rows, _, _ = more
+    *_, rows, _, _, _ = more
     batch, heads, queries, _ = q.shape
     o = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -49,12 +50,12 @@ torch.library.register_autograd("attention_engine::flex_pair", _never, lib=LIBRA
 
 def run(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, online_func: OnlineFunc | None,
-    scale: float, maxima: bool, options: Options, rows: bool,
+    scale: float, maxima: bool, options: Options, rows: bool, seed: Tensor | None,
 ) -> Any:  # fmt: skip
     """What the engine of these functions returns: the output, or (output, rows by name). Compilers trace this."""
     online = "" if online_func is None else _name_of(online_func)
     names = _names_of_rows(online, maxima) if rows else ()
-    backend, deterministic = options
+    backend, deterministic, dropout_p = options
 
     def pair(
         q: Tensor, k: Tensor, v: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -66,7 +67,23 @@ def run(
         if isinstance(keep, bool):
             keep = None if keep else q_idx != q_idx
         made = torch.ops.attention_engine.flex_pair(
-            q, k, v, score, b, h, q_idx, kv_idx, found, keep, scale, online, list(names), backend, deterministic
+            q,
+            k,
+            v,
+            score,
+            b,
+            h,
+            q_idx,
+            kv_idx,
+            found,
+            keep,
+            seed,
+            scale,
+            online,
+            list(names),
+            backend,
+            deterministic,
+            dropout_p,
         )
         return (made[0], *made[1])
 
@@ -107,7 +124,7 @@ def _instead(graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
 
     def call(*given: Any) -> tuple[Tensor, ...]:
         values = dict(zip(inputs, given, strict=True))
-        *_, found, keep, scale, online, rows, backend, deterministic = made.args
+        *_, found, keep, seed, scale, online, rows, backend, deterministic, dropout_p = made.args
         names = made.args[:PLACES]
         q, k, v = (values[n] for n in names[:3])
         score_mod = None if found is names[3] else _Replayed(graph, found, names[3:], values)
@@ -115,11 +132,12 @@ def _instead(graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
         scale = _plain(values.get(scale, scale))
         engine = build(
             score_mod, mask_mod, ONLINE.get(online), scale, "max_scores" in rows and not online,
-            Options(backend, deterministic),
+            Options(backend, deterministic, dropout_p),
         )  # fmt: skip
+        named = {} if seed is None else {"dropout_seed": values[seed]}
         if not rows:
-            return (engine(q, k, v),)
-        output, returned = engine(q, k, v, return_rowscales=True)
+            return (engine(q, k, v, **named),)
+        output, returned = engine(q, k, v, return_rowscales=True, **named)
         return (output, *[returned[name] for name in rows])
 
     return call

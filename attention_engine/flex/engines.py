@@ -67,6 +67,7 @@ def build(
     return AttentionEngine(
         None, None, None if score_mod is None else FlexScore(score_mod), mask_mod, online_func, scale=scale,
         layout="bhsd", backend=cast(Backend, options.backend), deterministic=options.deterministic,
+        dropout_p=options.dropout_p,
     )  # fmt: skip
 
 

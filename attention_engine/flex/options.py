@@ -10,10 +10,11 @@ from attention_engine.runtime.inputs import check_options
 
 
 class Options(NamedTuple):
-    """What kernel_options ask of an engine."""
+    """What is asked of an engine beside its functions."""
 
     backend: str = "auto"
     deterministic: bool = False
+    dropout_p: float = 0.0
 
 
 USUAL = Options()

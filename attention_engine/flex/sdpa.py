@@ -12,7 +12,6 @@ from torch.compiler import is_compiling
 from attention_engine.errors import (
     AttentionEngineError,
     HeadsDoNotGroup,
-    NotYetSupported,
     OptionsClash,
     WrongCustomDtype,
     WrongCustomShape,
@@ -22,6 +21,7 @@ from attention_engine.flex.attention import call
 from attention_engine.flex.options import USUAL, Options
 from attention_engine.frontend.frames import brief
 from attention_engine.library import causal
+from attention_engine.runtime.dropout import check_probability
 
 Mod = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
         query, key, value: (..., heads, length, dim), of any strides; the dimensions before the length broadcast.
         attn_mask: of a shape that broadcasts to (..., heads, queries, keys). bool: True keeps a pair. Floating: added
             to the scaled score, with a gradient; -inf leaves a pair out. A row that keeps no pair is 0.
-        dropout_p: 0.0.
+        dropout_p: with this probability a weight is dropped, in each call; the others are divided by 1 - dropout_p.
         is_causal: keep keys up to the query, counted from the first of each, also where there are unlike many.
         scale: a number; None is dim ** -0.5.
         enable_gqa: may several query heads share a key head?
@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
     Raises:
         OptionsClash: attn_mask and is_causal are both given.
         HeadsDoNotGroup: heads differ, and enable_gqa is False.
-        NotYetSupported: dropout_p isn't 0.
+        UnknownOption: dropout_p isn't from 0 up to, but not, 1.
 
     Example:
         >>> from attention_engine import scaled_dot_product_attention
@@ -65,7 +65,7 @@ def _attend(
     scale: float | None, enable_gqa: bool, options: Options,
 ) -> Tensor:  # fmt: skip
     if dropout_p != 0.0:
-        raise NotYetSupported(f"dropout_p is {dropout_p}, and dropout isn't served. Give 0.0, or call torch's.")
+        options = options._replace(dropout_p=check_probability(dropout_p))
     if is_causal and attn_mask is not None:
         raise OptionsClash("attn_mask and is_causal=True are both given. Give one: a mask may be causal itself.")
     before, (query, key, value) = query.shape[:-2], _of_four(query, key, value)

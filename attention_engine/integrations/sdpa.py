@@ -80,7 +80,7 @@ def patch(everywhere: bool = False) -> Iterator[Log]:
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         given = (query, key, value, attn_mask, dropout_p, is_causal)
-        reason = cannot(*given) or ("" if everywhere else slower(query, key))
+        reason = cannot(query, key, value, attn_mask, is_causal) or ("" if everywhere else slower(query, key))
         run, who = (torchs, TORCHS) if reason else (scaled_dot_product_attention, OURS)
         named: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         try:
@@ -101,12 +101,8 @@ def patch(everywhere: bool = False) -> Iterator[Log]:
         F.scaled_dot_product_attention = torchs
 
 
-def cannot(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
-) -> str:
+def cannot(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> str:
     """Why this package can't serve a call; "" where it can."""
-    if dropout_p != 0.0:
-        return "dropout"
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (query, key, value)) and not is_compiling():
         return "tensors of a class of their own"
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():

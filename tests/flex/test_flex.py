@@ -140,6 +140,16 @@ def test_another_normaliser_takes_the_place_of_softmax():
         flex_attention(q, k, v, return_lse=True, online_func=library.OnlineSigmoid())
 
 
+def test_weights_are_dropped_beside_functions():
+    q, k, _ = qkv(queries=200, keys=200)
+    v, mask = torch.eye(200, dtype=DOUBLE).expand(2, 4, -1, -1), mask_of(causal, 200, 200)
+    whole = flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s), mask)
+    o = flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s), mask, dropout_p=0.5)
+    kept = o != 0
+    assert 0.49 < kept.double().sum() / (whole != 0).double().sum() < 0.51
+    torch.testing.assert_close(o, torch.where(kept, whole * 2, 0.0))
+
+
 # ---- few engines
 
 
