@@ -1,0 +1,86 @@
+"""Dropout by compiled kernels: the pairs of the reference, whatever the tile, and seeds in CUDA graphs."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, library
+from attention_engine.ir.chance import chance, threshold
+from tests import plain
+
+pytestmark = pytest.mark.gpu
+
+P, SEED, HEADS = 0.3, 2**40 + 12345, 4
+
+
+def kept_pairs(length):
+    i, h = torch.arange(length, device="cuda"), torch.arange(HEADS, device="cuda")
+    seed = torch.tensor([SEED], device="cuda")
+    return chance(seed, torch.zeros_like(seed), h[:, None, None], i[:, None], i) >= threshold(P)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.float16),
+                                            (32, torch.float32), (96, torch.float16)], ids=str)  # fmt: skip
+def test_kernels_drop_the_pairs_of_the_reference(dim, dtype, causal):
+    """Values, or gradients, stand for `dim` keys, or queries, at a time: what is not 0 was kept."""
+    length = 3 * dim + 7
+    engine = AttentionEngine(mask_mod=library.causal if causal else None, dropout_p=P)
+    wanted = kept_pairs(length)
+    if causal:
+        wanted = wanted.tril()
+    q, k = torch.zeros(2, 1, length, HEADS, dim, device="cuda", dtype=dtype)
+    for first in range(0, length, dim):
+        hot, count = torch.zeros_like(q), min(dim, length - first)
+        hot[:, first : first + count, :, :count] = torch.eye(count, device="cuda", dtype=dtype)[None, :, None]
+        forward = engine(q, k, hot, dropout_seed=SEED)[0].transpose(0, 1)[..., :count] != 0
+        assert torch.equal(forward, wanted[..., first : first + count])
+        v = torch.zeros_like(hot).requires_grad_()
+        (dv,) = torch.autograd.grad(engine(q, k, v, dropout_seed=SEED), v, hot)
+        backward = dv[0].permute(1, 2, 0)[:, :count] != 0
+        assert torch.equal(backward, wanted[:, first : first + count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_outputs_and_gradients_keep_the_rule(dim, dtype, monkeypatch):
+    shape = (1, 500, HEADS, dim)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(shape, generator=generator).to("cuda", dtype) for _ in range(4))
+    factors = kept_pairs(500).double() / (1 - P)
+    weigh = plain.WEIGHTS["softmax"]
+    monkeypatch.setitem(plain.WEIGHTS, "softmax", lambda x, keep: ((w := weigh(x, keep))[0] * factors, w[1]))
+    engine = AttentionEngine(mask_mod=library.causal, dropout_p=P)
+
+    def results(attend, *tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+        o = attend(*leaves)
+        found = torch.autograd.grad(o, leaves, tensors[3])
+        return {"o": o.detach(), **dict(zip(("dq", "dk", "dv"), found, strict=True))}
+
+    ours = results(lambda *given: engine(*given, dropout_seed=SEED), q, k, v, do)
+    exact = results(
+        lambda *given: plain.attention(*given, "softmax", causal=True), *(t.double() for t in (q, k, v, do))
+    )
+    eager = results(lambda *given: plain.eager(*given, "softmax", causal=True), q, k, v, do)
+    plain.compare(ours, exact, eager, dtype)
+
+
+def test_seeds_in_graphs():
+    engine = AttentionEngine(dropout_p=P)
+    q, k, v = torch.randn(3, 1, 200, 2, 64, device="cuda", dtype=torch.float16)
+    seed = torch.tensor([1], device="cuda")
+    with torch.no_grad():
+        for _ in range(2):
+            engine(q, k, v), engine(q, k, v, dropout_seed=seed)
+        given, drawn = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(given):
+            by_tensor = engine(q, k, v, dropout_seed=seed)
+        with torch.cuda.graph(drawn):
+            by_generator = engine(q, k, v)
+        seed.fill_(9)
+        given.replay()
+        assert torch.equal(by_tensor, engine(q, k, v, dropout_seed=9))
+        drawn.replay()
+        first = by_generator.clone()
+        drawn.replay()
+        assert not torch.equal(by_generator, first)
