@@ -77,17 +77,18 @@ def errors_of(one: Case, sizes: Sizes, dtype: torch.dtype, backend: str, device:
     return errors
 
 
-def of_torch(sizes: Sizes, device: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The case by torch's FlexAttention, compiled as its documents say."""
+def of_torch(sizes: Sizes, device: str, lse: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The case by torch's FlexAttention; on a GPU compiled, as its documents say."""
     from torch.nn.attention import flex_attention as torchs
 
-    compiled: Any = torch.compile(torchs.flex_attention)
+    attend: Any = torch.compile(torchs.flex_attention) if device.startswith("cuda") else torchs.flex_attention
 
-    def run(mods: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        score_mod, mask_mod = mods
-        z = sizes
+    def run(mods: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        (score_mod, mask_mod), z = mods, sizes
         mask = mask_mod and torchs.create_block_mask(mask_mod, z.batch, z.heads, z.queries, z.keys, device=device)
-        o, rows = compiled(q, k, v, score_mod, mask, return_aux=torchs.AuxRequest(lse=True))
+        if not lse:
+            return attend(q, k, v, score_mod, mask), None
+        o, rows = attend(q, k, v, score_mod, mask, return_aux=torchs.AuxRequest(lse=True))
         return o, rows.lse
 
     return run
@@ -101,12 +102,12 @@ def try_torch(one: Case, sizes: Sizes, dtype: torch.dtype, device: str) -> tuple
         torch._dynamo.reset()
         try:
             if training:
-                found = results(of_torch(sizes, device), one, sizes, dtype, device, dtype)
+                found = results(of_torch(sizes, device, lse=True), one, sizes, dtype, device, dtype)
             else:
                 with torch.no_grad():
                     tensors = {n: t.detach() for n, t in tensors_of(one, sizes, dtype, device).items()}
                     mods = one.make(tensors, sizes)
-                    o, _ = of_torch(sizes, device)(mods, *[t.detach() for t in qkv_of(sizes, dtype, device)])
+                    o, _ = of_torch(sizes, device, lse=False)(mods, *[t.detach() for t in qkv_of(sizes, dtype, device)])
                     found = {"o": o}
         except Exception as error:  # noqa: BLE001 # whatever torch says is what is asked
             said.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:90]}")
