@@ -239,12 +239,13 @@ class Shown(Engine):
 
     def check(
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *custom: Tensor,
-        block_mask: Tensor | None = None, **named: Tensor,
+        block_mask: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+        **named: Tensor,
     ) -> CheckReport:  # fmt: skip
         """Compares every output and gradient with float64, those through returned rows too; print what it returns.
 
-        Tensors as in a call; without q, k and v they are drawn at random, of the metas and short. With backend="auto"
-        and CPU tensors the kernels run on the interpreter, on the first tokens alone (96 of them, 2 batches); with
+        Tensors as in a call, packed ones too; without q, k and v they are drawn at random, of the metas and short. With
+        backend="auto" and CPU tensors kernels run on the interpreter, on the first tokens alone (96, 2 batches); with
         backend="reference" no kernel runs, and the report says so. Its `ok` is True where each error is within 1.1
         (fp32: 10) times that of eager PyTorch in the same dtype. Raises NotOnline, and what a call raises.
 
@@ -252,6 +253,10 @@ class Shown(Engine):
         """
         drawn = draw(self) if q is None or k is None or v is None else [q, k, v]
         tensors = order_custom(self.custom_io, custom, named)
+        if cu_seqlens_q is not None:
+            from attention_engine.runtime.packed_check import check_packed
+
+            return check_packed(self, drawn[0], drawn[1], drawn[2], tensors, (cu_seqlens_q, cu_seqlens_k))
         return check_call(self, drawn[0], drawn[1], drawn[2], tensors, block_mask)
 
     def cost(

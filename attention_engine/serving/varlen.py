@@ -40,7 +40,7 @@ def flash_attn_varlen_func(
 
     Args:
         q: (rows, heads, dim).
-        k, v: (rows of keys, key heads, dim).
+        k, v: (rows of keys, key heads, dim), or with block_table (pages, keys of a page, key heads, dim).
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1), where each sequence begins, and where the last ends. One
             tensor for both is the faster call.
         max_seqlen_q, max_seqlen_k: not needed.
@@ -53,25 +53,25 @@ def flash_attn_varlen_func(
         deterministic: gradients are bitwise the same in every run.
         return_attn_probs: return (o, log of each row's sum of exponentials, fp32 (heads, rows), None) too: what
             flash-attn returns. Weights themselves are not made.
-        block_table: not served; NotYetSupported says what to do instead.
+        block_table: int32 (sequences, most pages): keys and values lie in pages, and nothing has a gradient.
 
     >>> q, starts = torch.randn(12, 4, 32), torch.tensor([0, 5, 12], dtype=torch.int32)
     >>> flash_attn_varlen_func(q, q, q, starts, starts, 7, 7, causal=True).shape
     torch.Size([12, 4, 32])
     """
-    if block_table is not None:
-        raise NotYetSupported(
-            "flash_attn_varlen_func doesn't serve block_table. Keys in pages are flash_attn_with_kvcache's."
-        )
-    if return_attn_probs and dropout_p:
-        raise NotYetSupported(
-            "flash_attn_varlen_func doesn't serve return_attn_probs with dropout_p: no kernel writes weights.\n"
-            "  Leave one of them out."
-        )
+    if dropout_p and (return_attn_probs or block_table is not None):
+        other = "return_attn_probs" if return_attn_probs else "block_table"
+        raise NotYetSupported(f"flash_attn_varlen_func doesn't serve {other} with dropout_p. Leave one of them out.")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     slopes = () if alibi_slopes is None else (alibi_slopes,)
     reach = reach_of(window_size, causal)
     engine = engine_of(scale, reach, float(softcap), axes_of(alibi_slopes), float(dropout_p), bool(deterministic))
+    if block_table is not None:
+        output, rows = engine.with_cache(
+            q, k, v, *slopes, kv_lengths=cu_seqlens_k[1:] - cu_seqlens_k[:-1], page_table=block_table,
+            cu_seqlens_q=cu_seqlens_q, return_rowscales=True,
+        )  # fmt: skip
+        return (output, rows["lse"], None) if return_attn_probs else output
     if not return_attn_probs:
         return engine(q, k, v, *slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     output, rows = engine(q, k, v, *slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, return_rowscales=True)

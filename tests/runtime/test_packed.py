@@ -22,8 +22,10 @@ from attention_engine.errors import (
     WrongSequences,
 )
 from attention_engine.ir.packing import AHEAD, FIRST, FIRST_K, SEQUENCE_K, SEQUENCE_Q, Packing
+from attention_engine.runtime import packed_check
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.packed import pack
+from attention_engine.runtime.packed_call import call_packed
 from tests import plain
 from tests.packed_cases import (
     CASES,
@@ -282,3 +284,26 @@ def test_what_is_shown_and_compiled_ahead_is_what_a_packed_call_runs(name):
 def test_an_unknown_kind_of_packing_is_named():
     with pytest.raises(UnknownOption, match="packed is True"):
         build(by_name["causal"], torch.float32).program(packed=True)
+
+
+@pytest.mark.parametrize("name", ["causal", "causal, unlike lengths", "a number of each sequence", "captured tables"])
+def test_check_holds_a_packed_call_against_float64(name):
+    case = by_name[name]
+    qkv, custom = tensors(case, torch.float32)
+    engine = build(case, torch.float32)
+    cu_k = None if case.key_lengths is None else starts(case.key_lengths)
+    report = engine.check(*qkv, **custom, cu_seqlens_q=starts(case.lengths), cu_seqlens_k=cu_k)
+    assert report.ok and "interpret" in str(report), report
+    assert {row.name for row in report.rows} >= {"o", "lse", "dq", "dk", "dv", *(f"d{n}" for n in custom)}
+
+
+def test_check_sees_a_packed_kernel_that_is_wrong(monkeypatch):
+    case = by_name["causal"]
+    qkv, custom = tensors(case, torch.float32)
+
+    def spoiled(*given, **named):
+        o, rows = call_packed(*given, **named)
+        return o * 1.001, rows
+
+    monkeypatch.setattr(packed_check, "call_packed", spoiled)
+    assert not build(case, torch.float32).check(*qkv, **custom, cu_seqlens_q=starts(case.lengths)).ok

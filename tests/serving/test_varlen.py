@@ -86,10 +86,26 @@ def test_dropout_drops_and_torchs_generator_repeats_it():
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
+def test_keys_in_pages_are_those_of_rows():
+    q, k, v = (t.detach() for t in tensors())
+    cu, cu_k = starts(LENGTHS), starts(KEY_LENGTHS)
+    pages, table = [torch.full((9, 16, 2, 16), torch.nan) for _ in range(2)], torch.full((4, 2), -1, dtype=torch.int32)
+    free = iter((5, 2, 7, 0, 8))
+    for n, keys in enumerate(KEY_LENGTHS):
+        for at in range(0, keys, 16):
+            table[n, at // 16] = page = next(free)
+            for to, rows in zip(pages, (k, v)):
+                some = rows[int(cu_k[n]) + at : int(cu_k[n]) + min(at + 16, keys)]
+                to[page, : len(some)] = some
+    o, lse, _ = flash_attn_varlen_func(
+        q, *pages, cu, cu_k, 30, 30, causal=True, return_attn_probs=True, block_table=table
+    )  # fmt: skip
+    want, rows, _ = flash_attn_varlen_func(q, k, v, cu, cu_k, 30, 30, causal=True, return_attn_probs=True)
+    assert torch.allclose(o, want, atol=1e-5) and torch.allclose(lse, rows, atol=1e-5)
+
+
 def test_what_is_not_served_is_refused_by_name():
     qkv, cu, cu_k = tensors(), starts(LENGTHS), starts(KEY_LENGTHS)
-    with pytest.raises(NotYetSupported, match="flash_attn_varlen_func doesn't serve block_table"):
-        flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, block_table=torch.zeros(4, 1, dtype=torch.int32))
     with pytest.raises(NotYetSupported, match="return_attn_probs with dropout_p"):
         flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, dropout_p=0.1, return_attn_probs=True)
     with pytest.raises(UnknownOption, match="window_size is 5"):
