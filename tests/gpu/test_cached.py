@@ -1,0 +1,63 @@
+"""Attention to a cache on a GPU: thirty programs against float64, and other lengths in a graph that replays."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, library
+from tests.cached_cases import CASES, DRAFTS, Shape, errors, in_pages
+from tests.plain import worst_ratio
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (3000, 77, 6, 64, 1024, 0, 65)
+DRAFTED = (3000, 77, 6, 64, 1025)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_keep_the_rule(name, record_property):
+    found = []
+    for queries, page, parts in ((1, 0, 1), (1, 64, None), (3, 16, 7)):
+        shape = Shape(LENGTHS, queries, 16, 4, 128, page)
+        if name == "tree":
+            shape = Shape(DRAFTED, DRAFTS, 16, 4, 128, page)
+        found += errors(name, shape, torch.bfloat16, "tilelang", parts, "cuda")
+    record_property(*worst_ratio(found, name))
+
+
+@pytest.mark.parametrize("name", ["softmax", "alibi", "sink", "entropy"])
+def test_packed_queries_keep_the_rule(name):
+    shape = Shape(LENGTHS, 1, 16, 4, 128, 64, packed=(700, 1, 6, 0, 2, 0, 20))
+    for parts in (1, 3):
+        assert errors(name, shape, torch.bfloat16, "tilelang", parts, "cuda")
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_a_graph_replays_with_other_lengths_and_tables(parts):
+    torch.manual_seed(0)
+    engine = AttentionEngine(mask_mod=library.causal)
+    q, cache = torch.randn(3, 1, 8, 128, device="cuda").half(), torch.randn(3, 500, 2, 128).half()
+    lengths = torch.tensor([500, 77, 1], dtype=torch.int32)
+    pages, table = (t.cuda() for t in in_pages(cache, lengths.tolist(), 16))
+    on_device = lengths.cuda()
+
+    def call() -> torch.Tensor:
+        return engine.with_cache(q, pages, pages, kv_lengths=on_device, page_table=table, num_splits=parts)
+
+    with torch.no_grad():
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = call()
+        for lengths in ([3, 500, 0], [64, 65, 499]):
+            on_device.copy_(torch.tensor(lengths, dtype=torch.int32))
+            fresh, order = in_pages(cache, lengths, 16)
+            pages.copy_(fresh)
+            table.copy_(order)
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = AttentionEngine(mask_mod=library.causal, backend="reference").with_cache(
+                q, cache.cuda(), cache.cuda(), kv_lengths=on_device
+            )
+            torch.testing.assert_close(output, expected, rtol=2e-3, atol=2e-3)
