@@ -20,6 +20,6 @@ def check_agreement(ranks: Ranks, facts: Mapping[str, object]) -> None:
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise RanksDisagree(
-                f"ranks call ContextParallel with another {what} each: rank 0 has {values[0]}, rank {other} has "
+                f"ranks that share a sequence differ in {what}: rank 0 has {values[0]}, rank {other} has "
                 f"{values[other]}.\n  Give all ranks the same engine, and their own parts of the same sequence."
             )

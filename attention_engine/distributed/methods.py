@@ -1,17 +1,17 @@
-"""How ranks that share a sequence attend to all of it: by all keys of it, or by all tokens of some heads."""
+"""How ranks that share a sequence attend to all of it: by all keys of it, by all tokens of some heads, or by both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from attention_engine.distributed.exchange import Ranks, Tokens, gather, to_heads, to_tokens
-from attention_engine.distributed.layout import Layout
+from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.placements import Placement
 from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
 from attention_engine.ir.program import H
@@ -19,103 +19,197 @@ from attention_engine.passes.starts import own_rows
 from attention_engine.runtime.module import AttentionEngine
 from attention_engine.runtime.moved import Part, call_part
 
-Custom = Sequence[Tensor]
-Placed = Sequence[Placement]
+METHODS = ("gather", "heads")
+AXES = ("batch", "heads", "seq_len", "seq_len_kv")
+Rows = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who shares a sequence. heads: ranks that exchange tokens for heads; gather: ranks that get all keys. With both,
+    each rank is one of either: those that exchange hold neighbours in a layout, and gather as one."""
+
+    heads: Ranks | None
+    gather: Ranks | None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(ranks.size for ranks in (self.heads, self.gather) if ranks is not None)
+
+    @property
+    def rank(self) -> int:
+        """Which of them this one is, in layouts."""
+        if self.gather is None or self.heads is None:
+            ranks = self.heads or self.gather
+            assert ranks is not None
+            return ranks.rank
+        return self.gather.rank * self.heads.size + self.heads.rank
+
+    @property
+    def groups(self) -> list[Ranks]:
+        """The groups that this rank is of, those that exchange first."""
+        return [ranks for ranks in (self.heads, self.gather) if ranks is not None]
+
+    def exchanged(self, layout: Layout) -> Tokens | None:
+        """How tokens are shared by those that exchange."""
+        if self.heads is None:
+            return None
+        if self.gather is None:
+            return Tokens(self.heads, layout)
+        return Tokens(self.heads, _groups(layout, self.heads.size)[1][self.gather.rank])
+
+    def gathered(self, layout: Layout) -> Tokens | None:
+        """How what those have is shared by those that gather."""
+        if self.gather is None:
+            return None
+        return Tokens(self.gather, layout if self.heads is None else _groups(layout, self.heads.size)[0])
+
+    def whole(self, tensor: Tensor, layout: Layout, dim: int) -> Tensor:
+        """All tokens of a tensor, in the order of the sequence."""
+        for tokens in (self.exchanged(layout), self.gathered(layout)):
+            if tokens is not None:
+                (tensor,) = gather(tokens, dim, tensor)
+        return tensor
+
+
+@lru_cache(maxsize=256)
+def _groups(layout: Layout, size: int) -> tuple[Layout, tuple[Layout, ...]]:
+    """A layout of groups of so many ranks; and how each group's ranks share what the group holds."""
+    ranks = [layout.runs[n : n + size] for n in range(0, layout.ranks, size)]
+    pieces = [[(run.start, run.start + run.count) for runs in group for run in runs] for group in ranks]
+    of_groups = Layout.of_places(layout.name, pieces)
+    shared = []
+    for group, held in zip(ranks, of_groups.runs, strict=True):
+        at = [[_at(held, run.start, run.count) for run in runs] for runs in group]
+        shared.append(Layout.of_places(layout.name, at))
+    return of_groups, tuple(shared)
+
+
+def _at(held: Sequence[Run], start: int, count: int) -> tuple[int, int]:
+    """Where a group's memory has these tokens."""
+    for run in held:
+        if run.start <= start < run.start + run.count:
+            first = run.at + start - run.start
+            return first, first + count
+    raise AssertionError("a group holds what its ranks hold")
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is of: the layouts of its queries and keys, the sizes of the whole attention; where tensors of starts
-    are kept, which are made once."""
+    """What a call is of: who shares it, the layouts of its queries and keys, the sizes of the whole attention; where
+    tensors of starts are kept, which are made once."""
 
     engine: AttentionEngine
-    ranks: Ranks
+    split: Split
     queries: Layout
     keys: Layout
     sizes: Mapping[str, int]
     starts: dict[object, Tensor]
     returns_rows: bool
+    seed: Tensor | None  # of dropped weights
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, method: str) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """BadInput where k and v differ; HeadsDoNotDivide."""
         if k.shape[1] != v.shape[1]:
             raise LengthsDiffer(f"this rank's k has {k.shape[1]} tokens and v {v.shape[1]}. They must be equal.")
-        if method == "heads" and q.shape[2] % self.ranks.size:
-            size = self.ranks.size
+        if self.split.heads is not None and q.shape[2] % self.split.heads.size:
+            size = self.split.heads.size
             raise HeadsDoNotDivide(
                 f'{q.shape[2]} query heads can\'t be shared evenly among {size} ranks, as method="heads" does.\n'
                 f'  Use method="gather", or a multiple of {size} heads.'
             )
 
-    @property
-    def tokens_of_queries(self) -> Tokens:
-        """How queries are shared."""
-        return Tokens(self.ranks, self.queries)
-
-    @property
-    def tokens_of_keys(self) -> Tokens:
-        """How keys are shared."""
-        return Tokens(self.ranks, self.keys)
-
     def attend(
-        self, axis: str, start: int, q: Tensor, k: Tensor, v: Tensor, custom: Custom
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Output and rows of a part that starts there on one axis; tensors are (batch, length, heads, dim)."""
-        known = axis, start, q.device
+        self, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+    ) -> tuple[Tensor, Rows]:  # fmt: skip
+        """Output and rows of a part that starts there; tensors are (batch, length, heads, dim)."""
+        known = tuple(starts.items()), q.device
         if known not in self.starts:
-            at = [start if axis == name else 0 for name in ("batch", "heads", "seq_len", "seq_len_kv")]
+            at = [starts.get(axis, 0) for axis in AXES]
             self.starts[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
-        part = Part(self.starts[known], (axis,), self.sizes)
+        part = Part(self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes)
         turn = self.engine.layout == "bhsd"
         q, k, v = (t.transpose(1, 2) if turn else t for t in (q, k, v))
-        found = call_part(self.engine, part, q, k, v, custom, return_rowscales=self.returns_rows)
+        found = call_part(
+            self.engine, part, q, k, v, custom, return_rowscales=self.returns_rows, dropout_seed=self.seed
+        )
         o, rows = found if self.returns_rows else (found, {})
         return o.transpose(1, 2) if turn else o, rows
 
-    def result(self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> Any:
-        """Outputs of parts one after another, and their rows, (batch, heads, queries)."""
-        first, rows = parts[0]
-        if len(parts) > 1:
-            first = torch.cat([o for o, _ in parts], 1)
-            rows = {name: torch.cat([each[name] for _, each in parts], 2) for name in rows}
-        return (first, rows) if self.returns_rows else first
+
+def attend_together(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], placed: Sequence[Placement]
+) -> tuple[Tensor, Rows]:  # fmt: skip
+    """This rank's output and rows. Tokens are exchanged for heads, then keys are gathered, and a run of queries is a
+    launch; outputs go back to who holds their tokens. Gradients of gathered keys are added up in fp32, each on the rank
+    that holds it."""
+    split, starts, custom = call.split, {}, list(custom)
+    of_q, of_k = split.exchanged(call.queries), split.exchanged(call.keys)
+    if of_q is not None and of_k is not None:
+        custom = _rows_of_groups(custom, placed, of_q, of_k)
+        q, k, v = _of_own_heads(q, k, v, of_q, of_k)
+        starts["heads"] = of_q.ranks.rank * q.shape[2]
+        custom = _own_heads(call, custom, placed, starts["heads"], q.shape[2])
+    queries, keys = split.gathered(call.queries), split.gathered(call.keys)
+    if queries is None or keys is None:
+        o, rows = call.attend(starts, q, k, v, custom)
+    else:
+        k, v = gather(keys, 1, k, v)
+        custom = [t if p.keys is None else gather(keys, p.keys, t)[0] for p, t in zip(placed, custom, strict=True)]
+        parts = []
+        for run in queries.layout.runs[queries.ranks.rank]:
+            both = zip(placed, custom, strict=True)
+            own = [t if p.queries is None else t.narrow(p.queries, run.at, run.count) for p, t in both]
+            parts.append(call.attend({**starts, "seq_len": run.start}, q[:, run.here], k, v, own))
+        o, rows = _joined(parts)
+    if of_q is not None:
+        rows = {n: to_tokens(r.transpose(1, 2)[..., None], of_q)[..., 0].transpose(1, 2) for n, r in rows.items()}
+        o = to_tokens(o, of_q)
+    return o, rows
 
 
-def by_gather(call: Call, q: Tensor, k: Tensor, v: Tensor, custom: Custom, placed: Placed) -> Any:
-    """Each rank gets all keys, and a run of its queries is a launch. Gradients of keys are added up in
-    fp32, each on the rank that holds it."""
-    tokens = call.tokens_of_keys
-    k, v = gather(tokens, 1, k, v)
-    custom = [t if p.keys is None else gather(tokens, p.keys, t)[0] for p, t in zip(placed, custom, strict=True)]
-    parts = []
-    for run in call.queries.runs[call.ranks.rank]:
-        both = zip(placed, custom, strict=True)
-        own = [t if p.queries is None else t.narrow(p.queries, run.at, run.count) for p, t in both]
-        parts.append(call.attend("seq_len", run.start, q[:, run.here], k, v, own))
-    return call.result(parts)
+def _joined(parts: Sequence[tuple[Tensor, Rows]]) -> tuple[Tensor, Rows]:
+    """Outputs of runs one after another, and their rows, (batch, heads, queries)."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = {name: torch.cat([each[name] for _, each in parts], 2) for name in parts[0][1]}
+    return torch.cat([o for o, _ in parts], 1), rows
 
 
-def by_heads(call: Call, q: Tensor, k: Tensor, v: Tensor, custom: Custom, placed: Placed) -> Any:
-    """Each rank gets all tokens of some heads, attends, and gives its output back for its tokens of all heads."""
-    of_q, of_k, size = call.tokens_of_queries, call.tokens_of_keys, call.ranks.size
-    times = size // math.gcd(k.shape[2], size)  # key heads that don't divide are repeated
+def _of_own_heads(q: Tensor, k: Tensor, v: Tensor, of_q: Tokens, of_k: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens of some heads. Key heads that the ranks don't divide are repeated."""
+    times = of_k.ranks.size // math.gcd(k.shape[2], of_k.ranks.size)
     if times > 1:
         k, v = (t.repeat_interleave(times, 2) for t in (k, v))
-    q, k, v = to_heads(q, of_q), to_heads(k, of_k), to_heads(v, of_k)
-    first, heads = call.ranks.rank * q.shape[2], q.shape[2]
-    own = own_rows(call.engine._program, {p.spec.name: p.spec.axes for p in placed}, (H,))
-    given = []
+    return to_heads(q, of_q), to_heads(k, of_k), to_heads(v, of_k)
+
+
+def _rows_of_groups(
+    custom: Sequence[Tensor], placed: Sequence[Placement], of_q: Tokens, of_k: Tokens
+) -> list[Tensor]:  # fmt: skip
+    """Custom inputs with the rows of all tokens that are exchanged."""
+    found = []
     for placement, tensor in zip(placed, custom, strict=True):
         if placement.queries is not None:
             (tensor,) = gather(of_q, placement.queries, tensor)
         elif placement.keys is not None:
             (tensor,) = gather(of_k, placement.keys, tensor)
+        found.append(tensor)
+    return found
+
+
+def _own_heads(
+    call: Call, custom: Sequence[Tensor], placed: Sequence[Placement], first: int, heads: int
+) -> list[Tensor]:  # fmt: skip
+    """Custom inputs with this rank's heads alone, where every read asks for the head's own."""
+    own = own_rows(call.engine._program, {p.spec.name: p.spec.axes for p in placed}, (H,))
+    found = []
+    for placement, tensor in zip(placed, custom, strict=True):
         for n in range(tensor.ndim):
             tensor = tensor.narrow(n, first, heads) if (placement.spec.name, n) in own else tensor
-        given.append(tensor)
-    o, rows = call.attend("heads", first, q, k, v, given)
-    back = {name: to_tokens(row.transpose(1, 2)[..., None], of_q)[..., 0].transpose(1, 2) for name, row in rows.items()}
-    return call.result([(to_tokens(o, of_q), back)])
+        found.append(tensor)
+    return found
 
 
 def by_fewest_bytes(sizes: Mapping[str, int], kv_heads: int, size: int) -> str:
@@ -123,6 +217,3 @@ def by_fewest_bytes(sizes: Mapping[str, int], kv_heads: int, size: int) -> str:
     keys = sizes["seq_len_kv"] * kv_heads
     divides = sizes["heads"] % size == 0 and kv_heads % size == 0
     return "heads" if divides and keys * size > sizes["seq_len"] * sizes["heads"] + keys else "gather"
-
-
-METHODS: dict[str, Callable[..., Any]] = {"gather": by_gather, "heads": by_heads}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,20 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attention_engine.distributed.agree import check_agreement
 from attention_engine.distributed.deal import kept_pairs
-from attention_engine.distributed.exchange import Ranks, Tokens, gather
+from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import PIECES_OF_A_RANK, Layout
-from attention_engine.distributed.methods import METHODS, Call, by_fewest_bytes
+from attention_engine.distributed.methods import METHODS, Call, Split, attend_together, by_fewest_bytes
 from attention_engine.distributed.placements import Placement, placements
 from attention_engine.distributed.states import attend_by_states
 from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.runtime.dropout import check_seed, seed_tensor
 from attention_engine.runtime.inputs import check_ranks, check_type, follow_autocast, order_custom
 from attention_engine.runtime.linear import LinearAttentionEngine
 from attention_engine.runtime.module import AttentionEngine
 
-Method: TypeAlias = Literal["auto", "gather", "heads", "states"]
+Method: TypeAlias = Literal["auto", "gather", "heads", "states"] | tuple[Literal["gather", "heads"], ...]
 Balance: TypeAlias = Literal["auto", "contiguous", "zigzag"] | Layout
 BALANCES = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag}
+METHODS_OF: dict[tuple[bool, int], tuple[Any, ...]] = {  # (a linear engine?, dimensions of the mesh)
+    (False, 1): ("auto", *METHODS), (False, 2): ("auto", METHODS, METHODS[::-1]), (True, 1): ("auto", "states"),
+}  # fmt: skip
 MOST_LENGTHS = 64  # that are remembered
 
 
@@ -40,9 +44,10 @@ class ContextParallel(torch.nn.Module):
 
     Args:
         engine: any AttentionEngine, or any LinearAttentionEngine.
-        mesh: a DeviceMesh of one dimension, as `init_device_mesh("cuda", (8,))` or `mesh["cp"]`.
+        mesh: a DeviceMesh of one dimension, as `init_device_mesh("cuda", (8,))` or `mesh["cp"]`, or of two.
         method: "gather" brings all keys to each rank, "heads" brings all tokens of some heads. "auto" is which of them
-            sends fewer bytes. Linear engines have "states" alone.
+            sends fewer bytes. Of two dimensions a pair, in their order; "auto" is ("gather", "heads"), for nodes of
+            several GPUs. Linear engines have "states" alone, and one dimension.
         balance: "contiguous" gives a rank neighbours, "zigzag" a piece and its mirror image. "auto" is "zigzag" for
             masks that show later queries more keys. Or a Layout, as `deal` makes of a mask's own counts.
 
@@ -62,11 +67,11 @@ class ContextParallel(torch.nn.Module):
         if not linear:
             check_type("engine", engine, AttentionEngine)
         check_type("mesh", mesh, DeviceMesh)
-        if mesh.ndim != 1:
+        if mesh.ndim > (1 if linear else 2):
             raise UnknownOption(f"the mesh has {mesh.ndim} dimensions. Give one of them: mesh['cp'].")
-        methods = ("auto", "states") if linear else ("auto", *METHODS)
-        if method not in methods:
-            of = "LinearAttentionEngine" if linear else "AttentionEngine"
+        methods = METHODS_OF[linear, mesh.ndim]
+        if (tuple(method) if isinstance(method, list) else method) not in methods:
+            of = f"{type(engine).__name__} on a mesh of {mesh.ndim}"
             raise UnknownOption(f"method is {method!r}. Choose {', '.join(map(repr, methods))} for {of}.")
         if not isinstance(balance, Layout) and balance not in ("auto", *BALANCES):
             known = ", ".join(map(repr, ("auto", *BALANCES)))
@@ -77,7 +82,9 @@ class ContextParallel(torch.nn.Module):
                 "  Write it as a function: block_mask=lambda b, h, q_idx, kv_idx: ..."
             )
         self.engine, self.method, self.balance = engine, method, balance
-        self.ranks = Ranks(mesh.get_group(), mesh.size(), mesh.get_local_rank())
+        dims = [Ranks(mesh.get_group(n), mesh.size(n), mesh.get_local_rank(n)) for n in range(mesh.ndim)]
+        roles = ("gather",) if mesh.ndim == 1 else ("gather", "heads") if method == "auto" else tuple(method)
+        self.split = Split(**{"heads": None, "gather": None, **dict(zip(roles, dims, strict=True))})
         self.device_type = mesh.device_type
         self._layouts: dict[int, Layout] = {}  # by length, the newest last
         self._agreed: set[object] = set()
@@ -86,14 +93,14 @@ class ContextParallel(torch.nn.Module):
             self._know(balance)
 
     def extra_repr(self) -> str:
-        return f"method={self.method!r}, balance={self.balance!r}, rank={self.ranks.rank} of {self.ranks.size}"
+        return f"method={self.method!r}, balance={self.balance!r}, rank={self.split.rank} of {self.split.size}"
 
     # ---- which tokens
 
     def _know(self, layout: Layout) -> Layout:
         """Remembers a layout as the newest; LengthNotInLayout where it leaves a rank without tokens."""
-        if layout.ranks != self.ranks.size:
-            raise LengthNotInLayout(f"the layout is for {layout.ranks} ranks, and the mesh has {self.ranks.size}.")
+        if layout.ranks != self.split.size:
+            raise LengthNotInLayout(f"the layout is for {layout.ranks} ranks, and the mesh has {self.split.size}.")
         if not all(layout.runs):
             raise LengthNotInLayout(
                 f"a sequence of {layout.length} leaves one of {layout.ranks} ranks without tokens. Give a longer one."
@@ -119,35 +126,35 @@ class ContextParallel(torch.nn.Module):
             linear = isinstance(self.engine, LinearAttentionEngine)
             later_is_longer = not linear and plan_tiles(self.engine._program.mask).later_is_longer
             balance = "zigzag" if later_is_longer else "contiguous"
-        return self._know(BALANCES[balance](length, self.ranks.size))
+        return self._know(BALANCES[balance](length, self.split.size))
 
     def places(self, length: int) -> Tensor:
         """The indices of this rank's tokens in a sequence of this length, in the order of its memory: for positions
         and labels."""
-        return self.layout(length).places(self.ranks.rank).to(torch.empty(0, device=self.device_type).device)
+        return self.layout(length).places(self.split.rank).to(torch.empty(0, device=self.device_type).device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a tensor that is whole on every rank."""
-        runs = self.layout(x.shape[dim]).runs[self.ranks.rank]
+        runs = self.layout(x.shape[dim]).runs[self.split.rank]
         return torch.cat([x.narrow(dim, run.start, run.count) for run in runs], dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor, on every rank. Its gradient is summed over ranks."""
         dim = dim % x.ndim
-        return gather(Tokens(self.ranks, self.layout_of(x.shape[dim], "x")), dim, x)[0]
+        return self.split.whole(x, self.layout_of(x.shape[dim], "x"), dim)
 
     def deal(self, length: int, **custom: Tensor) -> Layout:
         """A layout by the mask's own counts: pieces of the sequence, so that ranks have as much work each. For packed
         documents. custom: the custom inputs that the mask reads, whole, by name."""
         check_type("engine", self.engine, AttentionEngine)
         assert isinstance(self.engine, AttentionEngine)
-        pieces = min(PIECES_OF_A_RANK, max(length // self.ranks.size, 1)) * self.ranks.size
+        pieces = min(PIECES_OF_A_RANK, max(length // self.split.size, 1)) * self.split.size
         counts = kept_pairs(self.engine, length, pieces, custom)
-        return Layout.dealt(counts, length, self.ranks.size)
+        return Layout.dealt(counts, length, self.split.size)
 
     def layout_of(self, own: int, what: str) -> Layout:
         """The newest layout in which this rank holds so many tokens."""
-        rank, size = self.ranks.rank, self.ranks.size
+        rank, size = self.split.rank, self.split.size
         for layout in reversed(self._layouts.values()):
             if layout.count(rank) == own:
                 return layout
@@ -176,7 +183,8 @@ class ContextParallel(torch.nn.Module):
         return self._attend(q, k, v, *custom, **named)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, return_rowscales: bool = False, **named: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, return_rowscales: bool = False,
+        dropout_seed: int | Tensor | None = None, **named: Tensor,
     ) -> Any:  # fmt: skip
         engine = self.engine
         assert isinstance(engine, AttentionEngine)
@@ -188,38 +196,52 @@ class ContextParallel(torch.nn.Module):
         of_q, of_k = self.layout_of(q.shape[1], "q"), self.layout_of(k.shape[1], "k")
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
         placed = placements(engine._program, engine.custom_io.in_order)
-        method = by_fewest_bytes(sizes, k.shape[2], self.ranks.size) if self.method == "auto" else self.method
-        call = Call(engine, self.ranks, of_q, of_k, sizes, self._starts, return_rowscales)
-        call.check(q, k, v, method)
+        split = self._split_of(sizes, k.shape[2])
+        call = Call(engine, split, of_q, of_k, sizes, self._starts, return_rowscales, self._seed(dropout_seed, q))
+        call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
-        self.agree(method, of_q, of_k, [q, k, v], tensors, placed)
-        found = METHODS[method](call, q, k, v, tensors, placed)
-        output, rows = found if return_rowscales else (found, {})
+        self.agree(of_q, of_k, [q, k, v], tensors, placed)
+        output, rows = attend_together(call, q, k, v, tensors, placed)
         output = output.transpose(1, 2) if engine.layout == "bhsd" else output
         return (output, rows) if return_rowscales else output
 
+    def _split_of(self, sizes: Mapping[str, int], kv_heads: int) -> Split:
+        """Who exchanges and who gathers in a call. Of one dimension either do."""
+        (ranks, *more) = self.split.groups
+        if more:
+            return self.split
+        method = by_fewest_bytes(sizes, kv_heads, ranks.size) if self.method == "auto" else self.method
+        return Split(ranks, None) if method == "heads" else Split(None, ranks)
+
+    def _seed(self, given: int | Tensor | None, q: Tensor) -> Tensor | None:
+        """Of a call's dropped weights, one for all of its launches; None where none are dropped."""
+        check_seed(given)
+        assert isinstance(self.engine, AttentionEngine)
+        return seed_tensor(given, q.device) if self.engine._drops else None
+
     def agree(
-        self, method: str, of_q: Layout, of_k: Layout, given: Sequence[Tensor], custom: Sequence[Tensor],
+        self, of_q: Layout, of_k: Layout, given: Sequence[Tensor], custom: Sequence[Tensor],
         placed: Sequence[Placement],
     ) -> None:  # fmt: skip
         """At the first call of a kind: RanksDisagree unless all ranks call for the same."""
         signature = tuple((t.shape, t.dtype, t.requires_grad) for t in (*given, *custom))
-        kind = method, of_q, of_k, signature, torch.is_grad_enabled()
+        kind = of_q, of_k, signature, torch.is_grad_enabled()
         if is_compiling() or kind in self._agreed:
             return
         facts: dict[str, object] = {
-            "attention": self.engine._program.fingerprint, "method": method,
-            "layout": (of_q.name, of_q.length, of_k.name, of_k.length),
-            "shape but for the length": [(t.shape[0], *t.shape[2:]) for t in given],
-            "dtype": [t.dtype for t in given],
-            "set of gradients": [t.requires_grad and torch.is_grad_enabled() for t in (*given, *custom)],
+            "their attention": self.engine._program.fingerprint, "their method": self.method,
+            "their layouts": (of_q.name, of_q.length, of_k.name, of_k.length),
+            "shapes, lengths aside": [(t.shape[0], *t.shape[2:]) for t in given],
+            "dtypes": [t.dtype for t in given],
+            "which gradients they ask for": [t.requires_grad and torch.is_grad_enabled() for t in (*given, *custom)],
         }  # fmt: skip
         whole = zip(placed, custom, strict=True)
-        facts["shape of custom inputs"] = [
+        facts["shapes of custom inputs"] = [
             tuple(t.shape) for p, t in whole if p.queries is None and p.keys is None
         ]  # fmt: skip
-        check_agreement(self.ranks, facts)
+        for ranks in self.split.groups:
+            check_agreement(ranks, facts)
         self._agreed.add(kind)
 
 

@@ -63,7 +63,7 @@ def attend_by_states(
 ) -> Any:  # fmt: skip
     """This rank's part of what the linear engine gives of the whole sequence; the state after the last token is whole
     on every rank."""
-    engine, ranks = parallel.engine, parallel.ranks
+    engine, (ranks,) = parallel.engine, parallel.split.groups
     assert isinstance(engine, LinearAttentionEngine)
     tensors = order_custom(engine.custom_io, custom, named)
     check_ranks(engine.layout, q, k, v)
@@ -76,7 +76,7 @@ def attend_by_states(
     for placement, tensor in zip(placed, tensors, strict=True):
         placement.check(tensor, sizes, {"seq_len": v.shape[1]})
     given = [t for t in (q, k, v, decay, initial_state) if t is not None]
-    parallel.agree("states", layout, layout, given, tensors, placed)
+    parallel.agree(layout, layout, given, tensors, placed)
     runs = []
     for run in layout.runs[ranks.rank]:
         of_run = [t if t is None else t[:, run.here] for t in (q, k, v, decay)]

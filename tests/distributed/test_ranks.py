@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine
 from attention_engine import library as lib
@@ -131,6 +132,27 @@ def other_calls(mesh) -> dict[str, float]:
     return found
 
 
+def compare_more(mesh) -> dict[str, float]:
+    """Meshes of two dimensions, of which one has one rank; dropped weights, which are those of one process."""
+    found = {}
+    for name in ("gate of rows, bias of keys", "sinks, window"):
+        shared = attentions()[name]
+        o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
+        for shape in ((2, 1), (1, 2)):
+            of_two = init_device_mesh("cpu", shape, mesh_dim_names=("between", "within"))
+            for method in (("gather", "heads"), ("heads", "gather")):
+                mine = of_ranks(shared, of_two, method, "zigzag", torch.float64, "reference", d_o, d_rows)
+                errors = [far(mine[0], o), *(far(a, b) for a, b in zip(mine[2], grads, strict=True))]
+                found[f"{name}, {shape}, {method}"] = max(errors)
+    q, k, v = torch.randn(3, 1, 53, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    engine = AttentionEngine(mask_mod=lib.causal, dropout_p=0.4)
+    for method in ("gather", "heads"):
+        attention = ContextParallel(engine, mesh, method)
+        mine = attention(*(attention.shard(t) for t in (q, k, v)), dropout_seed=7)
+        found[f"dropout, {method}"] = far(attention.unshard(mine), engine(q, k, v, dropout_seed=7))
+    return found
+
+
 def mistakes(mesh) -> dict[str, str]:
     """What each mistake says, on this rank."""
     rank, causal = mesh.get_local_rank(), AttentionEngine(mask_mod=lib.causal, backend="reference")
@@ -221,7 +243,7 @@ def compare_linear(mesh) -> dict[str, float]:
 
 
 def from_zero(attend):
-    return lambda call, axis, start, *rest: attend(call, axis, 0, *rest)
+    return lambda call, starts, *rest: attend(call, dict.fromkeys(starts, 0), *rest)
 
 
 def alone(_):
@@ -256,11 +278,32 @@ def everything(mesh):
     return (
         compare_all(mesh),
         compare_kernels(mesh),
-        other_calls(mesh),
+        {**other_calls(mesh), **compare_more(mesh)},
         mistakes(mesh),
         compare_linear(mesh),
         with_wrong_laws(mesh),
     )
+
+
+def compare_nodes(mesh) -> dict[str, float]:
+    """Two nodes of two ranks each: heads within a node and keys between them, and the other way round."""
+    found, nodes = {}, init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    for name in ("ALiBi, causal documents", "sinks, window", "gate of rows, bias of keys"):
+        shared = attentions()[name]
+        o, rows, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
+        for layout in ("contiguous", "zigzag"):
+            for method in (("gather", "heads"), ("heads", "gather")):
+                mine = of_ranks(shared, nodes, method, layout, torch.float64, "reference", d_o, d_rows)
+                errors = [far(mine[0], o), *(far(mine[1][n], r) for n, r in rows.items())]
+                errors += [far(a, b) for a, b in zip(mine[2], grads, strict=True)]
+                found[f"{name}, {layout}, {method}"] = max(errors)
+    return found
+
+
+@pytest.mark.slow
+def test_four_processes_on_two_nodes():
+    for errors in run_ranks(4, compare_nodes):
+        assert len(errors) == 12 and max(errors.values()) <= EXACT, errors
 
 
 @pytest.fixture(scope="module")
@@ -281,9 +324,9 @@ def test_kernels_are_as_exact_as_in_one_process(found):
         assert all(mine <= 1.5 * one for mine, one in errors.values()), errors
 
 
-def test_other_lengths_of_keys_layouts_and_captured_tensors(found):
+def test_other_lengths_layouts_captured_tensors_meshes_and_dropout(found):
     for _, _, errors, *_ in found:
-        assert len(errors) == 4 and max(errors.values()) <= EXACT, errors
+        assert len(errors) == 4 + 8 + 2 and max(errors.values()) <= EXACT, errors
 
 
 def test_mistakes_are_told_on_every_rank(found):
@@ -300,9 +343,13 @@ def test_mistakes_are_told_on_every_rank(found):
         assert "LengthNotInLayout" in said["layout"]
         assert "near' has shape (8,). Its axes ('seq_len',) ask for (16,): it comes whole." in said["whole"]
         assert "bias' has shape (16,). Its axes ('seq_len',) ask for (8,): it comes with this rank's" in said["shard"]
-        assert said["program"].startswith("RanksDisagree: ranks call ContextParallel with another attention each")
-        assert said["shape"].startswith("RanksDisagree: ranks call ContextParallel with another shape but for the")
-        assert "Choose 'auto', 'gather', 'heads' for AttentionEngine." in said["method"]
+        assert said["program"].startswith(
+            "RanksDisagree: ranks that share a sequence differ in their attention: rank 0 has"
+        )
+        assert said["shape"].startswith(
+            "RanksDisagree: ranks that share a sequence differ in shapes, lengths aside: rank 0 has"
+        )
+        assert "Choose 'auto', 'gather', 'heads' for AttentionEngine on a mesh of 1." in said["method"]
         assert "Choose 'auto', 'contiguous', 'zigzag', or give a Layout." in said["balance"]
 
 
