@@ -31,7 +31,7 @@ def merge_parts(
     factor, total = evaluate(merge.factor), torch.zeros_like(first)
     for number, output in enumerate(outputs):
         here = factor[..., number : number + 1] if Axis.KEY in merge.factor.axes else factor
-        total = total + here * output
+        total = torch.addcmul(total, here.to(total.dtype), output)
     evaluate.done[OUTPUT] = total
     rows = [evaluate(row).expand(*first.shape[:3], 1)[..., 0] for _, row in merge.finals]
     return evaluate(merge.output).expand(first.shape), rows

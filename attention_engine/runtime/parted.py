@@ -203,8 +203,9 @@ class Parted(Shown):
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         check_custom(self.custom_io.in_order, tensors, q, k)
         check_captured(captured, held, q)
-        parted, starts = self._parted_of(backend, q, [*tensors, *held]), _starts(q, q_starts, kv_starts)
-        given = [*tensors, *held, *([starts] if parted.reads_places else [])]
+        _check_starts(q.shape[0], q_starts=q_starts, kv_starts=kv_starts)
+        parted = self._parted_of(backend, q, [*tensors, *held])
+        given = [*tensors, *held, *([_starts(q, q_starts, kv_starts)] if parted.reads_places else [])]
         _refuse_gradient(parted, q, k, v, *given)
         output, states = parted.run(q, k, v, given)
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
@@ -257,18 +258,24 @@ def _how_moved(program: Program, declared: Sequence[CustomSpec]) -> Moved:
     return Moved((Q_IDX, KV_IDX), True, own)
 
 
-def _starts(q: Tensor, q_starts: Starts, kv_starts: Starts) -> Tensor:
-    """Where the indices of each batch begin, int32 (batch, 4): b and h at 0."""
-    columns = [torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)] * 2
-    for name, start in (("q_starts", q_starts), ("kv_starts", kv_starts)):
-        if isinstance(start, Tensor) and (start.is_floating_point() or start.shape not in ((), (1,), (q.shape[0],))):
+def _check_starts(batch: int, **starts: Starts) -> None:
+    for name, start in starts.items():
+        if isinstance(start, Tensor) and (start.is_floating_point() or start.shape not in ((), (1,), (batch,))):
             raise WrongShape(
                 f"{name} is {start.dtype} of shape {tuple(start.shape)}. Give a number, or integers of shape "
-                f"({q.shape[0]},), one for each batch."
+                f"({batch},), one for each batch."
             )
-        column = torch.as_tensor(start, dtype=torch.int32, device=q.device)
-        columns.append(column.reshape(-1).expand(q.shape[0]))
-    return torch.stack(columns, -1)
+
+
+def _starts(q: Tensor, q_starts: Starts, kv_starts: Starts) -> Tensor:
+    """Where the indices of each batch begin, int32 (batch, 4): b and h at 0."""
+    found = torch.zeros(q.shape[0], 4, dtype=torch.int32, device=q.device)
+    for column, start in ((2, q_starts), (3, kv_starts)):
+        if isinstance(start, Tensor):
+            found[:, column] = start.reshape(-1)
+        elif start != 0:
+            found[:, column].fill_(start)  # nothing is copied from the host, and nobody waits
+    return found
 
 
 def _refuse_gradient(parted: _Parted, *tensors: Tensor) -> None:
