@@ -20,7 +20,7 @@ class Packing(Enum):
 
 
 SEQUENCE_Q = "_packed_sequence_q"  # of each query; -1 behind the last sequence
-SEQUENCE_K = "_packed_sequence_k"  # of each key; -2 there, so that nobody meets it
+SEQUENCE_K = "_packed_sequence_k"  # of each key; there how many sequences there are, so that nobody meets it
 FIRST = "_packed_first"  # of each query: the row of its sequence's first key
 FIRST_K = "_packed_first_k"  # of each key: the same, where keys are not the queries' rows
 AHEAD = "_packed_ahead"  # of each query, there too: by how many rows its sequence's keys end behind its queries

@@ -94,7 +94,7 @@ def pack(
             )
     if k.shape[0] != v.shape[0]:
         raise LengthsDiffer(f"k has {k.shape[0]} rows and v has {v.shape[0]}. They must be equal.")
-    alike = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    alike = packed_alike(cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
         raise LengthsDiffer(
             f"q has {q.shape[0]} rows and k has {k.shape[0]}. Say where the sequences of keys begin: cu_seqlens_k=..."
@@ -109,6 +109,20 @@ def pack(
     tables = make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0])
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return PackedRows(q, k, v, packing, tuple(TABLES[packing]), tables, starts_q.shape[0] - 1)
+
+
+def packed_alike(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> bool:
+    """Are keys the queries' rows?"""
+    return cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+
+
+def repeat_tables(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor, ...]:
+    """The tables of a call like one that passed every check; on a CPU the numbers are still looked at."""
+    alike = packed_alike(cu_seqlens_q, cu_seqlens_k)
+    starts_q = check_starts("cu_seqlens_q", cu_seqlens_q, q)
+    starts_k = starts_q if alike or cu_seqlens_k is None else check_starts("cu_seqlens_k", cu_seqlens_k, k)
+    packing = Packing.ALIKE if alike else Packing.UNLIKE
+    return make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0])
 
 
 def check_starts(name: str, starts: Tensor, rows: Tensor) -> Tensor:
@@ -144,7 +158,7 @@ def make_tables(
     last = starts_q.shape[0] - 1
     of_q = sequences_of(starts_q, queries)
     of_k = of_q if packing is Packing.ALIKE else sequences_of(starts_k, keys)
-    found = [torch.where(of_q < last, of_q, -1), torch.where(of_k < last, of_k, -2), starts_k.index_select(0, of_q)]
+    found = [torch.where(of_q < last, of_q, -1), of_k, starts_k.index_select(0, of_q)]
     if packing is Packing.UNLIKE:
         found.append(starts_k.index_select(0, of_k))
         found.append((starts_k - starts_q).index_select(0, (of_q + 1).clamp(max=last)))

@@ -22,10 +22,9 @@ from attention_engine.errors import (
     WrongSequences,
 )
 from attention_engine.ir.packing import AHEAD, FIRST, FIRST_K, SEQUENCE_K, SEQUENCE_Q, Packing
-from attention_engine.runtime import packed_check
+from attention_engine.runtime import packed_call, packed_check
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.packed import pack
-from attention_engine.runtime.packed_call import call_packed
 from tests import plain
 from tests.packed_cases import (
     CASES,
@@ -186,7 +185,7 @@ def test_tables_say_of_each_row_which_sequence_it_is_of_and_where_that_begins():
     rows = pack(q, k, k, starts([2, 0, 4]), starts([3, 1, 4]))
     found = dict(zip(rows.names, (t.tolist() for t in rows.tables)))
     assert found == {
-        SEQUENCE_Q: [0, 0, 2, 2, 2, 2, -1], SEQUENCE_K: [0, 0, 0, 1, 2, 2, 2, 2, -2],
+        SEQUENCE_Q: [0, 0, 2, 2, 2, 2, -1], SEQUENCE_K: [0, 0, 0, 1, 2, 2, 2, 2, 3],
         FIRST: [0, 0, 4, 4, 4, 4, 8], FIRST_K: [0, 0, 0, 3, 4, 4, 4, 4, 8], AHEAD: [1, 1, 2, 2, 2, 2, 2],
     }  # fmt: skip
 
@@ -302,8 +301,27 @@ def test_check_sees_a_packed_kernel_that_is_wrong(monkeypatch):
     qkv, custom = tensors(case, torch.float32)
 
     def spoiled(*given, **named):
-        o, rows = call_packed(*given, **named)
+        o, rows = packed_call.call_packed(*given, **named)
         return o * 1.001, rows
 
     monkeypatch.setattr(packed_check, "call_packed", spoiled)
     assert not build(case, torch.float32).check(*qkv, **custom, cu_seqlens_q=starts(case.lengths)).ok
+
+
+def test_calls_of_shapes_that_were_seen_look_at_their_own_lengths(monkeypatch):
+    engine = build(by_name["causal"], torch.float32)
+    checked = []
+    monkeypatch.setattr(packed_call, "check_qkv", lambda *_, **__: checked.append(1))
+    for lengths in ((5, 30, 8), (12, 0, 31), (43, 0, 0)):
+        case = replace(by_name["causal"], lengths=lengths)
+        qkv, custom = tensors(case, torch.float32)
+        found = with_gradients(run(engine, case, qkv, custom), qkv, custom)
+        exact = with_gradients(sequence_by_sequence(case, qkv, custom, torch.float64), qkv, custom)
+        assert all((found[n] - exact[n]).abs().max() < 1e-5 for n in found)
+    assert len(checked) == 1
+    with pytest.raises(WrongSequences, match="ends at row 44"):
+        engine(*qkv, cu_seqlens_q=torch.tensor([0, 5, 6, 44], dtype=torch.int32))
+    dropping = AttentionEngine(mask_mod=library.causal, dropout_p=0.5)
+    cu = starts((43,))
+    dropped, whole = dropping(*qkv, cu_seqlens_q=cu), dropping.eval()(*qkv, cu_seqlens_q=cu)
+    assert torch.allclose(whole, engine(*qkv, cu_seqlens_q=cu)) and not torch.allclose(dropped, whole, atol=0.1)
