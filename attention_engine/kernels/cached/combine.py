@@ -60,6 +60,14 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache) -> A
     return build("combine", parameters, body)
 
 
+def in_exp2(*roots: Expr) -> tuple[Expr, ...]:
+    """exp as exp2, of differences times a factor: a part without keys has -1e30 for its maximum, as the whole row may.
+
+    nvcc makes one instruction of a product and a sum, which rounds once: of products of -1e30 no difference is 0.
+    """
+    return use_exp2(*roots, differences=True)
+
+
 def find_place(cache: cached.Cache, sizes: Sizes, buffers: Any, owner: Any, query: Any) -> tuple[Any, Any]:
     """The request of a query, and its place there."""
     if not cache.packed:
@@ -144,7 +152,7 @@ class _Row:
     def join(self) -> None:
         """The states of the whole row, one after the other."""
         for name, expr in self.merge.states:
-            (expr,) = use_exp2(expr)
+            (expr,) = in_exp2(expr)
             for node in topological(expr):
                 if node.op is Op.REDUCE and node not in self.held:
                     self._reduce(node)
@@ -168,7 +176,7 @@ class _Row:
 
     def write_factors(self, factors: Any) -> None:
         """What each part's sum is multiplied with."""
-        (factor,) = use_exp2(self.merge.factor)
+        (factor,) = in_exp2(self.merge.factor)
         for node in topological(factor):
             if node.op is Op.REDUCE and node not in self.held:
                 self._reduce(node)
@@ -183,7 +191,7 @@ class _Row:
     def finish(self, output: Any) -> None:
         """The epilogue, on the sum of all parts."""
         owner, query, head = self.row
-        final, *rows = use_exp2(self.merge.output, *(row for _, row in self.merge.finals))
+        final, *rows = in_exp2(self.merge.output, *(row for _, row in self.merge.finals))
 
         def entry(d: Any) -> None:
             (value,) = self.splice({OUTPUT: output[d]})(final)
