@@ -8,6 +8,7 @@ import torch
 from tests.fuzz.__main__ import main
 from tests.fuzz.check import Measured, Outcome, attempt, names_of, plain_results, run
 from tests.fuzz.normalisers import NORMALISERS
+from tests.fuzz.packed import run_packed
 from tests.fuzz.parts import worse_in_parts
 from tests.fuzz.pieces import MASKS, SCORES
 from tests.fuzz.scripts import draw
@@ -40,6 +41,17 @@ def test_parts_of_keys_are_as_exact_as_all(backend, numbers):
         assert not worse, f"{worse}\n{drawn.text}"
         cut += worse is not None
     assert cut >= len(numbers) // 2
+
+
+@pytest.mark.parametrize(("backend", "numbers"), [("reference", range(60)), ("interpret", range(100, 124))], ids=str)
+def test_batches_packed_as_sequences_mean_what_plain_torch_does(backend, numbers):
+    packed = 0
+    for number in numbers:
+        drawn = draw(15, number)
+        found = run_packed(drawn.text, backend, unlike=number % 2 == 1)
+        assert found is None or found.kind in KNOWN, f"{found.detail}\n{drawn.text}"
+        packed += found is not None and found.kind == "right"
+    assert packed >= len(numbers) // 6
 
 
 def test_a_wrong_result_is_found_and_its_script_runs_alone(capsys):

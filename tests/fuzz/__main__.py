@@ -18,6 +18,7 @@ import pytest
 
 from attention_engine import arch
 from tests.fuzz.check import Outcome, attempt, names_of, run
+from tests.fuzz.packed import run_packed
 from tests.fuzz.scripts import draw
 from tests.gpu.compile import silence
 
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
     parser.add_argument("--backend", default="interpret", choices=("interpret", "reference", "tilelang"))
+    parser.add_argument("--packed", action="store_true", help="batches as packed sequences, where a draw can be so")
     parser.add_argument("--compile", metavar="ARCH", help="compile for this GPU and run nothing")
     args = parser.parse_args(argv)
     long = args.backend == "tilelang" or bool(args.compile)
@@ -49,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     worst = (0.0, "nothing")
     for number in range(args.first, args.first + args.count):
         drawn, started = draw(args.seed, number, long), time.perf_counter()
-        found = compiled(drawn.text, args.compile) if args.compile else run(drawn.text, backend, device)
+        found = compiled(drawn.text, args.compile) if args.compile else None
+        found = run_packed(drawn.text, backend, number % 2 == 1, device) if args.packed and found is None else found
+        found = found or run(drawn.text, backend, device)
         spent = time.perf_counter() - started
         counts[found.kind if found.kind in ("right", "wrong", "compiled") else f"{found.kind}: {found.of}"] += 1
         print(f"#{number} {found.kind} {found.ratio:.2f} {found.of} | {drawn.name} | {spent:.1f} s", flush=True)
