@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,26 +107,20 @@ def ms(run: Callable[[], object], rounds: int = 12) -> float:
     return sorted(times)[rounds // 2]
 
 
-def measure(who: str, turn: Path | None) -> None:
-    """Prints a row a case. turn: a file that appears when it is this process's turn to time."""
+def measure(who: str, names: Sequence[str]) -> None:
+    """Prints a row a case: compiled, compared, then timed."""
     make, device = (ours, torchs)[who == "torch"], "cuda"
-    known, began = cases(device), time.perf_counter()
-    calls, ratios = {}, {}
-    for name, mods in known.items():
-        calls[name] = make(mods, device)
-        ratios[name] = off(calls[name], mods, device)
-    print(f"{who}: compiled and compared in {time.perf_counter() - began:.0f} s", flush=True)
-    while turn is not None and not turn.exists():
-        time.sleep(0.2)
-    *qkv, arriving = inputs(device)
-    for name, call in calls.items():
+    known, (*qkv, arriving) = cases(device), inputs(device)
+    for name in names or known:
+        began, call = time.perf_counter(), make(known[name], device)
+        error = off(call, known[name], device)
+        ready = time.perf_counter() - began
         with torch.no_grad():
             forward = ms(lambda: call(*qkv))  # noqa: B023
         o = call(*qkv)
         backward = ms(lambda: torch.autograd.grad(o, qkv, arriving, retain_graph=True))  # noqa: B023
-        print(
-            f"{who:6} {name:12} error {ratios[name]:5.2f} of eager's, {forward:7.3f} ms, {backward:7.3f} ms", flush=True
-        )
+        row = f"{who:6} {name:12} error {error:5.2f} of eager's, {forward:7.3f} ms, {backward:7.3f} ms"
+        print(f"{row} (ready in {ready:.0f} s)", flush=True)
 
 
 def host(device: str) -> None:
@@ -168,14 +161,14 @@ def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--who", choices=["ours", "torch"])
-    parser.add_argument("--turn", type=Path)
+    parser.add_argument("names", nargs="*", help="cases; all where none is named")
     parser.add_argument("--host", action="store_true")
     asked = parser.parse_args()
     if asked.host:
         host("cuda" if torch.cuda.is_available() else "cpu")
         return
     for who in [asked.who] if asked.who else ["ours", "torch"]:
-        measure(who, asked.turn)
+        measure(who, asked.names)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ place is an engine, whose score_mod and mask_mod replay the graph on symbols.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +22,7 @@ from attention_engine.runtime.finding import KEPT
 LIBRARY = torch.library.Library("attention_engine", "FRAGMENT")
 LIBRARY.define(
     "flex_pair(Tensor q, Tensor k, Tensor v, Tensor score, Tensor b, Tensor h, Tensor q_idx, Tensor kv_idx, "
-    "Tensor found, Tensor? keep, Tensor? seed, float scale, str online, str[] rows, str backend, bool deterministic, "
+    "Tensor found, Tensor? keep, Tensor? seed, str online, str[] rows, str backend, bool deterministic, "
     "float dropout_p) "
     "-> (Tensor, Tensor[])"
 )
@@ -60,31 +60,17 @@ def run(
     def pair(
         q: Tensor, k: Tensor, v: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Any:
-        found = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+        scaled = score * scale  # by the graph: a compiler may leave the number open
+        found = scaled if score_mod is None else score_mod(scaled, b, h, q_idx, kv_idx)
         keep = None if mask_mod is None else mask_mod(b, h, q_idx, kv_idx)
         if not isinstance(found, Tensor):
             found = score * 0 + found
         if isinstance(keep, bool):
             keep = None if keep else q_idx != q_idx
         made = torch.ops.attention_engine.flex_pair(
-            q,
-            k,
-            v,
-            score,
-            b,
-            h,
-            q_idx,
-            kv_idx,
-            found,
-            keep,
-            seed,
-            scale,
-            online,
-            list(names),
-            backend,
-            deterministic,
+            q, k, v, score, b, h, q_idx, kv_idx, found, keep, seed, online, list(names), backend, deterministic,
             dropout_p,
-        )
+        )  # fmt: skip
         return (made[0], *made[1])
 
     score = query.new_zeros(1, dtype=torch.float32)  # of one number: indexed by it, a tensor is read without a look
@@ -124,14 +110,13 @@ def _instead(graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
 
     def call(*given: Any) -> tuple[Tensor, ...]:
         values = dict(zip(inputs, given, strict=True))
-        *_, found, keep, seed, scale, online, rows, backend, deterministic, dropout_p = made.args
+        *_, found, keep, seed, online, rows, backend, deterministic, dropout_p = made.args
         names = made.args[:PLACES]
         q, k, v = (values[n] for n in names[:3])
-        score_mod = None if found is names[3] else _Replayed(graph, found, names[3:], values)
-        mask_mod = None if keep is None else _Replayed(graph, keep, names[4:], values)
-        scale = _plain(values.get(scale, scale))
+        score_mod = _Replayed(graph, found, names[3:], values, q)
+        mask_mod = None if keep is None else _Replayed(graph, keep, names[4:], values, q)
         engine = build(
-            score_mod, mask_mod, ONLINE.get(online), scale, "max_scores" in rows and not online,
+            score_mod, mask_mod, ONLINE.get(online), 1.0, "max_scores" in rows and not online,
             Options(backend, deterministic, dropout_p),
         )  # fmt: skip
         named = {} if seed is None else {"dropout_seed": values[seed]}
@@ -146,28 +131,22 @@ def _instead(graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
 _OPS = (torch.ops.attention_engine.flex_pair, torch.ops.attention_engine.flex_pair.default)
 
 
-def _plain(value: Any) -> Any:
-    """A number that a compiler may change, as it is now: other numbers are compiled anew."""
-    if isinstance(value, torch.SymInt):
-        return int(value)
-    return float(value) if isinstance(value, torch.SymFloat) else value
-
-
 class _Replayed:
     """A function that a compiler traced: the part of a graph that makes a node of the numbers of a pair."""
 
     def __init__(
-        self, graph: fx.GraphModule, result: fx.Node, places: Sequence[fx.Node], values: Mapping[fx.Node, Any]
-    ) -> None:
-        """places: the nodes that the arguments take the place of; values: of the graph's other inputs."""
-        self.graph, self.result, self.places = graph, result, places
+        self, graph: fx.GraphModule, result: fx.Node, places: Sequence[fx.Node], values: Mapping[fx.Node, Any],
+        like: Tensor,
+    ) -> None:  # fmt: skip
+        """places: the nodes that the arguments take the place of; values: of the graph's other inputs; like: q."""
+        self.graph, self.result, self.places, self.like = graph, result, places, like
         needed, waiting = set[fx.Node](), [result]
         while waiting:
             node = waiting.pop()
             if node not in needed:
                 needed.add(node)
                 waiting += node.all_input_nodes
-        self.values = {n: _plain(x) for n, x in values.items() if n in needed}
+        self.values = {n: self._plain(x) for n, x in values.items() if n in needed}
         self.nodes = [n for n in graph.graph.nodes if n in needed and n.op != "placeholder"]
         self.__qualname__ = "compiled"
 
@@ -175,8 +154,17 @@ class _Replayed:
         found = {**self.values, **dict(zip(self.places, place, strict=True))}
         for node in self.nodes:
             args, named = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
-            found[node] = self._value(node, args, named)
+            found[node] = self._plain(self._value(node, args, named))
         return found[self.result]
+
+    def _plain(self, value: Any) -> Any:
+        """A number that the compiler leaves open: integers are settled, and others compiled anew; floats are read."""
+        if isinstance(value, torch.SymInt):
+            return int(value)
+        if isinstance(value, torch.SymFloat):
+            kind, number = torch.promote_types(self.like.dtype, torch.float32), cast(float, value)
+            return torch.full((), number, dtype=kind, device=self.like.device)
+        return value
 
     def _value(self, node: fx.Node, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         if node.op == "call_method":

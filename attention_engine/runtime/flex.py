@@ -12,6 +12,7 @@ from attention_engine.errors import OptionsClash
 from attention_engine.runtime.masks import create_block_mask
 
 FLEX = "torch.nn.attention.flex_attention"
+OURS = "attention_engine.flex.masks"  # which stands above this part of the package
 
 
 def is_block_mask(value: object) -> bool:
@@ -20,15 +21,19 @@ def is_block_mask(value: object) -> bool:
     return flex is not None and isinstance(value, flex.BlockMask)
 
 
+def _is_ours(value: object) -> bool:
+    return type(value).__module__ == OURS and hasattr(value, "mask_mod")
+
+
 def of_flex(mask_mod: Any, block_mask: Any, block_size: tuple[int, int]) -> tuple[Any, Any, tuple[int, int]]:
     """mask_mod, block_mask and block_size of an engine, with a BlockMask in either place taken apart."""
-    given = [m for m in (mask_mod, block_mask) if is_block_mask(m)]
+    given = [m for m in (mask_mod, block_mask) if is_block_mask(m) or _is_ours(m)]
     if not given:
         return mask_mod, block_mask, block_size
     if mask_mod is not None and block_mask is not None:
-        raise OptionsClash(
-            "a BlockMask of FlexAttention is given beside another mask. Give one: a BlockMask holds its own mask_mod."
-        )
+        raise OptionsClash("a BlockMask is given beside another mask. Give one: a BlockMask holds its own mask_mod.")
+    if _is_ours(given[0]):  # it is its function
+        return given[0].mask_mod, None, given[0].BLOCK_SIZE
     return taken_apart(given[0])
 
 

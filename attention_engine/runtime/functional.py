@@ -212,6 +212,7 @@ def _guard(function: Any) -> tuple[object, ...]:
         else:
             raise NotYetSupported(
                 "attention() in a compiled function was given a function that captured a tensor or an object.\n"
-                "  Give tensors by name, custom={'bias': bias}, or build an AttentionEngine outside."
+                "  Give tensors by name, custom={'bias': bias}, build an AttentionEngine outside, or call\n"
+                "  attention_engine.flex.flex_attention, which takes such functions."
             )
     return tuple(found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from attention_engine import errors, library
+from attention_engine import AttentionEngine, errors, library
 from attention_engine.flex import (
     AuxRequest,
     BlockMask,
@@ -415,3 +415,31 @@ def test_a_normaliser_and_options_reach_the_compiled_call():
                               kernel_options={"deterministic": True})  # fmt: skip
 
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given))
+
+
+def scaled_by(factor):
+    return lambda s, b, h, i, j: s * factor
+
+
+def near(width):
+    return lambda b, h, i, j: abs(i - j) < width
+
+
+def test_a_compiler_sees_that_functions_hold_other_numbers():
+    torch._dynamo.reset()
+    given = qkv(dtype=torch.float32)
+    compiled = torch.compile(
+        lambda q, k, v, score, mask, scale: flex_attention(q, k, v, score, mask, scale), fullgraph=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    for factor, width, scale in ((0.5, 7, 0.1), (0.25, 9, 0.2), (3, 9, 0.3), (torch.tensor([2.0]), 20, None)):
+        more = scaled_by(factor), mask_of(near(width)), scale
+        torch.testing.assert_close(compiled(*given, *more), flex_attention(*given, *more))
+
+
+def test_an_engine_takes_a_block_mask():
+    given = qkv()
+    engine = AttentionEngine(block_mask=mask_of(), layout="bhsd")
+    torch.testing.assert_close(engine(*given), flex_attention(*given, None, mask_of()))
+    with pytest.raises(errors.OptionsClash, match="a BlockMask is given beside another mask"):
+        AttentionEngine(mask_mod=causal, block_mask=mask_of())
