@@ -14,7 +14,6 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.kernels.common import Operand, split_operand
-from attention_engine.kernels.splice import both
 
 
 @dataclass(frozen=True)
@@ -32,20 +31,32 @@ class Source:
     page: int
     seen: Callable[[Any], Any] | None = None
 
-    def entry(self, key: Any, column: Any) -> Any:
-        """An entry of a key; 0 where there is none: its index is then behind the last, where TileLang reads 0."""
-        asked = key < self.stop
+    def entry(self, first: Any, j: Any, column: Any, keys: int) -> Any:
+        """An entry of key first + j of a tile of so many keys; 0 where there is none: its index is then behind the
+        last, where TileLang reads 0.
+
+        A tile that lies in one page asks the table once. It is asked of keys that are there alone, with which it may
+        end.
+        """
+        key = first + j
+        gone = key >= self.stop
         if self.seen is not None:
-            asked = both(asked, self.seen(key))
+            gone = T.Or(gone, T.Not(self.seen(key)))
         if self.table is None:
-            return self.buffer[self.batch, T.if_then_else(asked, key, self.buffer.shape[1]), self.head, column]
-        page = T.if_then_else(asked, self.table[self.batch, key // self.page], self.buffer.shape[0])
+            return self.buffer[self.batch, key + _where(gone, self.buffer.shape[1]), self.head, column]
+        held = first if self.page % keys == 0 else T.min(key, self.stop - 1)
+        page = self.table[self.batch, held // self.page] + _where(gone, self.buffer.shape[0])
         return self.buffer[page, key % self.page, self.head, column]
+
+
+def _where(condition: Any, number: Any) -> Any:
+    """A number, or 0, without a branch."""
+    return T.cast(condition, "int32") * number
 
 
 @T.macro
 def bring(source: Source, operand: Operand, first: Any) -> None:
     """A tile of keys from `first` on."""
     for j, d in T.Parallel(operand.shape[0], operand.shape[1]):
-        operand.whole[j, d] = source.entry(first + j, d)
+        operand.whole[j, d] = source.entry(first, j, d, operand.shape[0])
     split_operand(operand)
