@@ -41,12 +41,33 @@ def in_cell_of_tile(of_thread: Any, of_register: Any) -> InCell:
 
 def chance(hold: Hold, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> Any:
     """The pair's number, as int64. hold: gives a value a name, so that it is spelled once."""
+    own, others = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
+    first = T.bitwise_and(_own_byte_first(own, query, key), T.uint32(0xFF00_0000))
+    return T.cast(T.bitwise_or(first, T.shift_right(others, T.uint32(8))), "int64")
+
+
+def chance_below(hold: Hold, bound: int, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> Any:
+    """Is the pair's number below this? What stands behind its own byte moves the byte's bound by 1 at most, and is the
+    same for four pairs: so it is asked once for them, and a pair compares its own byte alone."""
+    own, others = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
+    most, rest = bound >> 24, bound & 0x00FF_FFFF
+    least = T.uint32(most << 24)
+    if rest:
+        more = others < T.uint32(rest << 8)
+        if most == 0xFF:  # the next bound is more than a word holds
+            own_byte = T.bitwise_or(_own_byte_first(own, query, key), T.uint32(0x00FF_FFFF))
+            return T.Or(own_byte < least, T.And(more, own_byte == T.uint32(LOW)))
+        least = hold(T.if_then_else(more, T.uint32(most + 1 << 24), least))
+    return _own_byte_first(own, query, key) < least
+
+
+def _words_of_cell(hold: Hold, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> list[Any]:
     low, high = hold(_word(seed)), hold(_word(T.shift_right(seed, 32)))
     words = [_word(query.counter), _word(b), _word(key.counter), _word(h)]
     for number in range(ROUNDS):
         first, second = (T.uint32(number * step & LOW) for step in KEY_STEPS)
         words = _round(hold, words, (low + first, high + second) if number else (low, high))
-    return T.cast(_pick(hold, words, query, key), "int64")
+    return words
 
 
 def _word(value: Any) -> Any:
@@ -62,11 +83,14 @@ def _round(hold: Hold, words: list[Any], keys: tuple[Any, Any]) -> list[Any]:
     return [first, hold(_word(of_c)), third, hold(_word(of_a))]
 
 
-def _pick(hold: Hold, words: list[Any], query: InCell, key: InCell) -> Any:
-    """The number of a pair from its cell's words."""
+def _words_of_pair(hold: Hold, words: list[Any], query: InCell, key: InCell) -> tuple[Any, Any]:
+    """The word that holds the pair's own byte, and the exclusive or of the cell's others."""
     of_even, of_odd = (hold(T.if_then_else(key.odd != 0, words[n + 1], words[n])) for n in (0, 2))
     own = hold(T.if_then_else(query.odd != 0, of_odd, of_even))
     every = hold(T.bitwise_xor(T.bitwise_xor(words[0], words[1]), T.bitwise_xor(words[2], words[3])))
-    others = T.shift_right(T.bitwise_xor(every, own), T.uint32(8))
-    first = T.shift_left(own, _word(query.upper * 2 + key.upper))
-    return T.bitwise_or(T.bitwise_and(first, T.uint32(0xFF00_0000)), others)
+    return own, hold(T.bitwise_xor(every, own))
+
+
+def _own_byte_first(own: Any, query: InCell, key: InCell) -> Any:
+    """A word whose first byte is the pair's own."""
+    return T.shift_left(own, _word(query.upper * 2 + key.upper))

@@ -11,7 +11,7 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as tir_builder
 
 from attention_engine.ir.expr import Expr, Op, Type, count_uses, topological
-from attention_engine.kernels.chance import InCell, chance, in_cell, in_cell_of_tile
+from attention_engine.kernels.chance import InCell, chance, chance_below, in_cell, in_cell_of_tile
 from attention_engine.passes.index_ranges import Ranges
 from attention_engine.passes.strength import PARTS
 
@@ -203,6 +203,11 @@ def is_read(index: Expr) -> bool:
     return any(node.op is Op.LOAD for node in topological(index))
 
 
+def _asks_chance(node: Expr) -> bool:
+    """Does it ask whether a pair's number for dropout is below a constant?"""
+    return node.op is Op.LESS and node.args[0].op is Op.CHANCE and node.args[1].op is Op.CONST
+
+
 class Splice:
     """Emits expressions at one place of a kernel.
 
@@ -219,8 +224,12 @@ class Splice:
         """The expressions as TileLang values; call it once with all that a place needs."""
         uses, depths, nodes = count_uses(*exprs), dict.fromkeys(self.done, 0), topological(*exprs)
         indices = {index for node in nodes if node.op is Op.LOAD for index in node.args if is_read(index)}
+        asked = {node.args[0] for node in nodes if _asks_chance(node)}
         for node in nodes:
             if node in self.done:
+                continue
+            if node in asked and uses[node] == 1:
+                depths[node] = 0  # with the comparison
                 continue
             value = self._emit(node)
             shared = uses[node] > 1 and node.op not in CHEAP
@@ -233,6 +242,10 @@ class Splice:
     def _emit(self, node: Expr) -> Any:
         if node.op is Op.CONST:
             return constant(node)
+        if _asks_chance(node) and node.args[0] not in self.done:
+            seed, b, h, *indices = node.args[0].args
+            places = [self.done[a] for a in (seed, b, h)]
+            return chance_below(name_value, int(node.args[1].value), *places, *map(self._in_cell, indices))
         operands = [self.done[a] for a in node.args]
         if node.op is Op.LOAD:
             return self.read(node.name, operands, node.dtype)

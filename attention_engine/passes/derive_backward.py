@@ -346,13 +346,32 @@ def magnifies_delta(closed: ClosedForm, rows: list[Expr]) -> bool:
     return reads and log_derivative(closed.weight, SCORE, SCORE) is None
 
 
+def led_by_arriving(expr: Expr) -> Expr:
+    """Factors number * dweight + rest as number * (dweight + rest / number): where pairs are dropped, dweight is the
+    result of a choice, which nothing but an addition then follows."""
+
+    def led(factor: Expr) -> Expr:
+        for term in terms(factor) if factor.op is Op.ADD else ():
+            number, rest = split_coefficient(term)
+            if rest is WEIGHT_GRADIENT:
+                others = (mul(const(1.0 / number), t) for t in terms(factor) if t is not term)
+                return mul(const(float(number)), add(rest, *others))
+        return factor
+
+    number, rest = split_coefficient(expr)
+    return expr if rest is None else mul(const(float(number)), *map(led, factors(rest)))
+
+
 def _assemble(
     program: Program, closed: ClosedForm, rows: RowValues, weight: Expr, product: Expr, pair: Gradients,
     by_row: Gradients,
 ) -> Backward:  # fmt: skip
     far = program.forward is None and may_be_far(program.score)
     (weight,) = use_exp2(rows.in_states(weight), differences=far)
-    weights, *named = rows.name(weight, *use_exp2(*(rows.in_states(e) for e in (factor_out(product), *pair.values()))))
+    gradients = [factor_out(product), *pair.values()]
+    if program.dropped is not None:
+        gradients = [led_by_arriving(factor_out(e)) for e in gradients]
+    weights, *named = rows.name(weight, *use_exp2(*map(rows.in_states, gradients)))
     in_score = {SCORE: simplify(program.score)[0]}
     if not far:
         (weights,) = use_exp2(substitute(weights, in_score))

@@ -82,6 +82,14 @@ def test_kernels_drop_the_pairs_of_the_reference(tile, dtype, tiles):
     assert torch.equal(backward, wanted)
 
 
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9985])
+def test_kernels_drop_as_many_as_the_reference(p):
+    """Bounds whose first byte is 0, whose last three are, and whose first is the greatest."""
+    engine = AttentionEngine(dropout_p=p, backend="interpret")
+    forward, _ = pairs_that_met_values(engine, 1, 2, 90, 32, torch.float32)
+    assert torch.equal(forward, kept_pairs(1, 2, 90, 90, p))
+
+
 @pytest.mark.parametrize(("dim", "forward_tile", "backward_tile"), HOPPER, ids=["64", "128", "256"])
 def test_hand_placed_kernels_drop_the_pairs_of_the_reference(dim, forward_tile, backward_tile, tiles):
     tiles.update(forward=forward_tile, backward=backward_tile)
