@@ -18,6 +18,7 @@ from attention_engine.flex.engines import build
 from attention_engine.flex.options import Options
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.runtime.finding import KEPT
+from attention_engine.runtime.inputs import follow_autocast
 
 LIBRARY = torch.library.Library("attention_engine", "FRAGMENT")
 LIBRARY.define(
@@ -53,6 +54,7 @@ def run(
     scale: float, maxima: bool, options: Options, rows: bool, seed: Tensor | None,
 ) -> Any:  # fmt: skip
     """What the engine of these functions returns: the output, or (output, rows by name). Compilers trace this."""
+    query, key, value = follow_autocast(query, key, value)
     online = "" if online_func is None else _name_of(online_func)
     names = _names_of_rows(online, maxima) if rows else ()
     backend, deterministic, dropout_p = options

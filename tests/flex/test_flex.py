@@ -417,6 +417,22 @@ def test_a_normaliser_and_options_reach_the_compiled_call():
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given))
 
 
+def test_autocast_is_followed_in_a_compiled_call():
+    torch._dynamo.reset()
+    given, seen = [t.requires_grad_() for t in qkv(dtype=torch.float32)], []
+
+    def run(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            o = flex_attention(q, k, v, lambda s, b, h, i, j: s * 0.5, mask_of())
+        seen.append(o.dtype)
+        return o
+
+    found, want = torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given)
+    assert torch.equal(found, want) and set(seen) == {torch.bfloat16}
+    found, want = (torch.autograd.grad(o.float().square().sum(), given) for o in (found, want))
+    torch.testing.assert_close(found, want)
+
+
 def scaled_by(factor):
     return lambda s, b, h, i, j: s * factor
 
