@@ -26,7 +26,8 @@ class Program:
     """An attention and all that its kernels are compiled for.
 
     rows: a gradient arrives at the returned rows too; learned: the custom inputs that want one, of dtype `held`;
-    hint: batch and length of the metas; longest: of a draw; square: as many keys as queries.
+    hint: batch and length of the metas; longest: of a draw; square: as many keys as queries. packed: all documents of
+    all batches are one packed call, whose mask says nothing of documents.
     """
 
     mask: str
@@ -43,6 +44,7 @@ class Program:
     held: torch.dtype = torch.float32
     hint: tuple[int | None, int | None] = ANY
     longest: int = 65536
+    packed: bool = False
     linear = False
 
     @property
@@ -66,7 +68,11 @@ class Program:
         words = [self.mask, *([self.score] if self.score != "scaled" else []), self.kind]
         words += [f"{self.heads}/{self.kv_heads}", f"D {self.dim}" + (f"/{self.dim_v}" if self.dim_v else "")]
         words.append("bf16" if self.dtype is BF16 else "fp16")
-        words += [word for word, said in (("rows", self.rows), ("deterministic", self.deterministic)) if said]
+        words += [
+            word
+            for word, said in (("rows", self.rows), ("deterministic", self.deterministic), ("packed", self.packed))
+            if said
+        ]
         words += [f"d{name}" for name in self.learned]
         words += ["bf16 bias"] * (self.held is BF16) + [f"for {self.hint}"] * (self.hint != ANY)
         return " ".join(words)
@@ -101,6 +107,8 @@ class Program:
             meta_tensor(batch, self.kv_heads, length, self.values_dim, dtype=dtype),
         )
         mask, score, sizes = MASKS[self.mask], SCORES[self.score], {"block_size": (BLOCK, BLOCK)}
+        if self.packed:
+            mask = MASKS[{"causal documents": "causal", "documents": "full"}[self.mask]]
         return AttentionEngine(
             metas,
             CustomIO({**score.axes, **mask.axes}),
@@ -114,11 +122,30 @@ class Program:
 
     def run(self, backend: str, q: Tensor, k: Tensor, v: Tensor, custom: dict[str, Tensor]) -> tuple[Tensor, dict]:
         """(o, {name: row})."""
+        if self.packed:
+            return self._run_packed(backend, q, k, v, custom)
         named = {n: x for n, x in custom.items() if n != BLOCKS}
         output: Any = self.engine(backend)(
             q, k, v, **named, block_mask=custom.get(BLOCKS), return_rowscales=self.kind.startswith("softmax")
         )
         return output if isinstance(output, tuple) else (output, {})
+
+    def _run_packed(
+        self, backend: str, q: Tensor, k: Tensor, v: Tensor, custom: dict[str, Tensor]
+    ) -> tuple[Tensor, dict]:  # fmt: skip
+        batch, length, heads, _ = q.shape
+        ids = custom["documents"]
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        starts = torch.cat([begins.view(-1).nonzero()[:, 0], begins.new_tensor([batch * length], dtype=torch.int64)])
+        named = {n: x for n, x in custom.items() if n != "documents"}
+        output: Any = self.engine(backend)(
+            *(t.reshape(batch * length, *t.shape[2:]) for t in (q, k, v)), **named, cu_seqlens_q=starts.int(),
+            return_rowscales=self.kind.startswith("softmax"),
+        )  # fmt: skip
+        o, rows = output if isinstance(output, tuple) else (output, {})
+        rows = {n: row.view(heads, batch, length).transpose(0, 1) for n, row in rows.items()}
+        return o.view(batch, length, heads, -1), rows
 
 
 @dataclass(frozen=True)
@@ -196,6 +223,11 @@ PROGRAMS: tuple[Program | Linear, ...] = (
     Program("full", 16, 4, kind="sigmoid", score="shifted"),
     Program("causal documents", 8, 8, 64, kind="relu"),
     Program("causal", 8, 8, kind="retention", score="decayed", longest=16384),
+    Program("causal documents", 32, 8, packed=True),
+    Program("causal documents", 32, 2, 64, rows=True, packed=True),
+    Program("causal documents", 16, 4, score="alibi", learned=("slopes",), longest=16384, packed=True),
+    Program("causal documents", 8, 8, 64, kind="relu", deterministic=True, packed=True),
+    Program("documents", 16, 4, dtype=FP16, packed=True),
     Linear("token", 4, 16, 128, 64, states=True),
     Linear("token", 16, 16, 64, 64, FP16),
     Linear("token", 1, 16, 128, 64, mods=True),
