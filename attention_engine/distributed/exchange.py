@@ -6,8 +6,9 @@ follow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from attention_engine.distributed.layout import Layout, order_of_gathered, order
 
 COLLECTIVES: Any = torch.ops._c10d_functional
 WAIT: Any = COLLECTIVES.wait_tensor
+Range: TypeAlias = tuple[int, int]  # of tokens of a sequence: the first, and one past the last
 
 
 @dataclass(frozen=True)
@@ -73,23 +75,38 @@ class Tokens:
 
 
 class _Gather(torch.autograd.Function):
-    """Several tensors at once: all are under way before the first is waited for, and ranks send in one order."""
+    """Several tensors at once: all are under way before the first is waited for, and ranks send in one order. What
+    comes of each is handed out in ranges, whose gradients are added up in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tokens, dim: int, *mine: Tensor) -> tuple[Tensor, ...]:
-        ctx.tokens, ctx.dim, ctx.dtypes = tokens, dim, [t.dtype for t in mine]
-        ranks = tokens.ranks
-        gathered = [ranks.begin_gather(tokens.padded(t.movedim(dim, 0))) for t in mine]
-        return tuple(tokens.in_order(WAIT(t)).movedim(0, dim) for t in gathered)
+    def forward(ctx: Any, tokens: Tokens, dim: int, ranges: Sequence[Range], *mine: Tensor) -> tuple[Tensor, ...]:
+        ctx.tokens, ctx.dim, ctx.ranges, ctx.dtypes = tokens, dim, ranges, [t.dtype for t in mine]
+        gathered = [tokens.ranks.begin_gather(tokens.padded(t.movedim(dim, 0))) for t in mine]
+        whole = [tokens.in_order(WAIT(t)).movedim(0, dim) for t in gathered]
+        return tuple(t.narrow(dim, first, stop - first) for t in whole for first, stop in ranges)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor | None, ...]:
         tokens: Tokens = ctx.tokens
-        wide = [t if t.dtype is torch.float64 else t.float() for t in arriving]
-        sums = [tokens.ranks.begin_sum(tokens.by_rank(t.movedim(ctx.dim, 0))) for t in wide]
+        count = len(ctx.ranges)
+        of_tensors = [arriving[n : n + count] for n in range(0, len(arriving), count)]
+        wide = [_in_all(tokens.layout.length, ctx.dim, ctx.ranges, parts) for parts in of_tensors]
+        sums = [tokens.ranks.begin_sum(tokens.by_rank(t)) for t in wide]
         found = [WAIT(t)[: tokens.own].movedim(0, ctx.dim) for t in sums]
-        return None, None, *(t.to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True))
+        return None, None, None, *(t.to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True))
+
+
+def _in_all(length: int, dim: int, ranges: Sequence[Range], parts: Sequence[Tensor]) -> Tensor:
+    """The sum of what arrives at ranges of all tokens, in at least fp32; tokens come first."""
+    first = parts[0].movedim(dim, 0)
+    dtype = first.dtype if first.dtype is torch.float64 else torch.float32
+    if list(ranges) == [(0, length)]:
+        return first.to(dtype)
+    total = first.new_zeros(length, *first.shape[1:], dtype=dtype)
+    for (start, stop), part in zip(ranges, parts, strict=True):
+        total[start:stop] += part.movedim(dim, 0)
+    return total
 
 
 def _to_heads(mine: Tensor, tokens: Tokens) -> Tensor:
@@ -120,10 +137,14 @@ class _Exchange(torch.autograd.Function):
 
 def gather(tokens: Tokens, dim: int, *mine: Tensor) -> tuple[Tensor, ...]:
     """All tokens of each tensor, in the order of the sequence; gradients are summed over ranks."""
-    if all(t.is_floating_point() for t in mine):
-        return _Gather.apply(tokens, dim, *mine)  # type: ignore[no-any-return, no-untyped-call]
-    with torch.no_grad():
-        return _Gather.apply(tokens, dim, *mine)  # type: ignore[no-any-return, no-untyped-call]
+    return gather_ranges(tokens, dim, [(0, tokens.layout.length)], *mine)[0]
+
+
+def gather_ranges(tokens: Tokens, dim: int, ranges: Sequence[Range], *mine: Tensor) -> list[tuple[Tensor, ...]]:
+    """The same, of each of these ranges of the sequence: what the tensors have there."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and all(t.is_floating_point() for t in mine)):
+        found = _Gather.apply(tokens, dim, ranges, *mine)  # type: ignore[no-untyped-call]
+    return [found[n :: len(ranges)] for n in range(len(ranges))]
 
 
 def to_heads(mine: Tensor, tokens: Tokens) -> Tensor:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from attention_engine.distributed.exchange import Ranks, Tokens, gather, to_heads, to_tokens
+from attention_engine.distributed.exchange import Range, Ranks, Tokens, gather, gather_ranges, to_heads, to_tokens
 from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.placements import Placement
 from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
-from attention_engine.ir.program import H
-from attention_engine.passes.starts import own_rows
+from attention_engine.passes.analyse_mask import Bound
+from attention_engine.passes.starts import Dimension
 from attention_engine.runtime.module import AttentionEngine
 from attention_engine.runtime.moved import Part, call_part
 
 METHODS = ("gather", "heads")
 AXES = ("batch", "heads", "seq_len", "seq_len_kv")
+ALIGNED = 128  # keys: tiles of a part begin where those of the whole do
 Rows = dict[str, Tensor]
 
 
@@ -108,6 +109,8 @@ class Call:
     starts: dict[object, Tensor]
     returns_rows: bool
     seed: Tensor | None  # of dropped weights
+    bounds: Sequence[Bound]  # of the mask
+    own_heads: Collection[Dimension]  # of custom inputs, where every read asks for the head's own
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """BadInput where k and v differ; HeadsDoNotDivide."""
@@ -119,6 +122,18 @@ class Call:
                 f'{q.shape[2]} query heads can\'t be shared evenly among {size} ranks, as method="heads" does.\n'
                 f'  Use method="gather", or a multiple of {size} heads.'
             )
+
+    def seen(self, run: Run) -> Range:
+        """The keys that a run of queries may see, from a multiple of ALIGNED on; one at least."""
+        first, stop = 0, self.keys.length
+        for bound in self.bounds:
+            most = bound.q * (run.start + (run.count - 1 if bound.q > 0 else 0)) + bound.offset
+            if bound.kv < 0:
+                stop = min(stop, most // -bound.kv + 1)
+            elif bound.kv > 0:
+                first = max(first, -(most // bound.kv))
+        first = min(first, self.keys.length - 1) // ALIGNED * ALIGNED
+        return first, max(stop, first + 1)
 
     def attend(
         self, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
@@ -155,18 +170,36 @@ def attend_together(
     if queries is None or keys is None:
         o, rows = call.attend(starts, q, k, v, custom)
     else:
-        k, v = gather(keys, 1, k, v)
-        custom = [t if p.keys is None else gather(keys, p.keys, t)[0] for p, t in zip(placed, custom, strict=True)]
+        runs = queries.layout.runs[queries.ranks.rank]
+        ranges = [call.seen(run) for run in runs]
+        of_runs = gather_ranges(keys, 1, ranges, k, v)
+        customs = _of_runs(custom, placed, keys, runs, ranges)
         parts = []
-        for run in queries.layout.runs[queries.ranks.rank]:
-            both = zip(placed, custom, strict=True)
-            own = [t if p.queries is None else t.narrow(p.queries, run.at, run.count) for p, t in both]
-            parts.append(call.attend({**starts, "seq_len": run.start}, q[:, run.here], k, v, own))
+        for run, seen, (k, v), own in zip(runs, ranges, of_runs, customs, strict=True):
+            at = {**starts, "seq_len": run.start, **({"seq_len_kv": seen[0]} if call.bounds else {})}
+            parts.append(call.attend(at, q[:, run.here], k, v, own))
         o, rows = _joined(parts)
     if of_q is not None:
         rows = {n: to_tokens(r.transpose(1, 2)[..., None], of_q)[..., 0].transpose(1, 2) for n, r in rows.items()}
         o = to_tokens(o, of_q)
     return o, rows
+
+
+def _of_runs(
+    custom: Sequence[Tensor], placed: Sequence[Placement], keys: Tokens, runs: Sequence[Run], ranges: Sequence[Range]
+) -> list[list[Tensor]]:  # fmt: skip
+    """Custom inputs of each run, with the rows of its queries, and of the keys that it sees."""
+    found: list[list[Tensor]] = [[] for _ in runs]
+    for placement, tensor in zip(placed, custom, strict=True):
+        dim, columns = placement.queries, placement.columns
+        own = [tensor if dim is None else tensor.narrow(dim, run.at, run.count) for run in runs]
+        if placement.keys is not None:
+            own = [each for (each,) in gather_ranges(keys, placement.keys, ranges, tensor)]
+        elif columns is not None:
+            own = [t.narrow(columns, first, stop - first) for t, (first, stop) in zip(own, ranges, strict=True)]
+        for of_run, each in zip(found, own, strict=True):
+            of_run.append(each)
+    return found
 
 
 def _joined(parts: Sequence[tuple[Tensor, Rows]]) -> tuple[Tensor, Rows]:
@@ -203,11 +236,10 @@ def _own_heads(
     call: Call, custom: Sequence[Tensor], placed: Sequence[Placement], first: int, heads: int
 ) -> list[Tensor]:  # fmt: skip
     """Custom inputs with this rank's heads alone, where every read asks for the head's own."""
-    own = own_rows(call.engine._program, {p.spec.name: p.spec.axes for p in placed}, (H,))
     found = []
     for placement, tensor in zip(placed, custom, strict=True):
         for n in range(tensor.ndim):
-            tensor = tensor.narrow(n, first, heads) if (placement.spec.name, n) in own else tensor
+            tensor = tensor.narrow(n, first, heads) if (placement.spec.name, n) in call.own_heads else tensor
         found.append(tensor)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,6 +19,9 @@ from attention_engine.distributed.methods import METHODS, Call, Split, attend_to
 from attention_engine.distributed.placements import Placement, placements
 from attention_engine.distributed.states import attend_by_states
 from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption
+from attention_engine.ir.program import H
+from attention_engine.passes.analyse_mask import Bound
+from attention_engine.passes.starts import Dimension, own_rows
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.runtime.dropout import check_seed, seed_tensor
 from attention_engine.runtime.inputs import check_ranks, check_type, follow_autocast, order_custom
@@ -89,6 +92,7 @@ class ContextParallel(torch.nn.Module):
         self._layouts: dict[int, Layout] = {}  # by length, the newest last
         self._agreed: set[object] = set()
         self._starts: dict[object, Tensor] = {}
+        self._found: tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]] | None = None
         if isinstance(balance, Layout):
             self._know(balance)
 
@@ -195,9 +199,20 @@ class ContextParallel(torch.nn.Module):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         of_q, of_k = self.layout_of(q.shape[1], "q"), self.layout_of(k.shape[1], "k")
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
-        placed = placements(engine._program, engine.custom_io.in_order)
+        placed, bounds, own_heads = self._known_of(engine)
         split = self._split_of(sizes, k.shape[2])
-        call = Call(engine, split, of_q, of_k, sizes, self._starts, return_rowscales, self._seed(dropout_seed, q))
+        call = Call(
+            engine,
+            split,
+            of_q,
+            of_k,
+            sizes,
+            self._starts,
+            return_rowscales,
+            self._seed(dropout_seed, q),
+            bounds,
+            own_heads,
+        )
         call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
@@ -205,6 +220,14 @@ class ContextParallel(torch.nn.Module):
         output, rows = attend_together(call, q, k, v, tensors, placed)
         output = output.transpose(1, 2) if engine.layout == "bhsd" else output
         return (output, rows) if return_rowscales else output
+
+    def _known_of(self, engine: AttentionEngine) -> tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]]:
+        """Where custom inputs are, the mask's bounds, and which dimensions hold heads of their own: worked out once."""
+        if self._found is None:
+            program, specs = engine._program, engine.custom_io.in_order
+            heads = own_rows(program, {spec.name: spec.axes for spec in specs}, (H,))
+            self._found = placements(program, specs), plan_tiles(program.mask).bounds.bounds, heads
+        return self._found
 
     def _split_of(self, sizes: Mapping[str, int], kv_heads: int) -> Split:
         """Who exchanges and who gathers in a call. Of one dimension either do."""

@@ -19,6 +19,8 @@ QUERIES, KEYS = "seq_len", "seq_len_kv"
 class Placement:
     """Of one custom input: the dimension that holds this rank's queries, or its keys; None where there is none.
 
+    columns: the dimension of which every read asks the key's own entry, held by whom it may.
+
     Own rows are those that every read asks at exactly the query's index, or the key's. A tensor of pairs has own rows
     and all columns. All other dimensions come whole.
     """
@@ -26,6 +28,7 @@ class Placement:
     spec: CustomSpec
     queries: int | None
     keys: int | None
+    columns: int | None = None
 
     def shape(self, sizes: Mapping[str, int], own: Mapping[str, int]) -> tuple[int, ...]:
         """What its shape must be. sizes: of the whole attention, by axis; own: this rank's queries and keys."""
@@ -55,5 +58,5 @@ def placements(program: Program, specs: Sequence[CustomSpec]) -> list[Placement]
     for spec in specs:
         dims = {axis: n for n, axis in enumerate(spec.axes) if (spec.name, n) in own and isinstance(axis, str)}
         queries = dims.get(QUERIES)
-        found.append(Placement(spec, queries, dims.get(KEYS) if queries is None else None))
+        found.append(Placement(spec, queries, dims.get(KEYS) if queries is None else None, dims.get(KEYS)))
     return found

@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, document_ids
+from attention_engine import AttentionEngine, CustomIO, create_mask, document_ids
 from attention_engine import library as lib
 from attention_engine.distributed import Layout
 from attention_engine.distributed.deal import kept_pairs
 from attention_engine.distributed.layout import order_of_gathered, order_of_sent
+from attention_engine.distributed.methods import ALIGNED, Call
 from attention_engine.distributed.placements import placements
 from attention_engine.errors import LengthNotInLayout
+from attention_engine.passes.tile_plan import plan_tiles
 
 CPU = torch.device("cpu")
+PREFIX = lib.prefix_lm(9)
 
 
 def layouts(length, ranks):
@@ -82,3 +85,19 @@ def test_which_custom_inputs_come_whole():
     assert found == {
         "rows": (1, None), "documents": (None, None), "keys": (None, 1), "pairs": (2, None), "slopes": (None, None),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [lib.causal, lib.sliding_window(200, 30), lib.causal_from(-300), PREFIX])
+def test_a_run_gets_the_keys_that_it_may_see(mask):
+    """No kept pair lies outside of them, and for masks of plain bounds few masked keys lie inside."""
+    at = torch.arange(1024)
+    keep = create_mask(mask, 1, 1, 1024, 1024)[0, 0]
+    for layout in layouts(1024, 4):
+        bounds = plan_tiles(AttentionEngine(mask_mod=mask)._program.mask).bounds.bounds
+        call = Call(None, None, layout, layout, {}, {}, False, None, bounds, ())
+        for run in (run for runs in layout.runs for run in runs):
+            first, stop = call.seen(run)
+            of_run = keep[run.start : run.start + run.count].any(0)
+            assert not of_run[:first].any() and not of_run[stop:].any() and 0 <= first < stop <= 1024
+            if mask is not PREFIX and of_run.any():
+                assert first > at[of_run][0] - ALIGNED and stop == at[of_run][-1] + 1

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine
 from attention_engine import library as lib
-from attention_engine.distributed import ContextParallel, Layout
+from attention_engine.distributed import ContextParallel, Layout, methods
 from attention_engine.distributed.exchange import Ranks, Tokens
 from attention_engine.distributed.methods import Call
 from attention_engine.errors import AttentionEngineError
@@ -86,7 +86,8 @@ def compare_all(mesh) -> dict[str, float]:
         o, rows, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         for layout, balance in LAYOUTS.items():
             for method in ("gather", "heads"):
-                mine = of_ranks(shared, mesh, method, balance, torch.float64, "reference", d_o, d_rows)
+                with patch.object(methods, "ALIGNED", 8):  # so that so short a sequence has keys that a run leaves out
+                    mine = of_ranks(shared, mesh, method, balance, torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(mine[1][n], r) for n, r in rows.items())]
                 errors += [far(a, b) for a, b in zip(mine[2], grads, strict=True)]
                 found[f"{name}, {layout}, {method}"] = max(errors)
