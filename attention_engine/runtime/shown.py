@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import Kernel, compile_all
+from attention_engine.compiler import Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
@@ -133,11 +133,14 @@ class Shown(Engine):
     def _source_kernel(self, kernel: str, form: str, packed: Packed = None) -> Kernel:
         if kernel in OF_CACHES:
             return kernel_of(cached_kernels(self, device_to_show(self, form)), kernel)
-        asked = self._asked(self.device, device_to_show(self, form) is None, packed=packed)
-        kernels, trained = (each.kernels_as_known(self.tuning) for each in (asked, asked.trained))
+        kernels, trained = self._kernels(form, packed=packed), self._kernels(form, trained=True, packed=packed)
         found = dict(kernels.of_forward)
         found |= {} if trained.maths.backward is None else trained.of_backward
         return kernel_of(found, kernel)
+
+    def _kernels(self, form: str, trained: bool = False, packed: Packed = None) -> Kernels:
+        asked = self._asked(self.device, device_to_show(self, form) is None, packed=packed)
+        return (asked.trained if trained else asked).kernels_as_known(self.tuning)
 
     def _asked(
         self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = (), packed: Packed = None
