@@ -13,7 +13,7 @@ from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import Lengths, hints_of
 from attention_engine.frontend.tracing import trace
 from attention_engine.ir.expr import Type
-from attention_engine.ir.packing import Packing
+from attention_engine.ir.packing import SEQUENCE_Q, Packing
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.drop_weights import drop_weights
@@ -129,5 +129,6 @@ class Built(Shown):
             return chosen
 
         tuning, deterministic, hints = self.tuning, self.deterministic, self._hints()
-        chosen = choose_tiles if tuning.matters else None
+        packed = any(spec.name == SEQUENCE_Q for spec in specs)  # trials draw no tables of sequences
+        chosen = choose_tiles if tuning.matters and not packed else None
         return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)

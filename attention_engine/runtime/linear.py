@@ -166,7 +166,8 @@ class LinearAttentionEngine(LinearShown):
 
         tuning = self.tuning
         if not per_channel:
-            chosen = choose_tiles if tuning.matters else None
+            packed = any(spec.name == VALID for spec in specs)  # trials draw no chunks of sequences
+            chosen = choose_tiles if tuning.matters and not packed else None
             return LinearLauncher(program, specs, interpret, self.device, choose=chosen)
         if any(tuning.measure):
             raise NotYetSupported(

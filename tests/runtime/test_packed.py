@@ -22,7 +22,7 @@ from attention_engine.errors import (
     WrongSequences,
 )
 from attention_engine.ir.packing import AHEAD, FIRST, FIRST_K, SEQUENCE_K, SEQUENCE_Q, Packing
-from attention_engine.runtime import packed_call, packed_check
+from attention_engine.runtime import built, packed_call, packed_check
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.packed import pack
 from tests import plain
@@ -325,3 +325,10 @@ def test_calls_of_shapes_that_were_seen_look_at_their_own_lengths(monkeypatch):
     cu = starts((43,))
     dropped, whole = dropping(*qkv, cu_seqlens_q=cu), dropping.eval()(*qkv, cu_seqlens_q=cu)
     assert torch.allclose(whole, engine(*qkv, cu_seqlens_q=cu)) and not torch.allclose(dropped, whole, atol=0.1)
+
+
+def test_packed_calls_run_default_tiles_and_measure_none(monkeypatch):
+    monkeypatch.setattr(built, "choose", lambda *_: pytest.fail("a packed call asks for no trial"))
+    engine = build(by_name["causal"], torch.float32, backend="interpret", tune=True)
+    qkv, custom = tensors(by_name["causal"], torch.float32)
+    with_gradients(run(engine, by_name["causal"], qkv, custom), qkv, custom)
