@@ -254,7 +254,16 @@ def with_cache(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """AttentionEngine.with_cache."""
     (q, k, v), (lengths, table, starts) = tensors, places
-    form = (v is None, table is None, starts is None, out is None, parts, cu_seqlens_q is None, *given[1])
+    form = (
+        engine.training,
+        v is None,
+        table is None,
+        starts is None,
+        out is None,
+        parts,
+        cu_seqlens_q is None,
+        *given[1],
+    )
     present = [
         t for t in (q, k, v, lengths, table, starts, *given[0], *given[1].values(), *tensors_now(engine._captured))
         if t is not None
@@ -267,13 +276,7 @@ def with_cache(
             made = again.launch(present, out)
             if made is not None:
                 return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
-    if engine._buffers["block_mask"] is not None:
-        raise OptionsClash(
-            "this engine has a block_mask of fixed lengths, and requests in a cache have lengths of their own.\n"
-            "  Say it as a mask_mod: custom inputs may hold what it reads."
-        )
-    check_parts(parts)
-    check_packing(cu_seqlens_q)
+    _check_options(engine, parts, cu_seqlens_q)
     check_tensors(engine.layout, q, k, v, table is not None, cu_seqlens_q is not None)
     if engine.layout == "bhsd":
         k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
@@ -310,6 +313,20 @@ def _again(
     fits = TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     requires_grad = any(t.requires_grad for t in guarded)
     return Again(form, fits, len(guarded), launch, attention.rows, requires_grad)
+
+
+def _check_options(engine: Shown, parts: int | None, cu_seqlens_q: Tensor | None) -> None:
+    if engine._buffers["block_mask"] is not None:
+        raise OptionsClash(
+            "this engine has a block_mask of fixed lengths, and requests in a cache have lengths of their own.\n"
+            "  Say it as a mask_mod: custom inputs may hold what it reads."
+        )
+    if engine.training and engine.dropout_p:
+        raise OptionsClash(
+            "with_cache drops no weights, and this engine does in train() mode. Call engine.eval() first."
+        )
+    check_parts(parts)
+    check_packing(cu_seqlens_q)
 
 
 def _turned(engine: Shown, tensor: Tensor | None) -> Any:

@@ -268,3 +268,11 @@ def test_packed_queries_have_names_for_their_mistakes():
         engine.with_cache(q, k, k, kv_lengths=lengths, cu_seqlens_q=cu[:2])
     with pytest.raises(errors_of.WrongRank, match="rows, heads, dim"):
         engine.with_cache(q[None], k, k, kv_lengths=lengths, cu_seqlens_q=cu)
+
+
+def test_dropout_is_refused_in_training():
+    engine, q = AttentionEngine(dropout_p=0.5), torch.randn(1, 1, 2, 16)
+    lengths = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(errors_of.OptionsClash, match="eval"):
+        engine.with_cache(q, q, q, kv_lengths=lengths)
+    assert torch.equal(engine.eval().with_cache(q, q, q, kv_lengths=lengths), q)
