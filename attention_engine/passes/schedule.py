@@ -198,7 +198,15 @@ def _hold_tile(program: Program, whole: bool) -> tuple[Expr, list[Expr], float |
             return PRODUCT, roots, fill
     scale, score = (1.0, program.score) if whole else _take_scale(program.score)
     roots = _roots_of(program, mul(const(scale), TILE))
-    return score, roots, find_fill(roots[:-2], roots[-2], TILE)
+    fill = find_fill(roots[:-2], roots[-2], TILE)
+    if fill is None and scale != 1 and _starts_at_infinity(program) and reduced:
+        # Of a tile that keeps no pair the maximum must be the start of its state, not a multiple of it.
+        return program.score, _roots_of(program, TILE), None
+    return score, roots, fill
+
+
+def _starts_at_infinity(program: Program) -> bool:
+    return any(abs(s.initial) >= -LOWEST for s in program.states)
 
 
 def _take_scale(score: Expr) -> tuple[float, Expr]:
