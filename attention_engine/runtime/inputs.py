@@ -7,7 +7,6 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -46,7 +45,6 @@ from attention_engine.runtime.launch import CUSTOM_NAMES
 BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
 ORDERS = {"bshd": "(batch, length, heads, dim)", "bhsd": "(batch, heads, length, dim)"}
 MOST_GUESSES = 256
-NONE: Mapping[str, int] = MappingProxyType({})
 BLOCKS = "_block_mask"  # the custom input that an outside block mask becomes
 
 
@@ -347,14 +345,15 @@ def share_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_custom(
-    specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor, whole: Mapping[str, int] = NONE,
-    batch: int | None = None,
+    specs: Iterable[CustomSpec], tensors: Sequence[Tensor], q: Tensor, k: Tensor,
+    whole: Mapping[str, int] | None = None, batch: int | None = None,
 ) -> None:  # fmt: skip
     """BadInput unless the custom inputs have the shapes that their axes ask for, on q's device. whole: sizes of the
     whole attention, where a call holds a part of one. batch: q's, unless sequences are packed in it."""
     batch = q.shape[0] if batch is None else batch
     sizes = {"batch": batch, "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
-    sizes |= {f"whole_{axis}": size for axis, size in whole.items()}
+    if whole is not None:
+        sizes |= {f"whole_{axis}": size for axis, size in whole.items()}
     for spec, tensor in zip(specs, tensors, strict=True):
         if spec.name in (BLOCKS, STARTS):
             continue
