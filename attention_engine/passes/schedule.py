@@ -199,14 +199,10 @@ def _hold_tile(program: Program, whole: bool) -> tuple[Expr, list[Expr], float |
     scale, score = (1.0, program.score) if whole else _take_scale(program.score)
     roots = _roots_of(program, mul(const(scale), TILE))
     fill = find_fill(roots[:-2], roots[-2], TILE)
-    if fill is None and scale != 1 and _starts_at_infinity(program) and reduced:
+    if fill is None and reduced and scale != 1 and any(abs(s.initial) >= -LOWEST for s in program.states):
         # Of a tile that keeps no pair the maximum must be the start of its state, not a multiple of it.
         return program.score, _roots_of(program, TILE), None
     return score, roots, fill
-
-
-def _starts_at_infinity(program: Program) -> bool:
-    return any(abs(s.initial) >= -LOWEST for s in program.states)
 
 
 def _take_scale(score: Expr) -> tuple[float, Expr]:
@@ -274,14 +270,8 @@ def _row_values(
     waiting = {n for n in topological(*roots) if without & set(topological(n))}
 
     def is_row(node: Expr) -> bool:
-        plain = node.op in (Op.CONST, Op.VAR)
-        return (
-            node.dtype is Type.FLOAT
-            and not plain
-            and not node.axes & {Axis.KEY, Axis.CHANNEL}
-            and Axis.QUERY in node.axes
-            and node not in waiting
-        )
+        taken = node.op in (Op.CONST, Op.VAR) or node in waiting or node.dtype is not Type.FLOAT
+        return not taken and Axis.QUERY in node.axes and not node.axes & {Axis.KEY, Axis.CHANNEL}
 
     found = {node: made_variable(f"{prefix}{i}", node.axes) for i, node in enumerate(largest(roots, is_row))}
     return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]

@@ -150,9 +150,9 @@ def ptx(code, target, flags, folder):
 @pytest.mark.parametrize(
     ("device", "name"),
     [
-        (arch.H100(), "backward"),
+        pytest.param(arch.H100(), "backward", marks=pytest.mark.slow),
         pytest.param(arch.H100(), "forward", marks=pytest.mark.slow),
-        pytest.param(arch.H100(), "preprocess", marks=pytest.mark.slow),
+        (arch.H100(), "preprocess"),
         pytest.param(arch.A100(), "forward", marks=pytest.mark.slow),
     ],
 )

@@ -18,6 +18,7 @@ def test_it_trains_with_one_changed_import():
         losses(torchs, 1, torch.float64)
 
 
+@pytest.mark.slow
 def test_it_trains_compiled_whole():
     torch._dynamo.reset()
     found = losses(flex, 4, torch.float32, compiled={"fullgraph": True, "backend": "aot_eager"})

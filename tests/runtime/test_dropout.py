@@ -277,6 +277,7 @@ def test_compiled_whole_with_gradients(backend):
     assert torch.equal(compiled(*inputs), engine(*inputs))
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients():
     q, k, v = (t[:1, :5, :, :4].detach().double().requires_grad_() for t in qkv())
     engine = AttentionEngine(dropout_p=P, backend="reference")

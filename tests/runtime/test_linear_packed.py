@@ -156,6 +156,7 @@ def test_mistakes_of_packed_linear_calls_are_named():
         at(*inputs, torch.ones(9), cu_seqlens=cu)
 
 
+@pytest.mark.slow
 def test_torch_compile_follows_a_packed_linear_call_whole_and_once():
     torch._dynamo.reset()
     engine, counter = engine_of(decay_mod=lambda a, c: a * 2), CompileCounterWithBackend("aot_eager")
