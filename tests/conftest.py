@@ -29,8 +29,9 @@ SAMPLED = {
 THINNED = {
     3: ("runtime/test_engine", "runtime/test_gradients", "runtime/test_defaults", "runtime/test_shared_keys",
         "runtime/test_doubts", "runtime/test_wide_values", "kernels/test_items", "passes/test_widths"),
-    4: ("runtime/test_cached", "runtime/test_packed", "runtime/test_linear_packed", "runtime/test_moved",
-        "runtime/test_parted", "runtime/test_dropout", "kernels/test_starts_hopper"),
+    6: ("runtime/test_cached", "runtime/test_packed", "runtime/test_linear_packed", "runtime/test_moved",
+        "runtime/test_parted", "runtime/test_dropout", "kernels/test_starts_hopper", "flex/test_cases",
+        "passes/test_derive_merge"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
 ONE_OF_EACH = {f"tests/{name}.py" for names in THINNED.values() for name in names}
