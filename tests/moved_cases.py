@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine import AttentionEngine, CustomIO
-from attention_engine.runtime.moved import Part, call_part, moved_of
+from attention_engine.runtime.moved import Portion, call_portion, moved_of
 from tests import plain
 from tests.cases import Shape
 from tests.mask_cases import MASKS, ONLINE, PAIRS, SCORES
@@ -56,7 +56,7 @@ def errors(
 
     def ours(q: Tensor, k: Tensor, v: Tensor, **custom: Tensor) -> Tensor:
         given = {name: as_given(name, x) for name, x in {**custom, **of_mask}.items()}
-        return call_part(engine, Part(starts, part.moved, sizes), q, k, v, [given[name] for name in axes])
+        return call_portion(engine, Portion(starts, part.moved, sizes), q, k, v, [given[name] for name in axes])
 
     def by(function: Any) -> Any:
         def run(q: Tensor, k: Tensor, v: Tensor, **custom: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.starts import Dimension
 from attention_engine.runtime.module import AttentionEngine
-from attention_engine.runtime.moved import Part, call_part
+from attention_engine.runtime.moved import Portion, call_portion
 
 METHODS = ("gather", "heads")
 AXES = ("batch", "heads", "seq_len", "seq_len_kv")
@@ -143,10 +143,10 @@ class Call:
         if known not in self.starts:
             at = [starts.get(axis, 0) for axis in AXES]
             self.starts[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
-        part = Part(self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes)
+        part = Portion(self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes)
         turn = self.engine.layout == "bhsd"
         q, k, v = (t.transpose(1, 2) if turn else t for t in (q, k, v))
-        found = call_part(
+        found = call_portion(
             self.engine, part, q, k, v, custom, return_rowscales=self.returns_rows, dropout_seed=self.seed
         )
         o, rows = found if self.returns_rows else (found, {})

@@ -42,7 +42,7 @@ WHOLE = -1  # no length: what functions capture is whole, and as long as it is
 
 
 @dataclass(frozen=True)
-class Part:
+class Portion:
     """Which part of an attention a call holds.
 
     starts: int32 (1 or batch, 4), where its b, h, q_idx and kv_idx begin. moved: which of the axes "batch", "heads",
@@ -69,8 +69,8 @@ def moved(program: Program, specs: Sequence[CustomSpec], starts: Starts) -> tupl
     return with_starts(program, how), [*found, CustomSpec(STARTS, how.axes_of_starts)]
 
 
-def call_part(
-    engine: AttentionEngine, part: Part, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
+def call_portion(
+    engine: AttentionEngine, part: Portion, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
     named: Mapping[str, Tensor] | None = None, return_rowscales: bool = False,
     dropout_seed: int | Tensor | None = None,
 ) -> Any:  # fmt: skip

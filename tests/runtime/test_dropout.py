@@ -15,7 +15,7 @@ from attention_engine.ir.chance import chance, threshold
 from attention_engine.library import OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal
 from attention_engine.plan.forms import HopperForward, HopperKeys, Tile
 from attention_engine.runtime import launch, op
-from attention_engine.runtime.moved import Part, call_part
+from attention_engine.runtime.moved import Portion, call_portion
 from tests.runtime.engines import CLOSE, build, close, exactly, qkv, results, same
 
 P, SEED = 0.3, 2**40 + 12345
@@ -154,8 +154,8 @@ def test_a_part_of_an_attention_has_the_pairs_of_the_whole(backend):
     engine = AttentionEngine(mask_mod=causal, backend=backend, dropout_p=P)
     whole = AttentionEngine(mask_mod=causal, backend="reference", dropout_p=P)(q, k, v, dropout_seed=SEED)
     starts = torch.tensor([[1, 0, 11, 0]], dtype=torch.int32)
-    part = Part(starts, ("batch", "seq_len"), {"batch": 2, "seq_len": 29})
-    found = call_part(engine, part, q[1:, 11:23], k[1:], v[1:], [], dropout_seed=SEED)
+    part = Portion(starts, ("batch", "seq_len"), {"batch": 2, "seq_len": 29})
+    found = call_portion(engine, part, q[1:, 11:23], k[1:], v[1:], [], dropout_seed=SEED)
     close([found], [whole[1:, 11:23]], 2e-5)
     wanted = torch.autograd.grad(whole[1:, 11:23].sin().sum(), (k, v))
     close(list(torch.autograd.grad(found.sin().sum(), (k, v))), list(wanted), 2e-5)

@@ -8,7 +8,7 @@ from attention_engine.errors import OptionsClash
 from attention_engine.ir.program import STARTS
 from attention_engine.library import and_masks, causal, sliding_window
 from attention_engine.runtime.attentions import ATTENTIONS
-from attention_engine.runtime.moved import Part, call_part
+from attention_engine.runtime.moved import Portion, call_portion
 from tests.cases import Shape
 from tests.mask_cases import PAIRS
 from tests.moved_cases import Rectangle, errors
@@ -47,7 +47,7 @@ def test_each_batch_may_start_elsewhere(backend):
     engine = AttentionEngine(mask_mod=causal, backend=backend)
     q, k, v = (torch.randn(3, n, 2, 32, requires_grad=True) for n in (70, 160, 160))
     starts = torch.tensor([[0, 0, 90, 0], [0, 0, 0, 0], [0, 0, 37, 0]], dtype=torch.int32)
-    found = call_part(engine, Part(starts, ("seq_len",), {}), q, k, v, [])
+    found = call_portion(engine, Portion(starts, ("seq_len",), {}), q, k, v, [])
     exact = causal_with_rows(q, k, v, starts[:, 2])
     assert (found - exact).abs().max() < 2e-6
     d_o = torch.randn_like(found)
@@ -60,7 +60,7 @@ def test_no_start_compiles_anything_and_bounds_stay_bounds():
     q, k, v = torch.randn(3, 1, 96, 2, 32)
     for first in (0, 17, 1000):
         starts = torch.tensor([[0, 0, first, first]], dtype=torch.int32)
-        found = call_part(engine, Part(starts, ("seq_len", "seq_len_kv"), {}), q, k, v, [])
+        found = call_portion(engine, Portion(starts, ("seq_len", "seq_len_kv"), {}), q, k, v, [])
         torch.testing.assert_close(found, engine(q, k, v))  # a window knows distances alone
     (key,) = (key for asked, key in engine._keys.items() if asked[-1] is not None)
     (kernels,) = ATTENTIONS[key].launcher._kernels.values()
@@ -76,8 +76,8 @@ def test_a_call_without_starts_reads_none():
 def test_a_block_mask_that_is_a_tensor_is_refused():
     engine = AttentionEngine(block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
     with pytest.raises(OptionsClash, match="Write it as a function"):
-        call_part(
-            engine, Part(torch.zeros(1, 4, dtype=torch.int32), ("seq_len",), {}), *torch.randn(3, 1, 8, 2, 16), []
+        call_portion(
+            engine, Portion(torch.zeros(1, 4, dtype=torch.int32), ("seq_len",), {}), *torch.randn(3, 1, 8, 2, 16), []
         )
 
 
@@ -86,7 +86,7 @@ def test_what_functions_capture_is_whole():
     engine = AttentionEngine(score_mod=lambda s, custom, b, h, q, k: s * table[h, q] + table[h, k])
     q, k, v = torch.randn(3, 1, 70, 4, 16, dtype=torch.float64)
     starts = torch.tensor([[0, 2, 30, 0]], dtype=torch.int32)
-    mine = call_part(engine, Part(starts, ("heads", "seq_len"), {}), q[:, 30:, 2:], k[:, :, 2:], v[:, :, 2:], [])
+    mine = call_portion(engine, Portion(starts, ("heads", "seq_len"), {}), q[:, 30:, 2:], k[:, :, 2:], v[:, :, 2:], [])
     exact = engine(q, k, v)[:, 30:, 2:]
     torch.testing.assert_close(mine, exact)
     torch.testing.assert_close(*(torch.autograd.grad(o.sum(), table)[0] for o in (mine, exact)))
