@@ -116,7 +116,7 @@ def sweep(chosen: list[Job], arch_name: str, workers: int, lower: bool, limit: i
     given = [(job, arch_name, lower, limit) for job in chosen]
     for number, answer in call_all(run, given, workers, float(limit * PATIENCE)):
         if isinstance(answer, RemoteError):
-            yield chosen[number], f"{answer.kind}: {str(answer).strip().splitlines()[0]}", 0.0
+            yield chosen[number], f"{answer.kind}: {(str(answer).strip() or 'no words').splitlines()[0]}", 0.0
         elif isinstance(answer, Exception):  # ended by the limit (-24), a crash or the clock
             yield chosen[number], f"{type(answer).__name__}: {answer}", 0.0
         else:

@@ -118,6 +118,19 @@ def test_what_stands_before_the_headers_stays(monkeypatch):
     assert "#define OURS" in less and "#include" not in less and "#if defined" not in less
 
 
+def test_of_kernels_in_one_text_each_stays(monkeypatch):
+    monkeypatch.setattr(headers, "headers_for", lambda reading: Headers(list(cut("int inner(int);")), {}))
+    pytest.importorskip("tilelang")
+    includes = "#if defined(_MSC_VER)\n#include <cuda.h>\n#endif\n#include <math_constants.h>\n#ifdef ENABLE_BF16\n"
+    includes += "#include <tl_templates/cuda/cuda_bf16_fallbacks.cuh>\n#endif\n"
+    names = ["first", "second", "third"]
+    less = headers.lessened(
+        "".join(f"{includes}\nint {name}() {{ return inner(1); }}\n" for name in names), "sm_90a", True
+    )
+    assert less is not None and [less.count(f"int {name}()") for name in names] == [1, 1, 1]
+    assert less.count("int inner(int)") == 1 and "#include" not in less and "#endif" not in less
+
+
 def test_words_of_members_name_nothing():
     assert words_of("a.b c->d { e } -> f; this->g()") == {"a", "c", "e", "f", "this"}
 

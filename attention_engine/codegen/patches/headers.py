@@ -287,23 +287,18 @@ def begin(target: str, fast: bool) -> None:
 
 
 _INCLUDE = re.compile(r"^#include <([^>]+)>\n", re.MULTILINE)
-_UNDER_CONDITION = "#if defined(_MSC_VER)"  # around the first include, for another compiler
+_INCLUDES = re.compile(r"^#if defined\(_MSC_VER\).*\n(?:#.*\n|\n)*#include <[^>]+>\n(?:#endif\n)?", re.MULTILINE)
 
 
 def lessened(code: str, target: str, fast: bool) -> str | None:
-    """The source of a kernel with what it needs of its headers in their place; None where that isn't known."""
-    lines = list(_INCLUDE.finditer(code))
-    if not lines:
-        return None
-    asked = {line[1] for line in lines} - {"cuda.h", f"{TEMPLATES}cuda_bf16_fallbacks.cuh"}  # under conditions
-    if not asked <= set(INCLUDED):
+    """The source of a kernel, or of several, with what it needs of the headers in their place; None where that isn't
+    known."""
+    asked = set(_INCLUDE.findall(code)) - {"cuda.h", f"{TEMPLATES}cuda_bf16_fallbacks.cuh"}  # under conditions
+    kernel = _INCLUDES.sub("", code)
+    if not asked or not asked <= set(INCLUDED) or _INCLUDE.search(kernel) is not None:
         return None
     headers = headers_for(reading_for(target, fast))
-    if headers is None:
-        return None
-    before = code[: lines[0].start()]
-    kernel = before[: before.find(_UNDER_CONDITION)] + code[lines[-1].end() :].removeprefix("#endif\n")
-    return headers.of(kernel) + kernel
+    return None if headers is None else headers.of(kernel) + kernel
 
 
 def put() -> Undo:
