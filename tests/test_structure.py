@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,71 +65,90 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(path: Path) -> list[tuple[str, int, bool]]:
     """The modules that a file imports: name, line, and whether at the top (not in a function, nor for types alone)."""
-    tree = ast.parse(path.read_text())
-    late = {
-        id(inner) for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        for inner in ast.walk(node)
-    }  # fmt: skip
-    for node in ast.walk(tree):
+    found: list[tuple[str, int, bool]] = []
+
+    def visit(node: ast.AST, at_top: bool) -> None:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}:{node.lineno}: relative import"
-            names = [f"{node.module}.{a.name}" for a in node.names]
+            found.extend((f"{node.module}.{a.name}", node.lineno, at_top) for a in node.names)
         elif isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
-        else:
-            continue
-        for name in names:
-            yield name, node.lineno, id(node) not in late
+            found.extend((a.name, node.lineno, at_top) for a in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
+            at_top = False
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, (ast.stmt, ast.excepthandler, ast.match_case)):  # no expression imports
+                visit(inner, at_top)
+
+    visit(parsed(path), True)
+    return found
+
+
+def imports_of(files: Iterable[Path]) -> Iterator[tuple[Path, str, list[str], bool, str]]:
+    """Each import of each file: the file, the module, its words, whether at the top, and a complaint's beginning."""
+    for path in files:
+        for name, line, at_top in imports(path):
+            yield path, name, name.split("."), at_top, f"{name_of(path)}:{line}: "
 
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_one_way(path):
-    part = part_of(path)
-    assert part in BELOW, f"{part} stands in no level"
-    for name, line, _ in imports(path):
-        words = name.split(".")
-        if words[0] != "attention_engine":
-            continue
-        other = words[1] if len(words) > 1 and words[1] in BELOW else "__init__"
-        assert other == part or other in BELOW[part], f"{name_of(path)}:{line}: {part} imports {name}"
+def assert_none(complaints: Iterable[str]) -> None:
+    """One test reads every file, and says all that is wrong: a line each."""
+    if lines := "\n".join(complaints):
+        pytest.fail(lines, pytrace=False)
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "codegen").rglob("*.py")), ids=name_of)
-def test_imports_go_one_way_in_codegen(path):
-    part = path.relative_to(PACKAGE / "codegen").parts[0].removesuffix(".py")
-    for name, line, _ in imports(path):
-        words = name.split(".")
-        if words[:2] == ["attention_engine", "codegen"]:
-            assert words[2] in BELOW_IN_CODEGEN[part] | {part}, f"{name_of(path)}:{line}: {part} imports {name}"
+def test_imports_go_one_way():
+    assert {part_of(path) for path in FILES} <= set(BELOW), "a part stands in no level"
+
+    def wrong(path: Path, words: list[str]) -> bool:
+        part, other = part_of(path), words[1] if len(words) > 1 and words[1] in BELOW else "__init__"
+        return words[0] == "attention_engine" and other != part and other not in BELOW[part]
+
+    assert_none(f"{where}{part_of(path)} imports {name}" for path, name, words, _, where in imports_of(FILES)
+        if wrong(path, words))  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=name_of)
-def test_folders_of_kernels_know_shared_parts_alone(path):
-    folder, *_ = path.relative_to(PACKAGE / "kernels").parts
-    assert folder in KERNEL_FOLDERS or path.parent == PACKAGE / "kernels"
-    for name, line, _ in imports(path):
-        words = name.split(".")
-        if words[:2] == ["attention_engine", "kernels"]:
-            assert words[2] not in KERNEL_FOLDERS - {folder}, f"{name_of(path)}:{line}: {folder} imports {name}"
+def test_imports_go_one_way_in_codegen():
+    files = sorted((PACKAGE / "codegen").rglob("*.py"))
+    assert files
+    for path in files:
+        part = path.relative_to(PACKAGE / "codegen").parts[0].removesuffix(".py")
+        known = BELOW_IN_CODEGEN.get(part, set()) | {part}
+        assert_none(f"{where}{part} imports {name}" for _, name, words, _, where in imports_of([path])
+            if words[:2] == ["attention_engine", "codegen"] and words[2] not in known)  # fmt: skip
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_torch_and_tilelang_are_imported_where_they_belong(path):
-    part = part_of(path)
-    for name, line, at_top in imports(path):
-        words = name.split(".")
-        if words[0] == "torch" and (at_top or part != "arch"):
-            assert part in TORCH_PARTS, f"{name_of(path)}:{line}: {part} imports torch"
-        if words[0] in ("tilelang", "tvm"):
-            assert part in TILELANG_PARTS, f"{name_of(path)}:{line}: {part} imports {words[0]}"
+def test_folders_of_kernels_know_shared_parts_alone():
+    files = sorted((PACKAGE / "kernels").rglob("*.py"))
+    assert files
+    for path in files:
+        folder, *_ = path.relative_to(PACKAGE / "kernels").parts
+        assert folder in KERNEL_FOLDERS or path.parent == PACKAGE / "kernels"
+        assert_none(f"{where}{folder} imports {name}" for _, name, words, _, where in imports_of([path])
+            if words[:2] == ["attention_engine", "kernels"] and words[2] in KERNEL_FOLDERS - {folder})  # fmt: skip
+
+
+def test_torch_and_tilelang_are_imported_where_they_belong():
+    def wrong(part: str, root: str, at_top: bool) -> bool:
+        if root == "torch" and (at_top or part != "arch"):
+            return part not in TORCH_PARTS
+        return root in ("tilelang", "tvm") and part not in TILELANG_PARTS
+
+    assert_none(f"{where}{part_of(path)} imports {name}" for path, name, words, at_top, where in imports_of(FILES)
+        if wrong(part_of(path), words[0], at_top))  # fmt: skip
 
 
 def test_importing_the_package_does_not_import_tilelang():
@@ -137,32 +157,32 @@ def test_importing_the_package_does_not_import_tilelang():
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
-def test_a_module_opens_with_a_sentence(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, f"{name_of(path)} has no docstring"
-    first = docstring.split("\n\n")[0]
-    assert first.rstrip()[-1] in ".:", f"{name_of(path)} opens with no sentence: {first!r}"
+def test_a_module_opens_with_a_sentence():
+    def complaint(path: Path) -> str | None:
+        first = (ast.get_docstring(parsed(path)) or "").split("\n\n")[0].rstrip()
+        return None if first and first[-1] in ".:" else f"{name_of(path)} opens with no sentence: {first!r}"
+
+    assert_none(filter(None, map(complaint, CODE)))
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
-def test_files_and_functions_are_short(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= LONGEST_FILE, f"{name_of(path)} has {len(text.splitlines())} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno is not None
-            length = node.end_lineno - node.lineno + 1
-            assert length <= LONGEST_FUNCTION, f"{name_of(path)}:{node.lineno}: {node.name} has {length} lines"
+def test_files_and_functions_are_short():
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in CODE}
+    assert_none(f"{name} has {length} lines" for name, length in lengths.items() if length > LONGEST_FILE)
+    for path in CODE:
+        functions = (n for n in ast.walk(parsed(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        lengths = {f"{name_of(path)}:{f.lineno}: {f.name}": (f.end_lineno or 0) - f.lineno + 1 for f in functions}
+        assert_none(f"{name} has {length} lines" for name, length in lengths.items() if length > LONGEST_FUNCTION)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_public_classes_and_functions_say_what_they_are(path):
-    for node in ast.parse(path.read_text()).body:
+def test_public_classes_and_functions_say_what_they_are():
+    def silent(node: ast.stmt) -> bool:
         if any(ast.unparse(decorator) == "overload" for decorator in getattr(node, "decorator_list", ())):
-            continue  # a type; the function that follows says what it is
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{name_of(path)}:{node.lineno}: {node.name} has no docstring"
+            return False  # a type; the function that follows says what it is
+        public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+        return public and not ast.get_docstring(node)
+
+    nodes = ((path, node) for path in FILES for node in parsed(path).body if silent(node))
+    assert_none(f"{name_of(path)}:{node.lineno}: {node.name} has no docstring" for path, node in nodes)
 
 
 OPERATIONS = set(Op) - LEAVES
