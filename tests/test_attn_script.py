@@ -54,6 +54,17 @@ def test_a_gpt_learns_with_an_attention_of_ones_own(capsys):
     assert train_gpt.main(["--device", "cpu", "--steps", "10", "--attention", "sigmoid"])[-1] < losses[0] - 1
 
 
+def test_served_requests_get_the_tokens_that_transformers_generate_gives(capsys):
+    pytest.importorskip("transformers")
+    generate = importlib.import_module("generate")
+    said, gaps, requests, pages = generate.main(["--device", "cpu", "--requests", "7", "--slots", "3", "--most", "12"])
+    assert said["eager"] == said["sdpa"] == said["this script"] and set(gaps.values()) == {0}
+    assert [len(tokens) for tokens in said["eager"]] == [r.wanted for r in requests]
+    assert len({len(r.prompt) for r in requests}) > 3 and max(len(r.prompt) for r in requests) > pages.page
+    assert sorted(pages.free) == list(range(1, len(pages.free) + 1)) and not pages.table.any()  # all were taken back
+    assert "3 at once" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_runs_on_a_gpu(name, capsys):
@@ -66,6 +77,14 @@ def test_script_runs_on_a_gpu(name, capsys):
 def test_the_encoder_in_fp16_on_a_gpu():
     _, cosine = importlib.import_module("minilm").main([])
     assert cosine >= 0.9999
+
+
+@pytest.mark.gpu
+def test_served_tokens_are_as_near_to_the_best_as_those_of_transformers_on_a_gpu():
+    pytest.importorskip("transformers")
+    generate = importlib.import_module("generate")
+    _, gaps, _, _ = generate.main(["--requests", "12", "--slots", "8", "--longest", "500", "--most", "40"])
+    assert gaps["this script"] <= 2 * max(gaps["eager"], gaps["sdpa"])
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("attn_script/[!_]*.py")), ids=lambda p: p.name)
