@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attention_engine.ir.chance import chance
-from attention_engine.ir.expr import INTEGERS, Expr, Number, Op, Reduction, Type, in_64_bits, topological
+from attention_engine.ir.expr import INTEGERS, LEAVES, Expr, Number, Op, Reduction, Type, in_64_bits, topological
 
 LOWEST = -1e30  # stands for -inf where a row starts: below every score, yet finite, so that x - LOWEST is never NaN
 WIDEST = 64  # bits of an integer
@@ -146,21 +147,28 @@ def evaluate(expr: Expr, values: Mapping[Expr, Value], length: int = 1) -> Value
 def evaluate_all(roots: Sequence[Expr], values: Mapping[Expr, Value], length: int = 1) -> list[Value]:
     """The values of several expressions, what they share computed once."""
     done: dict[Expr, Value] = {}
-    for node in topological(*roots):
+    for node, function in _steps(tuple(roots)):
         if node in values:
             done[node] = values[node]
         elif node.op is Op.CONST:
             done[node] = node.value
         elif node.op in (Op.VAR, Op.LOAD) or any(a not in done for a in node.args):
             continue  # without a value; so is what needs it, unless `values` holds that
-        elif node.op is Op.REDUCE:
+        elif function is None:
             row = done[node.args[0]]
             done[node] = FOLDS[node.reduction](row if isinstance(row, list) else [row] * length)
         else:
-            done[node] = _apply(function_of(node), [done[a] for a in node.args])
+            done[node] = _apply(function, [done[a] for a in node.args])
     if missing := [r for r in roots if r not in done]:
         raise KeyError(f"no value for a variable of {missing[0]}")
     return [done[r] for r in roots]
+
+
+@functools.lru_cache(maxsize=16)  # what tries a law evaluates the same expressions for hundreds of rows
+def _steps(roots: tuple[Expr, ...]) -> list[tuple[Expr, Callable[..., Number] | None]]:
+    """The nodes in order, and what each operation but a reduction does to its operands' values."""
+    bare = LEAVES | {Op.LOAD, Op.REDUCE}
+    return [(node, None if node.op in bare else function_of(node)) for node in topological(*roots)]
 
 
 def _apply(function: Callable[..., Number], operands: list[Value]) -> Value:

@@ -11,7 +11,13 @@ from typing import Literal, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 
-class Type(Enum):
+class _Word(Enum):
+    """An enumeration whose members are hashed as the objects that they are: Enum's own hash is a function in Python."""
+
+    __hash__ = object.__hash__
+
+
+class Type(_Word):
     """What kind of number an expression is (float is fp32 in kernels).
 
     Integers are torch's int64 and wrap as it does. Functions are traced with INT for all of them; passes/widths.py
@@ -24,7 +30,7 @@ class Type(Enum):
     FLOAT = "float"
 
 
-class Axis(Enum):
+class Axis(_Word):
     """The loops of attention that a value can depend on, in the order of a full tensor."""
 
     BATCH = "b"
@@ -34,7 +40,7 @@ class Axis(Enum):
     CHANNEL = "d"
 
 
-class VarKind(Enum):
+class VarKind(_Word):
     """What a variable stands for. ir/verify.py says where each kind may be read."""
 
     GIVEN = "given"  # what each attention has one of: q . k, the score, the output so far, delta ...
@@ -75,7 +81,7 @@ class Variable(NamedTuple):
         return self.kind.prefix + self.name
 
 
-class Op(Enum):
+class Op(_Word):
     """Every operation. An operation is one row in each table of meaning (tests count the rows)."""
 
     CONST = "const"
