@@ -19,6 +19,8 @@ from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import AxisName, DeclaredAxis
 from attention_engine.frontend.symbols import Symbol, where
 from attention_engine.integrations.masks import Band, Mask, make_mask
+from attention_engine.integrations.paged import attend_to_pages, register_paged
+from attention_engine.integrations.paged import continuous as continuous  # a public name of this module
 from attention_engine.library import OnlineSoftmax, OnlineSoftmaxSink
 from attention_engine.runtime.module import AttentionEngine
 
@@ -159,13 +161,11 @@ def _inputs(
 
 def _refuse_what_is_not_there(mask: Mask, options: Mapping[str, Any]) -> None:
     """NotYetSupported for what a model asks of its attention and no engine here gives, rather than without it."""
-    if options.get("cache") is not None:
-        raise NotYetSupported("a paged cache reached an engine. Generate with a dynamic or a static cache.")
     if options.get("output_attentions"):
         raise NotYetSupported('output_attentions=True: engines keep no weights. Use attn_implementation="eager".')
     if options.get("head_mask") is not None:
         raise NotYetSupported('head_mask: engines have none. Use attn_implementation="eager".')
-    if options.get("cu_seq_lens_q") is not None and mask.pairs is None:
+    if options.get("cu_seq_lens_q") is not None and mask.pairs is None and options.get("cache") is None:
         raise NotYetSupported(
             "cu_seq_lens_q: engines read packed sequences from position_ids. Give those, and use_cache=False."
         )
@@ -200,31 +200,59 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
     # must be constants: with dynamic shapes a number may be a symbol, and as text (hex: exactly) or index it is none.
     name_engine._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+    def engine_for(
+        query: Tensor, sizes: tuple[tuple[int, int], ...], band: Band, inputs: tuple[tuple[str, Axes], ...],
+        scaling: float | None, softcap: float | None, dropout: float,
+    ) -> AttentionEngine:  # fmt: skip
+        factor = float(scaling if scaling is not None else query.shape[3] ** -0.5).hex()
+        cap = None if softcap is None else float(softcap).hex()
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        dtype = torch.float32 if dtype is torch.float64 else dtype  # descriptions know kernels' dtypes alone
+        name = name_engine(factor, band.least, band.most, cap, inputs, dtype, sizes, float(dropout).hex())
+        found: AttentionEngine = getattr(engines, name)
+        return found
+
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
         scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
         softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
         sinks: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        sinks = s_aux if sinks is None else sinks
+        if options.get("cache") is not None:
+            asked = (scaling, softcap, 0.0)
+            return _continuous(module, (query, key, value), position_bias, sinks, options, engine_for, asked), None
         if query.shape[0] != key.shape[0]:  # learned queries or keys that all of a batch share
             query, key, value = (t.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for t in (query, key, value))
         mask = attention_mask if attention_mask is not None else _of_module(module, query, is_causal)
         band = mask.band if isinstance(mask, Mask) else Band()
         _refuse_what_is_not_there(mask if isinstance(mask, Mask) else Mask(Band(), pairs=mask), options)
-        found = _inputs(mask, key, position_bias, s_aux if sinks is None else sinks)
+        found = _inputs(mask, key, position_bias, sinks)
         inputs = tuple((name, axes) for name, (axes, _) in found.items())
-        factor = float(scaling if scaling is not None else query.shape[3] ** -0.5).hex()
-        cap = None if softcap is None else float(softcap).hex()
-        kind = query.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        dtype = torch.float32 if dtype is torch.float64 else dtype  # descriptions know kernels' dtypes alone
         sizes = tuple([(index(t.shape[1]), index(t.shape[3])) for t in (query, key, value)])
-        name = name_engine(factor, band.least, band.most, cap, inputs, dtype, sizes, float(dropout).hex())
-        engine: AttentionEngine = getattr(engines, name)
+        engine = engine_for(query, sizes, band, inputs, scaling, softcap, dropout)
         output = engine(query, key, value, *(tensor for _, tensor in found.values()))
         return output.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _continuous(
+    module: Any, tensors: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, sinks: Tensor | None,
+    options: Mapping[str, Any], engine_for: Callable[..., AttentionEngine], asked: tuple[float | None, ...],
+) -> Tensor:  # fmt: skip
+    """Continuous batching: causal, with the layer's window, over the keys of a paged cache."""
+    if bias is not None or (sinks is not None and sinks.ndim == 4):
+        raise NotYetSupported("position biases, and sinks for each query, have no place in continuous batching.")
+    custom = [] if sinks is None else [sinks.reshape(-1)]
+    inputs: tuple[tuple[str, Axes], ...] = () if sinks is None else (("sinks", ("heads",)),)
+
+    def engine_of(window: int | None, *of: Tensor) -> AttentionEngine:
+        sizes = tuple((t.shape[-2], t.shape[-1]) for t in of)
+        return engine_for(tensors[0], sizes, Band(0, None if window is None else window - 1), inputs, *asked)
+
+    return attend_to_pages(module, tensors, custom, options, engine_of)
 
 
 def register(name: str, engine_factory: EngineFactory = softmax_engine) -> None:
@@ -238,7 +266,9 @@ def register(name: str, engine_factory: EngineFactory = softmax_engine) -> None:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="attention_engine")
 
     Handled: padding masks, grouped heads, windows, sinks, softcap, dropout, caches, packed sequences (these last by a
-    mask over pairs). Raises NotYetSupported for paged caches.
+    mask over pairs), and continuous batching within `continuous(model)`.
     """
-    AttentionInterface.register(name, attention_of(engine_factory))
+    attention = attention_of(engine_factory)
+    AttentionInterface.register(name, attention)
+    register_paged(name, attention)
     AttentionMaskInterface.register(name, make_mask)
