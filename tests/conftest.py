@@ -24,15 +24,22 @@ SAMPLED = {
         "runtime/test_unseen_keys"),
     12: ("runtime/test_functions", "runtime/test_odd_programs", "runtime/test_masks", "runtime/test_captured",
         "runtime/test_absent_pairs", "runtime/test_linear", "runtime/test_custom_inputs", "passes/test_half_range",
-        "runtime/test_linear_shared_keys", "test_fuzz"),
+        "runtime/test_linear_shared_keys"),
 }  # fmt: skip
 # Files of many cases, each cheap, along backends, dtypes and layouts: one in so many, and of each test at least one.
 THINNED = {
     3: ("runtime/test_engine", "runtime/test_gradients", "runtime/test_defaults", "runtime/test_shared_keys",
-        "runtime/test_doubts", "runtime/test_wide_values", "kernels/test_items", "passes/test_widths"),
+        "runtime/test_doubts", "runtime/test_wide_values", "kernels/test_items", "passes/test_widths",
+        "runtime/test_op", "runtime/test_without_metas", "runtime/test_block_mask", "runtime/test_both_engines",
+        "runtime/test_integration", "runtime/test_check", "runtime/test_functional", "test_attn_script",
+        "flex/test_flex", "flex/test_sdpa", "integrations/test_families", "integrations/test_transformers",
+        "integrations/test_transformers_masks", "reference/test_dense", "passes/test_verify_schedule",
+        "passes/test_derive_backward", "passes/test_drop_weights", "passes/test_schedule", "plan/test_hopper",
+        "plan/test_attention_plan", "kernels/test_combine", "shipping/test_programs", "codegen/test_interpreter"),
     6: ("runtime/test_cached", "runtime/test_packed", "runtime/test_linear_packed", "runtime/test_moved",
         "runtime/test_parted", "runtime/test_dropout", "kernels/test_starts_hopper", "flex/test_cases",
         "passes/test_derive_merge"),
+    12: ("test_fuzz",),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
 ONE_OF_EACH = {f"tests/{name}.py" for names in THINNED.values() for name in names}

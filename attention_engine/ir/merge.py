@@ -10,18 +10,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from attention_engine.ir.expr import Expr, VarKind, topological, var
 from attention_engine.ir.pretty import lines
 from attention_engine.ir.program import OUTPUT, PAIR, ROW, Program, digest_of_parts
 
 
+@lru_cache(maxsize=256)
 def part_variable(name: str) -> Expr:
     """A row state of each part; keys count parts."""
     return var(name, PAIR, kind=VarKind.PART)
 
 
+@lru_cache(maxsize=256)
 def whole_variable(name: str) -> Expr:
     """A row state of all parts together."""
     return var(name, ROW, kind=VarKind.WHOLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ def is_start(node: Expr) -> bool:
     return node.op is Op.LOAD and node.name == STARTS
 
 
+@functools.lru_cache(maxsize=256)  # read for every tile of a row on which a law is tried
 def state_variable(name: str) -> Expr:
     """A row state as the tile finds it (in an epilogue: as the last tile left it)."""
     return var(name, ROW, kind=VarKind.STATE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -150,19 +151,14 @@ for example in EXAMPLES.values():
 """
 
 
-def test_digests_and_fingerprints_are_the_same_in_every_process():
-    root = Path(__file__).resolve().parents[2]
-
-    def run(seed: str) -> str:
-        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True
-        )
-        return done.stdout
-
-    first = run("1")
+def test_digests_and_fingerprints_are_the_same_in_every_process(capsys):
+    exec(PROGRAM, {})  # in this process, whose strings hash with another seed
+    first = capsys.readouterr().out
     assert len(set(first.split())) == len(EXAMPLES) + 1  # and each program has its own
-    assert run("2") == first
+    root, seed = Path(__file__).resolve().parents[2], "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == first
 
 
 def test_types_follow_from_the_operands():
