@@ -1,7 +1,8 @@
 """Decoding from a cache on a GPU: numbers against float64 first, then times beside a copy of as many bytes and SDPA.
 
-python -m benchmarks.decoding            compiles (a process for each kernel), checks, times
-python -m benchmarks.decoding --quick    the first half of the shapes
+python -m benchmarks.decoding                          compiles (a process for each kernel), checks, times
+python -m benchmarks.decoding --only "B1 " --only B16    shapes whose names have one of these, and their kernels alone
+python -m benchmarks.decoding --programs softmax --pages 0 64 --numbers   numbers alone, of these programs and pages
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from benchmarks.timing import Clock
 
 DIM, DTYPE = 128, torch.bfloat16
 ROUNDS = 15
+IN_PARTS = (2, 4, 7, 64)  # in how many parts rows are checked
+CALLS = 200  # of a loop in which the host is timed
+Kernel = tuple[str, int, int, int, str]  # program, heads, page and name
+Plan = dict["Shape", list[tuple[str, int]]]  # programs and pages (0: none) at each shape
 
 
 class Entropic(OnlineFunc):
@@ -62,6 +67,11 @@ class Shape:
         """Of keys and values, which must be read."""
         return 2 * self.batch * self.keys * self.kv_heads * DIM * DTYPE.itemsize
 
+    @property
+    def whole(self) -> bool:
+        """Are there so many requests that rows are not cut?"""
+        return self.batch * self.kv_heads >= 128
+
     def __str__(self) -> str:
         more = f", {self.queries} queries" if self.queries > 1 else ""
         return f"B{self.batch} {self.heads}/{self.kv_heads} KV {self.keys}{more}"
@@ -73,7 +83,7 @@ SHAPES = (
 )  # fmt: skip
 PROGRAMS = {"softmax": library.OnlineSoftmax, "sigmoid": library.OnlineSigmoid, "entropy": Entropic}
 # Which programs and pages (0: none) are timed at each shape, and how many parts its rows have: what is compiled.
-PLAN = {
+PLAN: Plan = {
     shape: [("softmax", 0), ("softmax", 64), *more]
     for shape, more in zip(
         SHAPES,
@@ -115,9 +125,8 @@ def exact(program: str, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Ten
     return torch.stack(found)
 
 
-def compile_one(number: int) -> None:
-    """Compiles the kernel with this number, and keeps it on disk."""
-    program, heads, kv_heads, page, name = kernels()[number]
+def compile_one(program: str, heads: int, kv_heads: int, page: int, name: str) -> None:
+    """Compiles this kernel, and keeps it on disk."""
     began = time.perf_counter()
     metas = (
         meta_tensor(None, heads, None, DIM, dtype=DTYPE),
@@ -130,23 +139,22 @@ def compile_one(number: int) -> None:
           f"spilled, {found.shared_bytes} B shared, {time.perf_counter() - began:.0f} s", flush=True)  # fmt: skip
 
 
-def kernels() -> list[tuple[str, int, int, int, str]]:
-    """All kernels that the plan runs: program, heads, page and name."""
-    found: dict[tuple[str, int, int, int, str], None] = {}
-    for shape, cases in PLAN.items():
-        whole = shape.batch * shape.kv_heads >= 128
+def kernels(plan: Plan) -> list[Kernel]:
+    """All kernels that the plan runs."""
+    found: dict[Kernel, None] = {}
+    for shape, cases in plan.items():
         for program, page in cases:
             key = (program, shape.heads, shape.kv_heads)
-            found |= {(*key, page, "decode"): None} if whole else {(*key, page, "decode parts"): None}
-            if not whole:
+            found |= {(*key, page, "decode"): None} if shape.whole else {(*key, page, "decode parts"): None}
+            if not shape.whole:
                 found[*key, 0, "combine"] = None
     return list(found)
 
 
-def compile_all(seconds: float) -> None:
+def compile_all(wanted: list[Kernel], seconds: float) -> None:
     """Compiles the kernels in processes of their own."""
     command = [sys.executable, "-m", "benchmarks.decoding", "--compile"]
-    running = [subprocess.Popen([*command, str(n)]) for n in range(len(kernels()))]
+    running = [subprocess.Popen([*command, *map(str, kernel)]) for kernel in wanted]
     until = time.monotonic() + seconds
     for process in running:
         try:
@@ -156,7 +164,7 @@ def compile_all(seconds: float) -> None:
 
 
 def check(shape: Shape, program: str, page: int) -> None:
-    """Uneven lengths, one of them 0, against float64; then a graph that replays with other lengths."""
+    """Uneven lengths, one of them 0, against float64; then a graph that replays with other lengths, three times."""
     torch.manual_seed(1)
     batch, most = 5, 4096
     q = torch.randn(batch, shape.queries, shape.heads, DIM, device="cuda", dtype=DTYPE)
@@ -170,24 +178,61 @@ def check(shape: Shape, program: str, page: int) -> None:
         of_k, table = in_pages(of_k, page)
         torch.manual_seed(2)
         of_v, _ = in_pages(of_v, page)
-    parts = 1 if shape.batch * shape.kv_heads >= 128 else 7
 
-    def call() -> Tensor:
+    def call(parts: int) -> Tensor:
         return engine.with_cache(q, of_k, of_v, kv_lengths=lengths, page_table=table, num_splits=parts)
 
-    def error(found: Tensor) -> float:
+    def error(found: Tensor) -> str:
         wanted = exact(program, q, k, v, lengths)
-        return float((found.double() - wanted).norm() / wanted.norm())
+        return f"{float((found.double() - wanted).norm() / wanted.norm()):.1e}"
 
-    first = error(call())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = call()
-    lengths.copy_(torch.tensor([100, 1, 0, 2048, 700], device="cuda", dtype=torch.int32))
-    graph.replay()
-    torch.cuda.synchronize()
-    print(f"  {program} page {page}, {parts} parts: relative L2 {first:.1e}, replayed with other lengths "
-          f"{error(output):.1e}", flush=True)  # fmt: skip
+    for parts in (1,) if shape.whole else IN_PARTS:
+        lengths.copy_(torch.tensor([4096, 1, 0, 2049, 777]))
+        first = error(call(parts))
+        graph, replayed = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            output = call(parts)
+        for now in ([100, 1, 0, 2048, 700], [0, 0, 4096, 64, 65], [4096, 4096, 3, 4096, 1]):
+            lengths.copy_(torch.tensor(now))
+            graph.replay()
+            replayed.append(error(output))
+        print(f"  {shape.heads}/{shape.kv_heads} {program} page {page}, {parts} parts: relative L2 {first}, replayed "
+              f"with other lengths {', '.join(replayed)}", flush=True)  # fmt: skip
+
+
+def print_times(clock: Clock, shape: Shape, cases: list[tuple[str, int]]) -> None:
+    """The times of a shape beside a copy and SDPA; then the host alone, in a loop."""
+    print(f"{shape}: {shape.bytes / 1e6:.0f} MB of keys and values", flush=True)
+    calls = calls_of(shape, cases)
+    times = clock.times(calls, ROUNDS)
+    for name, timing in times.items():
+        speed = shape.bytes / timing.device_us * 1e-6
+        share = times["copy"].device_us / timing.device_us
+        print(f"  {name:18} {timing.device_us:8.1f} us  {speed:5.2f} TB/s  {share:5.2f} of the copy   host "
+              f"{timing.host_us:5.1f} us", flush=True)  # fmt: skip
+
+
+def print_host() -> None:
+    """How long the host takes for a call of few keys, in a loop, the GPU idle as often as it can be."""
+    q = torch.randn(1, 1, 32, DIM, device="cuda", dtype=DTYPE)
+    k, v = torch.randn(2, 1, 64, 8, DIM, device="cuda", dtype=DTYPE)
+    lengths, engine = torch.full((1,), 64, device="cuda", dtype=torch.int32), engine_of("softmax")
+    out, target, source = torch.empty_like(q), torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
+    calls: dict[str, Callable[[], object]] = {
+        "in 2 parts": lambda: engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=2),
+        "in 2 parts, out given": lambda: engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=2, out=out),
+        "empty_like": lambda: torch.empty_like(q),
+        "copy_": lambda: target.copy_(source),
+    }
+    for name, call in calls.items():
+        found = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            found.append((time.perf_counter() - began) / CALLS * 1e6)
+        print(f"  host in a loop, {name}: {min(found):.1f} us", flush=True)
 
 
 def calls_of(shape: Shape, cases: list[tuple[str, int]]) -> dict[str, Callable[[], object]]:
@@ -224,34 +269,52 @@ def calls_of(shape: Shape, cases: list[tuple[str, int]]) -> dict[str, Callable[[
     return found
 
 
+def chosen(names: list[str] | None, programs: list[str] | None, pages: list[int] | None) -> Plan:
+    """What of the plan runs; None: all of it."""
+    found: Plan = {}
+    for shape, cases in PLAN.items():
+        if names is None or any(name in str(shape) for name in names):
+            kept = [(p, n) for p, n in cases if (programs is None or p in programs) and (pages is None or n in pages)]
+            if kept:
+                found[shape] = kept
+    return found
+
+
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", type=int, help="compile this kernel alone")
-    parser.add_argument("--quick", action="store_true", help="the first half of the shapes")
+    parser.add_argument("--compile", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--only", action="append", help="shapes whose names have this in them")
+    parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS))
+    parser.add_argument("--pages", nargs="+", type=int, help="keys of a page; 0: no pages")
+    parser.add_argument("--numbers", action="store_true", help="no times")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop starting after so long")
     args = parser.parse_args()
     if args.compile is not None:
-        compile_one(args.compile)
+        program, heads, kv_heads, page, name = args.compile
+        compile_one(program, int(heads), int(kv_heads), int(page), name)
         return
-    began = time.monotonic()
-    compile_all(args.seconds * 0.7)
+    began, plan = time.monotonic(), chosen(args.only, args.programs, args.pages)
+    compile_all(kernels(plan), args.seconds * 0.7)
     print(f"compiled after {time.monotonic() - began:.0f} s, on {os.cpu_count()} processors", flush=True)
     torch.set_grad_enabled(False)
+    checked = set()
+    for shape, cases in plan.items():
+        for program, page in cases:
+            kind = (shape.heads, shape.kv_heads, shape.queries, shape.whole, program, page)
+            if kind not in checked:
+                check(shape, program, page)
+            checked.add(kind)
+    if args.numbers:
+        return
     clock = Clock()
-    for shape in SHAPES[: len(SHAPES) // 2 + 1] if args.quick else SHAPES:
+    for shape, cases in plan.items():
         if time.monotonic() - began > args.seconds:
             print(f"{shape}: no time left")
-            continue
-        print(f"{shape}: {shape.bytes / 1e6:.0f} MB of keys and values", flush=True)
-        for program, page in PLAN[shape]:
-            check(shape, program, page)
-        times = clock.times(calls_of(shape, PLAN[shape]), ROUNDS)
-        for name, timing in times.items():
-            speed = shape.bytes / timing.device_us * 1e-6
-            share = times["copy"].device_us / timing.device_us
-            print(f"  {name:18} {timing.device_us:8.1f} us  {speed:5.2f} TB/s  {share:5.2f} of the copy   host "
-                  f"{timing.host_us:5.1f} us", flush=True)  # fmt: skip
+        else:
+            print_times(clock, shape, cases)
+    if any(not shape.whole for shape in plan):
+        print_host()
 
 
 if __name__ == "__main__":

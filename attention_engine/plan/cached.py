@@ -188,6 +188,11 @@ class CachedPlan:
         """What joins parts; None where none was found, and rows are not cut."""
         return self._merge if isinstance(self._merge, Merge) else None
 
+    @property
+    def overlaps(self) -> bool:
+        """Does the kernel that joins parts start beside the last of them? GPUs before Hopper can't have it wait."""
+        return as_arch(self.target).capability >= (9, 0)
+
     @cached_property
     def whole(self) -> Launch:
         """The output and the rows, of whole rows."""
@@ -202,7 +207,7 @@ class CachedPlan:
     def _walk(self, name: str, schedule: ForwardSchedule, in_parts: bool) -> Launch:
         arguments = walk(self.problem, self.cache, schedule, in_parts)
         writes = frozenset(a.place for a in arguments if isinstance(a, Buffer) and a.role is Role.MADE)
-        given = (schedule, self.tile, self.cache, in_parts)
+        given = (schedule, self.tile, self.cache, in_parts, in_parts and self.overlaps)
         return Launch(name, "cached.decode.decode", given, arguments, writes, (DISABLE_WARP_SPECIALIZATION,))
 
     @cached_property
@@ -211,7 +216,7 @@ class CachedPlan:
         assert self.merge is not None, "rows that are not cut have no parts"
         arguments = joining(self.problem, self.cache, self.merge)
         writes = frozenset(["o", *(f"row_{name}" for name, _ in self.merge.finals)])
-        given = (self.merge, MOST_PARTS, Cache(starts=self.cache.starts, packed=self.cache.packed))
+        given = (self.merge, MOST_PARTS, Cache(starts=self.cache.starts, packed=self.cache.packed), self.overlaps)
         return Launch("combine", "cached.combine.combine", given, arguments, writes)
 
     def steps(self, count: int) -> tuple[Step, ...]:

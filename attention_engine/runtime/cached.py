@@ -5,9 +5,9 @@ Lengths, tables and starts are read on the device: nothing waits for it, and a C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.absent_pairs import leave_out_absent
 from attention_engine.passes.cached_places import STARTS, check_rows, densely, reads_rows
-from attention_engine.plan.buffers import buffers_of, own_length
-from attention_engine.plan.cached import Cache, CachedPlan
+from attention_engine.plan.buffers import own_length
+from attention_engine.plan.cached import Cache
 from attention_engine.plan.targets import Target
 from attention_engine.reference.cached import Requests, attend_cached, attend_packed, gather, starts_of
-from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
+from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, stride_steps, with_strides
+from attention_engine.runtime.cached_again import Direct, SeenCaches, launch_again, viewed
 from attention_engine.runtime.cached_inputs import (
     CachedCall,
     check_caches,
@@ -40,13 +41,11 @@ from attention_engine.runtime.inputs import check_custom, is_cast, order_custom,
 from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
 from attention_engine.runtime.op import unwatched, watched
 from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
-from attention_engine.runtime.seen import TensorGuards
 
 if TYPE_CHECKING:
     from attention_engine.runtime.shown import Shown
 
 Results: TypeAlias = tuple[Tensor, list[Tensor]]
-Direct: TypeAlias = Callable[[Sequence[Tensor], Tensor | None], list[Tensor] | None]
 
 
 @dataclass
@@ -164,25 +163,33 @@ class CachedAttention:
             found = self._ready[key] = Ready(steps, kernels.kernel, lengths, {}, call.q.device, self._kept)
         return found
 
-    def direct(self, call: CachedCall) -> Direct | None:
+    def direct(self, call: CachedCall, names: Sequence[str]) -> Direct | None:
         """The launches of all calls of such shapes and strides, nothing left to look up; None where more is to be done
-        than to launch. It takes q, k, [v], lengths, [table], [starts], then custom inputs, and out or None.
-
-        Of a call's host time, which decoding is made of where a model is small, asking and looking up are most.
-        """
+        than to launch. It takes q, k, [v], lengths, [table], [starts], [cu], then custom inputs of these names; out."""
+        if call.q.dtype is torch.float32:  # where torch has a switch for tf32
+            return None
         if not self.by_kernels or not (call.q.numel() and call.k.numel() and call.capacity):
             return None
         custom = [as_parameter(c) for c in call.custom]
         kernels, unit = self.kernels(call, custom), stride_unit(call.q.shape[3], call.dim_v)
         strided = [t for t in (call.q, call.k, call.v) if t is not None]
         strides = [stride_steps(t.shape, t.stride(), unit) for t in strided]
-        alone = [t for t in (call.lengths, call.starts) if t is not None]
+        alone = [t for t in (call.lengths, call.starts, call.cu) if t is not None]
         fits = all(t.is_contiguous() for t in alone) and (call.table is None or call.table.stride(1) == 1)
         no_starts = kernels.plan.cache.starts and call.starts is None
-        if call.cu is not None or self.by_rows or no_starts or not fits or any(s is None for s in strides):
+        if self.by_rows or no_starts or not fits or any(s is None for s in strides):
             return None
+        given: dict[str, Sequence[int]] = {n: s for n, s in zip("qkv", strides, strict=False) if s is not None}
+        given["kv_lengths"] = ()
+        if call.table is not None:
+            given["page_table"] = (call.table.stride(0),)
+        if call.starts is not None:
+            given["q_starts"] = ()
+        if call.cu is not None:
+            given["cu_seqlens_q"] = ()
+        given |= {f"custom_{name}": () for name in names}
         ready, count = self._ready_for(call, kernels, custom), self._parts(call, kernels)
-        return _direct(kernels, ready, count, [s for s in strides if s is not None], call, self.rows)
+        return launch_again(kernels, ready, count, given, len(strided), self.rows)
 
     def _own_lengths(self, custom: Sequence[Tensor]) -> Mapping[str, int]:
         return {
@@ -192,61 +199,6 @@ class CachedAttention:
         }  # fmt: skip
 
 
-def _direct(
-    kernels: CachedKernels, ready: Ready, count: int, strides: Sequence[tuple[int, ...]], call: CachedCall,
-    rows: Sequence[str],
-) -> Direct:  # fmt: skip
-    plan, unit = kernels.plan, kernels.problem.stride_unit
-    misaligned = 0 if unit == 1 else ALIGNED - 1
-    output, *row_likes = ready.results(["o", *[f"row_{name}" for name in rows]])
-    strided, paged = len(strides), call.table is not None
-    table_stride = call.table.stride(0) if call.table is not None else 0
-    places, empty_like = strided + 1 + paged + (call.starts is not None), torch.empty_like
-    walk = kernels.kernel(plan.whole if count == 1 else plan.part).run
-    part_likes = ready.results([]) if count == 1 else ready.results(_places_of_parts(plan))
-    join = None if count == 1 else kernels.kernel(plan.combine).run
-
-    def launch(tensors: Sequence[Tensor], out: Tensor | None) -> list[Tensor] | None:
-        first: list[int | Tensor] = []
-        for steps, tensor in zip(strides, tensors, strict=False):
-            if tensor.data_ptr() & misaligned:
-                return None
-            first += steps
-            first.append(tensor)
-        lengths, *others = tensors[strided:places]
-        custom = [as_parameter(c) for c in tensors[places:]]
-        made = [empty_like(output) if out is None else out, *[empty_like(like) for like in row_likes]]
-        starts = others[1:] if paged else others
-        table = (table_stride, others[0]) if paged else ()
-        if join is None:
-            walk(*first, *custom, lengths, *table, *starts, *made)
-            return made
-        parts = [empty_like(like) for like in part_likes]
-        walk(*first, *custom, lengths, *table, *starts, *parts)
-        join(*custom, lengths, *starts, *parts, *made)
-        return made
-
-    return launch
-
-
-def _places_of_parts(plan: CachedPlan) -> list[str]:
-    return [b.place for b in buffers_of(plan.combine.arguments) if b.place.startswith("part_")]
-
-
-class Again(NamedTuple):
-    """A call that passed every check, of tensors of which some, or none, ask for gradients.
-
-    form: all that it said beside tensors. fits: torch's guards (runtime/seen.py).
-    """
-
-    form: object
-    fits: Callable[..., bool]
-    size: int
-    launch: Direct
-    rows: Sequence[str]
-    requires_grad: bool
-
-
 def with_cache(
     engine: Shown, tensors: tuple[Tensor, Tensor, Tensor | None],
     given: tuple[Sequence[Tensor], Mapping[str, Tensor]], places: tuple[Tensor, Tensor | None, Tensor | None],
@@ -254,33 +206,22 @@ def with_cache(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """AttentionEngine.with_cache."""
     (q, k, v), (lengths, table, starts) = tensors, places
-    form = (
-        engine.training,
-        v is None,
-        table is None,
-        starts is None,
-        out is None,
-        parts,
-        cu_seqlens_q is None,
-        *given[1],
-    )
-    present = [
-        t for t in (q, k, v, lengths, table, starts, *given[0], *given[1].values(), *tensors_now(engine._captured))
-        if t is not None
-    ]  # fmt: skip
-    again: Again | None = engine._cached_again
-    if again is not None and again.form == form and not watched():
-        guarded = present if out is None else [*present, out]
-        wanted = again.requires_grad and torch.is_grad_enabled()
-        if not wanted and again.size == len(guarded) and again.fits(*guarded):
-            made = again.launch(present, out)
-            if made is not None:
-                return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
+    packed = cu_seqlens_q is not None
+    form = (engine.training, v is None, table is None, starts is None, out is None, packed, parts, *given[1])
+    present = [q, k, v, lengths, table, starts, cu_seqlens_q, *given[0], *given[1].values()]
+    present = [t for t in (*present, *tensors_now(engine._captured)) if t is not None]
+    guarded = present if out is None else [*present, out]
+    seen: SeenCaches = engine._cached_seen
+    again = None if watched() else seen.find(form, guarded)
+    if again is not None:
+        made = again.launch(present, out)
+        if made is not None:
+            return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
     _check_options(engine, parts, cu_seqlens_q)
-    check_tensors(engine.layout, q, k, v, table is not None, cu_seqlens_q is not None)
+    check_tensors(engine.layout, q, k, v, table is not None, packed)
     if engine.layout == "bhsd":
         k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
-    q = q[None] if cu_seqlens_q is not None else _turned(engine, q)
+    q = q[None] if packed else _turned(engine, q)
     custom = [*order_custom(engine.custom_io, *given), *tensors_now(engine._captured)]
     check_gradients((q, k, v, *custom))
     dim_v = v.shape[3] if v is not None else engine.qkv_meta[2].dim if engine.qkv_meta else q.shape[3]
@@ -289,30 +230,16 @@ def with_cache(
     check_caches(engine.qkv_meta, backend != "reference", call)
     attention = _attention(engine, backend, call)
     check_out(engine.layout, out, call)
-    if cu_seqlens_q is not None:
-        found, rows = attention(call, None if out is None else out[None])
-        output, rows = found[0] if out is None else out, [row[0] for row in rows]
-        return (output, dict(zip(attention.rows, rows, strict=True))) if return_rowscales else output
-    found, rows = attention(call, _turned(engine, out))
-    if engine.layout == "bshd" and not given[1] and not is_cast(q) and unwatched():
-        engine._cached_again = _again(form, attention, call, present, out)
-    output = out if out is not None else _turned(engine, found)
+    of_call = out[None] if packed and out is not None else _turned(engine, out)
+    found, rows = attention(call, of_call)
+    if not is_cast(q) and unwatched() and (of_call is None or of_call.is_contiguous()):
+        names = [*[s.name for s in engine.custom_io.in_order[: len(given[0])]], *given[1]]
+        launch = attention.direct(call, [*names, *[c.name for c in engine._captured]])
+        seen.keep(form, guarded, viewed(launch, 2 + (v is not None), engine.layout == "bhsd", packed), attention.rows)
+    if packed:
+        rows = [row[0] for row in rows]
+    output = out if out is not None else found[0] if packed else _turned(engine, found)
     return (output, dict(zip(attention.rows, rows, strict=True))) if return_rowscales else output
-
-
-def _again(
-    form: object, attention: CachedAttention, call: CachedCall, present: Sequence[Tensor], out: Tensor | None
-) -> Again | None:  # fmt: skip
-    """The same call, again; None where each must be looked at."""
-    if TensorGuards is None or call.q.dtype is torch.float32 or (out is not None and not out.is_contiguous()):
-        return None
-    launch = attention.direct(call)
-    if launch is None:
-        return None
-    guarded = [*present] if out is None else [*present, out]
-    fits = TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    requires_grad = any(t.requires_grad for t in guarded)
-    return Again(form, fits, len(guarded), launch, attention.rows, requires_grad)
 
 
 def _check_options(engine: Shown, parts: int | None, cu_seqlens_q: Tensor | None) -> None:

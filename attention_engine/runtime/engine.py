@@ -21,6 +21,7 @@ from attention_engine.frontend.meta import Heads, Meta
 from attention_engine.ir.expr import Type
 from attention_engine.runtime import op
 from attention_engine.runtime.attentions import ATTENTIONS, Given
+from attention_engine.runtime.cached_again import SeenCaches
 from attention_engine.runtime.captured import Axes, capturing, specs_of
 from attention_engine.runtime.inputs import signature
 from attention_engine.runtime.launch import Direct
@@ -29,7 +30,7 @@ from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Tuning
 
 MOST_SEEN = 4096
-OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_cached_again", "_parted")
+OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_cached_seen", "_parted")
 
 
 class Engine(torch.nn.Module):
@@ -64,7 +65,7 @@ class Engine(torch.nn.Module):
         self._seen: dict[object, Seen] = {}  # by the signatures of calls that passed every check
         self._again: Again | None = None  # the last of them
         self._cached: dict[object, Any] = {}  # what runs calls with caches, by backend, types, variant and axes
-        self._cached_again: Any = None  # the last of those calls
+        self._cached_seen = SeenCaches()  # those calls
         self._first: tuple[Any, tuple[Captured, ...]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,8 +29,11 @@ STEPS = 20  # of a search among a million requests
 LEAST = {"max": -3e38, "min": 3e38}
 
 
-def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache) -> Any:
-    """The PrimFunc: (custom..., kv_lengths, [q_starts], part_o, part_<state>..., o, rows...)."""
+def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache, overlaps: bool) -> Any:
+    """The PrimFunc: (custom..., kv_lengths, [q_starts], part_o, part_<state>..., o, rows...).
+
+    overlaps: it is launched while the parts are computed, and waits for them.
+    """
     sizes = Sizes(problem)
     parameters = sizes.declare(cached.joining(problem, cache, merge))
     dim_v = padded(problem.dim_v)
@@ -43,17 +46,22 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache) -> A
             batch, place = find_place(cache, sizes, buffers, owner, query)
             row = _Row(problem, merge, most, sizes, buffers, (batch, head, place), (owner, query, head))
             factors = T.alloc_shared([most], FLOAT)
+            ahead = T.alloc_fragment([SIDE_BY_SIDE, dim_v], FLOAT)
             sums = T.alloc_fragment([SIDE_BY_SIDE, dim_v], FLOAT)
             output = T.alloc_fragment([dim_v], FLOAT)
+            T.fill(sums, 0)
+            if overlaps:
+                T.pdl_sync()  # it was launched while the parts run: from here on all of them are there
+            _bring_sums(ahead, buffers["part_o"], 0, parts, (owner, query, head), problem.dim_v)
             row.bring(parts)
             row.join()
-            row.write_factors(factors)
-            T.fill(sums, 0)
+            row.write_factors(factors, parts)
             for step in T.serial(T.ceildiv(parts, SIDE_BY_SIDE)):
                 for n, d in T.Parallel(SIDE_BY_SIDE, dim_v):
-                    at = step * SIDE_BY_SIDE + n
-                    if T.And(at < parts, d < problem.dim_v):
-                        sums[n, d] = sums[n, d] + factors[at] * buffers["part_o"][at, owner, query, head, d]
+                    sums[n, d] = sums[n, d] + factors[step * SIDE_BY_SIDE + n] * ahead[n, d]
+                if (step + 1) * SIDE_BY_SIDE < parts:
+                    first = (step + 1) * SIDE_BY_SIDE
+                    _bring_sums(ahead, buffers["part_o"], first, parts, (owner, query, head), problem.dim_v)
             T.reduce_sum(sums, output, dim=0)
             row.finish(output)
 
@@ -174,8 +182,8 @@ class _Row:
         over_rows(1, entry)
         self.known[variable] = fragment
 
-    def write_factors(self, factors: Any) -> None:
-        """What each part's sum is multiplied with."""
+    def write_factors(self, factors: Any, parts: Any) -> None:
+        """What each part's sum is multiplied with; 0 behind the last part, where a factor may be 0 / 0."""
         (factor,) = in_exp2(self.merge.factor)
         for node in topological(factor):
             if node.op is Op.REDUCE and node not in self.held:
@@ -184,7 +192,7 @@ class _Row:
 
         def entry(i: Any, n: Any) -> None:
             (value,) = self.splice({v: f[i, n] for v, f in self.parts.items()})(factor)
-            store(factors, T.cast(value, FLOAT), n)
+            store(factors, T.if_then_else(n < parts, T.cast(value, FLOAT), T.float32(0)), n)
 
         over_pairs(1, self.most, entry)
 
@@ -221,6 +229,14 @@ def _bring(source: Any, target: Any, most: int, parts: Any, at: tuple[Any, ...],
     owner, query, head = at
     for i, n in T.Parallel(1, most):
         target[i, n] = T.if_then_else(n < parts, source[n, owner, query, head], T.float32(initial))
+
+
+@T.macro
+def _bring_sums(target: Any, source: Any, first: Any, parts: Any, at: tuple[Any, ...], columns: int) -> None:
+    owner, query, head = at
+    for n, d in T.Parallel(*target.shape):
+        inside = T.And(first + n < parts, d < columns)
+        target[n, d] = T.if_then_else(inside, source[first + n, owner, query, head, d], T.float32(0))
 
 
 @T.macro

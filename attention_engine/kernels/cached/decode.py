@@ -46,7 +46,9 @@ from attention_engine.plan import cached
 from attention_engine.plan.forms import Tile
 
 
-def decode(problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cached.Cache, in_parts: bool) -> Any:
+def decode(
+    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cached.Cache, in_parts: bool, overlaps: bool
+) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, [v], custom..., kv_lengths, [page_table], [q_starts], then part_o, part_<state>... or o,
     rows...)."""
     sizes = Sizes(problem)
@@ -59,6 +61,8 @@ def decode(problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cache
         row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
         parts = sizes.spell(cached.PARTS) if in_parts else 1
         with T.Kernel(parts, problem.kv_heads * row_tiles, sizes.batch, threads=tile.threads) as (part, block, batch):
+            if overlaps:
+                T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
             kv_head, packed = of.rows(buffers, row_tiles, block, batch)
             q = Operand("q", problem, (tile.q, dim))
             k = Operand("k", problem, (tile.kv, dim))
