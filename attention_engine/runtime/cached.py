@@ -208,8 +208,8 @@ def with_cache(
     (q, k, v), (lengths, table, starts) = tensors, places
     packed = cu_seqlens_q is not None
     form = (engine.training, v is None, table is None, starts is None, out is None, packed, parts, *given[1])
-    present = [q, k, v, lengths, table, starts, cu_seqlens_q, *given[0], *given[1].values()]
-    present = [t for t in (*present, *tensors_now(engine._captured)) if t is not None]
+    custom = (*given[0], *given[1].values(), *tensors_now(engine._captured))
+    present = [t for t in (q, k, v, lengths, table, starts, cu_seqlens_q, *custom) if t is not None]
     guarded = present if out is None else [*present, out]
     seen: SeenCaches = engine._cached_seen
     again = None if watched() else seen.find(form, guarded)
@@ -222,10 +222,10 @@ def with_cache(
     if engine.layout == "bhsd":
         k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
     q = q[None] if packed else _turned(engine, q)
-    custom = [*order_custom(engine.custom_io, *given), *tensors_now(engine._captured)]
-    check_gradients((q, k, v, *custom))
+    ordered = [*order_custom(engine.custom_io, *given), *tensors_now(engine._captured)]
+    check_gradients((q, k, v, *ordered))
     dim_v = v.shape[3] if v is not None else engine.qkv_meta[2].dim if engine.qkv_meta else q.shape[3]
-    call = CachedCall(q, k, v, dim_v, lengths, table, starts, parts, custom, cu_seqlens_q)
+    call = CachedCall(q, k, v, dim_v, lengths, table, starts, parts, ordered, cu_seqlens_q)
     backend = engine._backend_for(q.device)
     check_caches(engine.qkv_meta, backend != "reference", call)
     attention = _attention(engine, backend, call)

@@ -165,7 +165,7 @@ class _Scratch:
         self.likes, self.sizes = likes, [-(-like.numel() // 4) * 4 for like in likes]
         self.size = sum(self.sizes)
         self.on_gpu = bool(likes) and likes[0].device.type == "cuda"
-        self.device = likes[0].device.index if self.on_gpu else None
+        self.device = (likes[0].device.index or 0) if self.on_gpu else -1
         self.views: dict[object, tuple[Tensor, list[Tensor]]] = {}
 
     def __call__(self) -> list[Tensor]:

@@ -1,0 +1,88 @@
+"""Calls with a cache that passed every check once: launched again as they were, from memory that nobody else writes."""
+
+import threading
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, library
+from attention_engine.library import causal
+from attention_engine.runtime import cached, cached_again
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """A list that has an entry for each call that was checked."""
+    found: list = []
+    monkeypatch.setattr(cached, "check_caches", lambda *given: found.append(given))
+    return found
+
+
+def tensors(batch: int, queries: int = 1, keys: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = torch.randn(batch, queries, 4, 32).half()
+    return q, *torch.randn(2, batch, keys, 2, 32).half()
+
+
+def engine_of(layout: str = "bshd") -> AttentionEngine:
+    slopes = CustomIO({"slopes": ("heads",)})
+    return AttentionEngine(None, slopes, library.alibi(0.1), causal, layout=layout, backend="interpret")
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_layouts_and_named_inputs(parts, heads_first, checked):
+    engine, slopes = engine_of("bhsd" if heads_first else "bshd"), torch.rand(4)
+    for round_ in range(3):
+        q, k, v = tensors(2, 2)
+        lengths = torch.randint(1, 40, (2,), dtype=torch.int32)
+        expected = engine_of().with_cache(q, k, v, slopes, kv_lengths=lengths, num_splits=parts)
+        given = [t.transpose(1, 2).contiguous() for t in (q, k, v)] if heads_first else (q, k, v)
+        checked.clear()
+        found = engine.with_cache(*given, kv_lengths=lengths, num_splits=parts, slopes=slopes)
+        assert torch.equal(found.transpose(1, 2) if heads_first else found, expected)
+        assert bool(checked) is (round_ == 0)
+
+
+def test_packed_queries(checked):
+    engine, slopes = engine_of(), torch.rand(4)
+    _, k, v = tensors(3)
+    for counts in ([1, 0, 4], [2, 2, 1], [0, 5, 0]):
+        q, lengths = torch.randn(5, 4, 32).half(), torch.randint(5, 40, (3,), dtype=torch.int32)
+        cu = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        call = {"kv_lengths": lengths, "cu_seqlens_q": cu, "num_splits": 2, "return_rowscales": True}
+        expected, expected_rows = engine_of().with_cache(q, k, v, slopes, **call)
+        checked.clear()
+        out = torch.empty_like(q)
+        for _ in range(2):
+            found, rows = engine.with_cache(q, k, v, slopes, **call, out=out)
+        assert torch.equal(found, expected) and torch.equal(rows["lse"], expected_rows["lse"]) and found is out
+        assert len(checked) == (counts == [1, 0, 4])
+
+
+def test_calls_of_several_shapes_take_turns(checked):
+    engine, slopes = engine_of(), torch.rand(4)
+    calls = [tensors(2), tensors(3), tensors(3, 2)]
+    for round_ in range(2):
+        checked.clear()
+        for q, k, v in calls:
+            lengths = torch.full((len(q),), 33, dtype=torch.int32)
+            engine.with_cache(q, k, v, slopes, kv_lengths=lengths, num_splits=2)
+        assert len(checked) == (0 if round_ else 3)
+
+
+def test_what_parts_leave_has_one_piece_of_memory_for_each_thread(monkeypatch):
+    monkeypatch.setattr(cached_again, "_SCRATCH", {})
+    small, large = (cached_again._Scratch([torch.empty(n), torch.empty(n, 5)]) for n in (7, 1 << 20))
+    first = [t.data_ptr() for t in small()]
+    assert first == [t.data_ptr() for t in small()] and first[1] - first[0] == 4 * 8
+    assert [t.shape for t in small()] == [(7,), (7, 5)]
+    found: list = []
+    thread = threading.Thread(target=lambda: found.extend(t.data_ptr() for t in small()))
+    thread.start()
+    thread.join()
+    assert not set(found) & set(first)
+    held = large()
+    assert held[0].data_ptr() != large()[0].data_ptr() and len(cached_again._SCRATCH) == 2  # too much to keep
+    wider = cached_again._Scratch([torch.empty(5000)])
+    (grown,) = wider()
+    assert grown.data_ptr() == small()[0].data_ptr() != first[0]
