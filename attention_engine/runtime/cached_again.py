@@ -172,7 +172,7 @@ class _Scratch:
         """The memory."""
         if 4 * self.size > MOST_BYTES or (self.on_gpu and torch.cuda.is_current_stream_capturing()):
             return [torch.empty_like(like) for like in self.likes]
-        stream = torch._C._cuda_getCurrentRawStream(self.device) if self.on_gpu else 0
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
         key = (self.device, stream, get_ident())
         held, found = _SCRATCH.get(key), self.views.get(key)
         if held is None or found is None or found[0] is not held:
