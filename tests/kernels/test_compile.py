@@ -20,7 +20,7 @@ from attention_engine.tuner.defaults import default_tiles
 from tests.kernels.together import assert_fits, compile_together
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-PLAIN = {"persistent": False, "lazy_rescale": False}
+PLAIN = {"persistent": False, "queries_ahead": False, "lazy_rescale": False}
 PERSISTENT, BOTH = {"persistent": True}, {"persistent": True, "lazy_rescale": True}
 # Kernels by name: which, its dtype, its head dims, what differs from the default tile of the forward pass, its heads of
 # queries and keys.
