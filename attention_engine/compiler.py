@@ -79,6 +79,13 @@ class Kernel:
         if not cache.is_kept(self._key):
             self._work = ahead.begin(self._find_or_compile)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Is there nothing left to compile: in this process or on disk?"""
+        from attention_engine.codegen.cache import is_kept
+
+        return "compiled" in vars(self) or is_kept(self._key)
+
     def _find_or_compile(self) -> CompiledKernel:
         from attention_engine.codegen.cache import find_or_compile
         from attention_engine.codegen.compile import compile_kernel

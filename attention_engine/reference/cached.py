@@ -34,20 +34,22 @@ class Requests:
 
 
 def attend_cached(
-    program: Program, q: Tensor, k: Tensor, v: Tensor, requests: Requests, custom: Mapping[str, Tensor]
+    program: Program, q: Tensor, k: Tensor, v: Tensor, requests: Requests, custom: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The output (batch, queries, heads, DV), and the returned rows (batch, heads, queries).
 
-    program: of `cached_places.densely`; k, v: gathered. What lies behind a request's keys may hold anything.
+    program: of `cached_places.densely`; k, v: gathered. What lies behind a request's keys may hold anything. dtype: to
+    compute in, if not in at least fp32.
     """
     inputs = {**custom, "_q_starts": requests.starts, "_kv_lengths": requests.lengths, "_q_rows": requests.rows}
-    output, rows = attend(program, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), inputs)
+    output, rows = attend(program, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), inputs, dtype=dtype)
     return output.transpose(1, 2).contiguous(), [row.contiguous() for row in rows]
 
 
 def attend_packed(
     program: Program, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, given: tuple[Tensor, Tensor | None],
-    custom: Mapping[str, Tensor],
+    custom: Mapping[str, Tensor], dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The same of packed queries (1, rows, heads, dim); cu: where each request's begin; given: lengths, starts."""
     lengths, starts = given
@@ -58,7 +60,7 @@ def attend_packed(
     at = (rows[:, None] + own).clamp(max=max(q.shape[1] - 1, 0))
     begins = lengths - counts.to(lengths.dtype) if starts is None else starts
     requests = Requests(begins, lengths, rows.to(torch.int32))
-    output, found = attend_cached(program, q[0][at], k, v, requests, custom)
+    output, found = attend_cached(program, q[0][at], k, v, requests, custom, dtype)
     packed = output.new_zeros(q.shape[1], *output.shape[2:])
     packed[at[there]] = output[there]
     packed_rows = [row.new_zeros(row.shape[1], q.shape[1]) for row in found]

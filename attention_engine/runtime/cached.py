@@ -74,19 +74,21 @@ class CachedAttention:
     def __call__(self, call: CachedCall, out: Tensor | None) -> Results:
         """The output (batch, queries, heads, dim_v) and the returned rows (batch, heads, queries)."""
         if not self.by_kernels or not (call.q.numel() and call.k.numel() and call.capacity):
-            found, rows = self._by_reference(call)
+            found, rows = self.by_reference(call)
             return (found if out is None else out.copy_(found)), rows
         return self._by_kernels(call, out)
 
-    def _by_reference(self, call: CachedCall) -> Results:
+    def by_reference(self, call: CachedCall, dtype: torch.dtype | None = None) -> Results:
+        """The same in plain PyTorch. dtype: to compute in, if not in at least fp32."""
         k = gather(call.k, call.table)
         v = k[..., : call.dim_v] if call.v is None else gather(call.v, call.table)
         lengths = call.lengths
         custom = {s.name: c for s, c in zip(self.specs, call.custom, strict=True)}
         if call.cu is not None:
-            return attend_packed(self.dense, call.q, k, v, call.cu, (lengths, call.starts), custom)
+            return attend_packed(self.dense, call.q, k, v, call.cu, (lengths, call.starts), custom, dtype)
         starts = starts_of(lengths, call.q.shape[1], call.starts)
-        return attend_cached(self.dense, call.q, k, v, Requests(starts, lengths, torch.zeros_like(lengths)), custom)
+        requests = Requests(starts, lengths, torch.zeros_like(lengths))
+        return attend_cached(self.dense, call.q, k, v, requests, custom, dtype)
 
     def target(self, q: Tensor) -> Target:
         """What the kernels must be compiled for, of the device."""
@@ -217,22 +219,12 @@ def with_cache(
         made = again.launch(present, out)
         if made is not None:
             return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
-    _check_options(engine, parts, cu_seqlens_q)
-    check_tensors(engine.layout, q, k, v, table is not None, packed)
-    if engine.layout == "bhsd":
-        k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
-    q = q[None] if packed else _turned(engine, q)
-    ordered = [*order_custom(engine.custom_io, *given), *tensors_now(engine._captured)]
-    check_gradients((q, k, v, *ordered))
-    dim_v = v.shape[3] if v is not None else engine.qkv_meta[2].dim if engine.qkv_meta else q.shape[3]
-    call = CachedCall(q, k, v, dim_v, lengths, table, starts, parts, ordered, cu_seqlens_q)
-    backend = engine._backend_for(q.device)
-    check_caches(engine.qkv_meta, backend != "reference", call)
-    attention = _attention(engine, backend, call)
+    ordered = order_custom(engine.custom_io, *given)
+    call, attention = prepare(engine, tensors, ordered, places, cu_seqlens_q, parts)
     check_out(engine.layout, out, call)
     of_call = out[None] if packed and out is not None else _turned(engine, out)
     found, rows = attention(call, of_call)
-    if not is_cast(q) and unwatched() and (of_call is None or of_call.is_contiguous()):
+    if not is_cast(call.q) and unwatched() and (of_call is None or of_call.is_contiguous()):
         names = [*[s.name for s in engine.custom_io.in_order[: len(given[0])]], *given[1]]
         launch = attention.direct(call, [*names, *[c.name for c in engine._captured]])
         seen.keep(form, guarded, viewed(launch, 2 + (v is not None), engine.layout == "bhsd", packed), attention.rows)
@@ -240,6 +232,26 @@ def with_cache(
         rows = [row[0] for row in rows]
     output = out if out is not None else found[0] if packed else _turned(engine, found)
     return (output, dict(zip(attention.rows, rows, strict=True))) if return_rowscales else output
+
+
+def prepare(
+    engine: Shown, tensors: tuple[Tensor, Tensor, Tensor | None], custom: Sequence[Tensor],
+    places: tuple[Tensor, Tensor | None, Tensor | None], cu_seqlens_q: Tensor | None, parts: int | None,
+) -> tuple[CachedCall, CachedAttention]:  # fmt: skip
+    """A call that passed every check, and what runs it."""
+    (q, k, v), (lengths, table, starts) = tensors, places
+    _check_options(engine, parts, cu_seqlens_q)
+    check_tensors(engine.layout, q, k, v, table is not None, cu_seqlens_q is not None)
+    if engine.layout == "bhsd":
+        k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
+    q = q[None] if cu_seqlens_q is not None else _turned(engine, q)
+    custom = [*custom, *tensors_now(engine._captured)]
+    check_gradients((q, k, v, *custom))
+    dim_v = v.shape[3] if v is not None else engine.qkv_meta[2].dim if engine.qkv_meta else q.shape[3]
+    call = CachedCall(q, k, v, dim_v, lengths, table, starts, parts, custom, cu_seqlens_q)
+    backend = engine._backend_for(q.device)
+    check_caches(engine.qkv_meta, backend != "reference", call)
+    return call, _attention(engine, backend, call)
 
 
 def _check_options(engine: Shown, parts: int | None, cu_seqlens_q: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of calls with a cache, for who looks at them or compiles them ahead."""
+"""The kernels of calls with a cache, for who looks at them or compiles them ahead; what such calls do, in words."""
 
 from __future__ import annotations
 
@@ -9,26 +9,39 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch
-from attention_engine.compiler import Kernel
+from attention_engine.compiler import CachedKernels, Kernel
+from attention_engine.errors import NoMerge
+from attention_engine.frontend.meta import lengths_of
+from attention_engine.plan.cached import BUSY, FEWEST_TILES
+from attention_engine.plan.targets import places_of
 from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.cached import CachedAttention
 from attention_engine.runtime.cached_inputs import CachedCall
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.inputs import stand_ins, type_of
+from attention_engine.tuner.problems import gpu_name
 
 if TYPE_CHECKING:
     from attention_engine.runtime.shown import Shown
 
 NAMES = ("decode", "decode parts", "combine")
+USUAL = (1, 1, 8192)  # requests, queries and keys of metas that don't say
 
 
-def cached_kernels(
-    engine: Shown, device: Arch | None, page: int = 0, custom: Sequence[Tensor] = (), starts: bool = False
-) -> dict[str, Kernel]:
-    """What calls with a cache launch, by name, for the heads, dims and dtype that the engine knows.
+def cached_kernels(engine: Shown, device: Arch | None, page: int = 0) -> dict[str, Kernel]:
+    """What calls with a cache launch, by name."""
+    return kernels_of_caches(engine, device, page).every
+
+
+def kernels_of_caches(
+    engine: Shown, device: Arch | None, page: int = 0, custom: Sequence[Tensor] = (), starts: bool = False,
+    shared: bool = False, packed: bool = False,
+) -> CachedKernels:  # fmt: skip
+    """The kernels of calls with a cache, for the heads, dims and dtype that the engine knows.
 
     device: None, the interpreter. page: keys of a page; 0: a request's keys lie one after the other. custom: as a call
-    brings them; without any they are fp32. starts: is it given where queries start?
+    brings them; without any they are fp32. starts: is it given where queries start? shared: are values the first
+    columns of keys? packed: do queries lie one after the other (cu_seqlens_q)?
     """
     metas = engine._metas()
     dtype = getattr(torch, metas[0].dtype_name)
@@ -43,5 +56,58 @@ def cached_kernels(
     program = engine._trace(types, engine._variant(None, q.shape[3], drops=""))
     attention = CachedAttention(program, specs, True, device is None, device, engine._combine_of(program))
     table = one[None] if page else None
-    call = CachedCall(q[:, :1], k, v, v.shape[3], one, table, one if starts else None, None, given)
-    return attention.kernels(call, [as_parameter(t) for t in given]).every
+    call = CachedCall(
+        q[:, :1], k, None if shared else v, v.shape[3], one, table, one if starts else None, None, given,
+        torch.zeros(2, dtype=torch.int32) if packed else None,
+    )  # fmt: skip
+    return attention.kernels(call, [as_parameter(t) for t in given])
+
+
+def explain_cached(engine: Shown, kernels: CachedKernels) -> str:
+    """What a call with a cache launches for the metas' lengths: parts, grid, bytes, and what its kernels take."""
+    plan, problem, cache, tile = kernels.plan, kernels.problem, kernels.plan.cache, kernels.plan.tile
+    batch, queries, keys = lengths_of(engine._metas(), USUAL)
+    queries = queries if queries < keys else 1  # of metas that were made for training
+    rows = batch * problem.kv_heads * -(-queries * problem.group // tile.q)
+    count, places, tiles = plan.parts_of(batch, queries, keys, None), places_of(kernels.target), -(-keys // tile.kv)
+    lies = f"pages of {cache.page}" if cache.page else "a row"
+    lines = [
+        f"{problem.dtype}, {batch} requests of {queries} queries and at most {keys} keys in {lies}, "
+        f"on {gpu_name(kernels.target)}",
+        f"tiles: {tile.q} rows ({problem.group} heads share a key head) x {tile.kv} keys, {tile.threads} threads, "
+        f"{tile.stages} stages",
+    ]  # fmt: skip
+    if isinstance(plan._merge, NoMerge):
+        lines.append(f"parts: rows are not cut, as parts have no merge: {plan._merge}")
+    elif count == 1:
+        few = f"{tiles} tiles of keys are few" if tiles <= FEWEST_TILES else f"{rows} blocks are work for {places} SMs"
+        lines.append(f"parts: rows are not cut, as {few} ({FEWEST_TILES} tiles or less, {BUSY:g} of the SMs or more)")
+    else:
+        lines.append(
+            f"parts: {count} of each row, the least number that leaves {places} SMs busy; `combine` joins them"
+        )
+    lines.append(f"grid: {count} x {rows // batch} x {batch} = {count * rows} blocks, whatever the lengths are")
+    size = 4 if problem.dtype == "float32" else 2
+    held = batch * keys * problem.kv_heads * (problem.dim + (0 if cache.shared else problem.dim_v)) * size
+    states = 0 if plan.merge is None or count == 1 else len(plan.merge.read) + problem.dim_v
+    between = queries * batch * count * problem.heads * states * 4
+    lines.append(
+        f"bytes: {_spell(held)} of keys and values where all requests have {keys}, {_spell(between)} of parts between "
+        "the kernels"
+    )
+    return "\n".join([*lines, *(_of_kernel(name, kernel) for name, kernel in kernels.every.items())])
+
+
+def _spell(size: int) -> str:
+    return f"{size / 1e6:.3g} MB"
+
+
+def _of_kernel(name: str, kernel: Kernel) -> str:
+    if isinstance(kernel.target, str):
+        return f"{name}: runs on the interpreter, which takes no registers"
+    if not kernel.is_compiled:
+        return f"{name}: not compiled yet; `resources` compiles it and says what it takes"
+    found = kernel.resources
+    return (
+        f"{name}: {found.registers} registers, {found.spill_stores} B spilled, {found.shared_bytes} B of shared memory"
+    )

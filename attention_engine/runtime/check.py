@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def compare(
     d_output = torch.randn(output.shape, generator=drawn, device=q.device).to(output.dtype)
     d_rows = _through_rows(engine, rows, drawn)
     exact = _dense(call, d_output, d_rows, torch.float64)
-    with _Tf32() if rounds_products(q) else nullcontext():
+    with products_as_kernels(q):
         eager = _dense(call, d_output, d_rows, q.dtype)
         terms = _terms(call, d_output, d_rows, q.dtype)
     ours = [output, *rows.values()]
@@ -239,6 +239,11 @@ def _formulas(call: _Call, d_output: Tensor) -> Iterator[Formula]:
 def rounds_products(q: Tensor) -> bool:
     """Must eager PyTorch be told to take tf32 products where kernels do? On a CPU it doesn't heed the switch."""
     return q.dtype is torch.float32 and q.device.type == "cpu" and allows_tf32()
+
+
+def products_as_kernels(q: Tensor) -> AbstractContextManager[object]:
+    """Within, eager PyTorch's matrix products are made as kernels make them for tensors like q."""
+    return _Tf32() if rounds_products(q) else nullcontext()
 
 
 def product_as_kernels(q: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import Kernel, Kernels, compile_all
+from attention_engine.compiler import CachedKernels, Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
@@ -23,7 +23,7 @@ from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
 from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.cached_shown import NAMES as OF_CACHES
-from attention_engine.runtime.cached_shown import cached_kernels
+from attention_engine.runtime.cached_shown import explain_cached, kernels_of_caches
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
 from attention_engine.runtime.check import check_call
 from attention_engine.runtime.check_report import CheckReport
@@ -117,26 +117,39 @@ class Shown(Engine):
         usual = " = dim ** -0.5" if known and scale == known[0].dim ** -0.5 else ""
         return f"q . k is scaled by {scale!r}{usual}"
 
-    def source(self, kernel: str = "forward", form: Form = "tilelang", packed: Packed = None) -> str:
+    def source(
+        self, kernel: str = "forward", form: Form = "tilelang", packed: Packed = None, cache_page: int | None = None,
+        cache_shared: bool = False,
+    ) -> str:  # fmt: skip
         """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
         "decode", "decode parts", "combine", and what else this engine launches.
 
         form: "tilelang", under a title and in lines of less than 120 columns, or "cuda" for what is compiled (for
         `device`, else for this machine's GPU). With custom inputs of other dtypes than fp32 the kernels of a call
-        differ in those loads. packed: as `program` takes it. Raises UnknownOption, NoDevice.
+        differ in those loads. packed: as `program` takes it. cache_page, cache_shared: as `compile_for` takes them.
+        Raises UnknownOption, NoDevice.
 
             print(engine.source("backward", form="cuda"))
         """
-        found = self._source_kernel(kernel, form, packed)
+        device = device_to_show(self, form)
+        if kernel in OF_CACHES or cache_page is not None:
+            given = self._of_caches(device, cache_page or 0, cache_shared, packed)
+            found = kernel_of(given.every, kernel)
+        else:
+            found = self._source_kernel(kernel, form, packed)
         return found.source(form) if form == "cuda" else titled(kernel, found.source(form), places_of(self))
 
     def _source_kernel(self, kernel: str, form: str, packed: Packed = None) -> Kernel:
-        if kernel in OF_CACHES:
-            return kernel_of(cached_kernels(self, device_to_show(self, form)), kernel)
         kernels, trained = self._kernels(form, packed=packed), self._kernels(form, trained=True, packed=packed)
         found = dict(kernels.of_forward)
         found |= {} if trained.maths.backward is None else trained.of_backward
         return kernel_of(found, kernel)
+
+    def _of_caches(
+        self, device: Arch | None, page: int, shared: bool, packed: Packed, given: Sequence[Tensor] = ()
+    ) -> CachedKernels:
+        """The kernels of `with_cache`."""
+        return kernels_of_caches(self, device, page, given, shared=shared, packed=packing_of(packed) is not None)
 
     def _kernels(self, form: str, trained: bool = False, packed: Packed = None) -> Kernels:
         asked = self._asked(self.device, device_to_show(self, form) is None, packed=packed)
@@ -178,41 +191,54 @@ class Shown(Engine):
             hints_of(metas),
         )  # fmt: skip
 
-    def explain(self, packed: Packed = None) -> str:
+    def explain(self, packed: Packed = None, cache_page: int | None = None, cache_shared: bool = False) -> str:
         """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell. packed: as
-        `program` takes it."""
-        interpret = device_to_show(self, "tilelang") is None
-        return explain(self._asked(self.device, interpret, packed=packed), self.tuning)
+        `program` takes it. cache_page, cache_shared: as `compile_for` takes them; then it says into how many parts
+        rows are cut, the grid, the bytes that move, and what compiled kernels take of a GPU."""
+        device = device_to_show(self, "tilelang")
+        if cache_page is not None:
+            return explain_cached(self, self._of_caches(device, cache_page, cache_shared, packed))
+        return explain(self._asked(self.device, device is None, packed=packed), self.tuning)
 
     def compile_for(
-        self, device: Arch, *custom: Tensor, cache_page: int | None = None, packed: Packed = None, **named: Tensor
+        self, device: Arch, *custom: Tensor, cache_page: int | None = None, packed: Packed = None,
+        cache_shared: bool = False, **named: Tensor,
     ) -> list[str]:  # fmt: skip
         """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
 
         A machine with that GPU and the same cache folder (ATTENTION_ENGINE_CACHE_DIR) then needs no nvcc. custom: as a
         call gets them, on any device, with requires_grad where their gradients will be asked for; without any they are
-        taken as fp32, all gradients as asked for. Gradients through returned rows are left out. cache_page: compiles
-        the kernels of `with_cache`, for pages of so many keys; 0: for keys one after the other. A persistent kernel
+        taken as fp32, all gradients as asked for. Gradients through returned rows are left out. A persistent kernel
         serves GPUs with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card).
+        cache_page: compiles the kernels of `with_cache`, for pages of so many keys; 0: for keys one after the other;
+        cache_shared: where values are the first columns of keys (v_cache=None); with `packed`, queries by cu_seqlens_q.
         packed: the kernels of packed calls, "alike" or "unlike", whether queries and keys have the same lengths. Raises
         NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
         """
         given = order_custom(self.custom_io, custom, named) if custom or named else []
-        kernels = self._all_kernels(device, given, packed)
-        if cache_page is not None:
-            kernels = cached_kernels(self, device, cache_page, given)
+        if cache_page is None:
+            kernels = self._all_kernels(device, given, packed)
+        else:
+            kernels = self._of_caches(device, cache_page, cache_shared, packed, given).every
         compile_all(kernels.values())
         return list(kernels)
 
-    def resources(self, device: Arch | None = None, packed: Packed = None) -> dict[str, Resources]:
+    def resources(
+        self, device: Arch | None = None, packed: Packed = None, cache_page: int | None = None,
+        cache_shared: bool = False,
+    ) -> dict[str, Resources]:  # fmt: skip
         """Registers, spills and shared memory of each kernel, as ptxas reports them, by the name of its function.
 
-        device: a GPU that need not be here; None: this machine's. packed: as `compile_for` takes it. Compiles what
-        isn't compiled yet. Raises NoCudaCompiler, TileDoesNotFit.
+        device: a GPU that need not be here; None: this machine's. packed, cache_page, cache_shared: as `compile_for`
+        takes them. Compiles what isn't compiled yet. Raises NoCudaCompiler, TileDoesNotFit.
         """
-        kernels = self._all_kernels(device or self.device or detect(), packed=packed).values()
-        compile_all(kernels)
-        return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels}
+        device = device or self.device or detect()
+        if cache_page is None:
+            kernels = self._all_kernels(device, packed=packed)
+        else:
+            kernels = self._of_caches(device, cache_page, cache_shared, packed).every
+        compile_all(kernels.values())
+        return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels.values()}
 
     def _all_kernels(
         self, device: Arch, given: Sequence[Tensor] = (), packed: Packed = None
@@ -243,19 +269,25 @@ class Shown(Engine):
     def check(
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *custom: Tensor,
         block_mask: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+        kv_lengths: Tensor | None = None, page_table: Tensor | None = None, q_starts: Tensor | None = None,
         **named: Tensor,
     ) -> CheckReport:  # fmt: skip
         """Compares every output and gradient with float64, those through returned rows too; print what it returns.
 
         Tensors as in a call, packed ones too; without q, k and v they are drawn at random, of the metas and short. With
+        kv_lengths it is a call of `with_cache`, where k and v are the caches: whole rows, and rows in parts. With
         backend="auto" and CPU tensors kernels run on the interpreter, on the first tokens alone (96, 2 batches); with
         backend="reference" no kernel runs, and the report says so. Its `ok` is True where each error is within 1.1
         (fp32: 10) times that of eager PyTorch in the same dtype. Raises NotOnline, and what a call raises.
 
             print(engine.check(q, k, v, slopes))
         """
-        drawn = draw(self) if q is None or k is None or v is None else [q, k, v]
         tensors = order_custom(self.custom_io, custom, named)
+        if kv_lengths is not None and q is not None and k is not None:
+            from attention_engine.runtime.cached_check import Given, check_cached
+
+            return check_cached(self, Given(q, k, v, tensors, kv_lengths, page_table, q_starts, cu_seqlens_q))
+        drawn = draw(self) if q is None or k is None or v is None else [q, k, v]
         if cu_seqlens_q is not None:
             from attention_engine.runtime.packed_check import check_packed
 
