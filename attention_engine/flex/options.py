@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +32,16 @@ def read_options(given: Mapping[str, Any] | None) -> Options:
         return USUAL
     if not isinstance(given, Mapping):
         raise UnknownOption(f"kernel_options is {type(given).__name__}. Give a dict.")
+    try:
+        return _read(tuple([(name, value, type(value)) for name, value in given.items()]))
+    except TypeError:  # a value without a hash
+        return _read.__wrapped__(tuple([(name, value, type(value)) for name, value in given.items()]))
+
+
+@functools.lru_cache(maxsize=64)
+def _read(items: tuple[tuple[str, Any, type], ...]) -> Options:
+    """The same of a dict's items; types keep 1 and True apart."""
+    given = {name: value for name, value, _ in items}
     for name, value in given.items():
         _check(name, value)
     backend, deterministic = given.get("backend", "auto"), given.get("deterministic", False)

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from attention_engine.frontend.captured import Captured, Computed, Fixed, Source, each_source
 from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.module import AttentionEngine
-from attention_engine.runtime.recipes import Recipe, is_fixed, names_of
+from attention_engine.runtime.recipes import FIXED, Recipe, is_fixed, names_of
 
 KEPT = 64  # engines, the least recently used of which goes
 DEEPEST = 8  # functions inside functions that are read plainly
@@ -32,6 +32,10 @@ class _Plain(NamedTuple):
     engine: AttentionEngine
     places: tuple[tuple[int, bool], ...]  # the place, and whether the tensor is read as one number
     held: tuple[object, ...]
+
+    def captured(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those that the engine captured, among these."""
+        return [tensors[n].reshape(()) if alone else tensors[n] for n, alone in self.places] if self.places else ()
 
 
 _FIXED: dict[int, object] = {}  # modules and functions of packages that hold nothing that changes, by id
@@ -94,7 +98,7 @@ class _Reading:
                     return False
                 if not self.read(held, depth + 1):
                     return False
-        elif is_fixed(function):
+        elif _of_package(function.__module__):
             _FIXED[id(function)] = function
             return True
         scope = function.__globals__
@@ -104,6 +108,12 @@ class _Reading:
                 if not self.read(scope[name], depth + 1):
                     return False
         return True
+
+
+@functools.lru_cache(maxsize=MOST_CODES)
+def _of_package(module: str | None) -> bool:
+    """Do functions of the module hold nothing that changes?"""
+    return module is not None and module.partition(".")[0] in FIXED
 
 
 def _globals_of(code: CodeType) -> tuple[str, ...]:
@@ -133,8 +143,7 @@ class Finder:
             except TypeError:  # an option without a hash: the engine says what is wrong
                 return self._by_recipe(Recipe(*functions, *options), len(functions))
             if found is not None:
-                tensors = reading.tensors
-                return found.engine, [tensors[n].reshape(()) if alone else tensors[n] for n, alone in found.places]
+                return found.engine, found.captured(reading.tensors)
             self._learn(key, reading, functions, options)
         return self._by_recipe(Recipe(*functions, *options), len(functions))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,3 +27,11 @@ def test_the_reference_is_the_formula(name, sizes):
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_kernels_keep_the_rule(name):
     errors_of(CASES[name], Sizes(batch=1, heads=2, kv_heads=2, queries=65, keys=65), torch.float32, "interpret")
+
+
+def test_the_gallery_lists_them():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "flex-gallery.md").read_text()
+    listed = page.split("## Fifty that are tested")[1]
+    for name, learned in re.findall(r"`(\w+)`(?: \(([\w, ]+)\))?[,| ]", listed):
+        assert set(learned.split(", ")) - {""} == set(CASES[name].learned), name
+    assert len(CASES) == 50 and sorted(re.findall(r"`(\w+)`", listed)) == sorted(CASES)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cached_property
 
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from attention_engine import AttentionEngine, errors, library
+from attention_engine import AttentionEngine, compiler, errors, library
 from attention_engine.flex import (
     AuxRequest,
     BlockMask,
@@ -163,6 +164,28 @@ def test_functions_made_anew_are_one_engine():
     x = (given[0] @ given[1].mT) * 8**-0.5 - 0.999 * (torch.arange(40)[:, None] - torch.arange(40))
     x = x.masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -math.inf)
     torch.testing.assert_close(o, x.softmax(-1) @ given[2])
+
+
+def test_a_thousand_lambdas_compile_each_kernel_once(monkeypatch):
+    """With gradients, each step with functions made anew; what would compile is noted, and does nothing."""
+    compiled = []
+
+    def compile_nothing(kernel):
+        compiled.append(kernel.builder)
+        return lambda *_: None
+
+    silent = cached_property(compile_nothing)
+    silent.__set_name__(compiler.Kernel, "compiled")
+    monkeypatch.setattr(compiler.Kernel, "compiled", silent)
+    q, k, v = (t.detach().requires_grad_() for t in qkv(dtype=torch.float16))
+    for n in range(1000):
+        length, slopes = 8 + n % 32, torch.full((4,), 0.001 * n)
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length)
+        given = [t[:, :, :length] for t in (q, k, v)]
+        o = flex_attention(*given, lambda s, b, h, q, k: s - slopes[h] * (q - k), mask,  # noqa: B023
+                           kernel_options={"backend": "interpret"})  # fmt: skip
+        o.sum().backward()
+    assert made() == 1 and compiled and sorted(set(compiled)) == sorted(compiled)
 
 
 def test_other_lengths_are_no_other_engine():
