@@ -1,6 +1,6 @@
 """flex_attention beside torch's FlexAttention: five masks and scores, their numbers first, then forward and backward.
 
-python -m benchmarks.flex                ours, torch's and the host time of a call, on a GPU
+python -m benchmarks.flex                ours and torch's, case by case, on a GPU
 python -m benchmarks.flex --who torch    one of them
 python -m benchmarks.flex --host         the host time alone, with functions made anew; on a CPU without launches
 """
@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,20 +111,49 @@ def ms(run: Callable[[], object], rounds: int = 12) -> float:
     return sorted(times)[rounds // 2]
 
 
-def measure(who: str, names: Sequence[str]) -> None:
-    """Prints a row a case: compiled, compared, then timed."""
-    make, device = (ours, torchs)[who == "torch"], "cuda"
-    known, (*qkv, arriving) = cases(device), inputs(device)
-    for name in names or known:
-        began, call = time.perf_counter(), make(known[name], device)
-        error = off(call, known[name], device)
-        ready = time.perf_counter() - began
-        with torch.no_grad():
-            forward = ms(lambda: call(*qkv))  # noqa: B023
-        o = call(*qkv)
-        backward = ms(lambda: torch.autograd.grad(o, qkv, arriving, retain_graph=True))  # noqa: B023
-        row = f"{who:6} {name:12} error {error:5.2f} of eager's, {forward:7.3f} ms, {backward:7.3f} ms"
-        print(f"{row} (ready in {ready:.0f} s)", flush=True)
+MAKERS = {"ours": ours, "torch": torchs}
+
+
+def compile_case(who: str, name: str) -> None:
+    """Compiles what a case runs, forward and backward, and keeps it on disk."""
+    *qkv, arriving = inputs("cuda")
+    torch.autograd.grad(MAKERS[who](cases("cuda")[name], "cuda")(*qkv), qkv, arriving)
+    torch.cuda.synchronize()
+
+
+def begin_compiling(who: Sequence[str], names: Sequence[str]) -> dict[tuple[str, str], subprocess.Popen[bytes]]:
+    """A process for each case, which share the compilers' folders with this one."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor_")
+    command = [sys.executable, "-m", "benchmarks.flex", "--compile"]
+    return {(w, n): subprocess.Popen([*command, "--who", w, n]) for n in names for w in who}
+
+
+def measure(who: Sequence[str], names: Sequence[str]) -> None:
+    """Prints a row a case, compiled, compared, then timed, and how many times the other's time torch's is."""
+    known, (*qkv, arriving) = cases("cuda"), inputs("cuda")
+    names = names or list(known)
+    compiling, times = begin_compiling(who, names), {}
+    for compiles in compiling.values():  # all of them: what compiles would slow what is timed
+        compiles.wait()
+    for name in names:
+        for each in who:
+            began, call = time.perf_counter(), MAKERS[each](known[name], "cuda")
+            with torch.no_grad():
+                call(*qkv)
+                forward = ms(lambda: call(*qkv))  # noqa: B023
+            o = call(*qkv)
+            backward = ms(lambda: torch.autograd.grad(o, qkv, arriving, retain_graph=True))  # noqa: B023
+            times[each] = forward, backward
+            row = f"{each:6} {name:12} {forward:7.3f} ms, {backward:7.3f} ms"
+            print(f"{row} ({time.perf_counter() - began:.0f} s)", flush=True)
+        if len(times) > 1:
+            ratios = [b / a for a, b in zip(times["ours"], times["torch"], strict=True)]
+            print(f"ratio  {name:12} {ratios[0]:7.2f}   , {ratios[1]:7.2f}", flush=True)
+    for name in names:
+        for each in who:
+            error = off(MAKERS[each](known[name], "cuda"), known[name], "cuda")
+            print(f"{each:6} {name:12} error {error:5.2f} of eager's", flush=True)
 
 
 def host(device: str) -> None:
@@ -163,12 +196,18 @@ def main() -> None:
     parser.add_argument("--who", choices=["ours", "torch"])
     parser.add_argument("names", nargs="*", help="cases; all where none is named")
     parser.add_argument("--host", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="compile the cases, and end")
     asked = parser.parse_args()
     if asked.host:
         host("cuda" if torch.cuda.is_available() else "cpu")
         return
-    for who in [asked.who] if asked.who else ["ours", "torch"]:
-        measure(who, asked.names)
+    who = [asked.who] if asked.who else ["ours", "torch"]
+    if asked.compile:
+        for each in who:
+            for name in asked.names:
+                compile_case(each, name)
+        return
+    measure(who, asked.names)
 
 
 if __name__ == "__main__":
