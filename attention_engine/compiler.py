@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from attention_engine.arch import Arch
-from attention_engine.codegen.patches import patched
+from attention_engine.codegen.patches import kept_macros, patched
+from attention_engine.codegen.patches.collector import seldom_collected
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
@@ -46,9 +47,12 @@ class Kernel:
     @cached_property
     def prim_func(self) -> Any:
         """The TileLang function."""
+        from attention_engine.codegen.compile import load_tilelang
+
+        load_tilelang()
         module, function = self.builder.rsplit(".", 1)
-        build = getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)
-        with patched():
+        with patched(), seldom_collected():  # around the import too, which rewrites the module's macros
+            build = getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)
             return build(*self.given)
 
     @cached_property
@@ -78,6 +82,7 @@ class Kernel:
 
         if not cache.is_kept(self._key):
             self._work = ahead.begin(self._find_or_compile)
+            self._work.future.add_done_callback(lambda _: kept_macros.keep())  # nobody waits for it
 
     @property
     def is_compiled(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
 from attention_engine.codegen.patches import fences, headers, patched, printed, wait_groups
+from attention_engine.codegen.patches.collector import seldom_collected
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.codegen.tir_types import Function, Printed
 from attention_engine.errors import NoCudaCompiler
@@ -228,9 +229,11 @@ def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, object]) -> bool:
 @functools.lru_cache(maxsize=1)
 def load_tilelang() -> Any:
     """Import TileLang (after torch, whose libraries it shares) with our cache directory."""
-    folders.prepare_tilelang()
-    import tilelang
     import torch  # noqa: F401
+
+    folders.prepare_tilelang()
+    with seldom_collected():
+        import tilelang
 
     return tilelang
 

@@ -3,7 +3,7 @@
 Kernels define their macros where they are built, around what is known of the problem, and so does TileLang those of its
 products, when it lowers one. TileLang 0.1.15 parses, rewrites and compiles a macro's source each time it is defined,
 most of the time that tracing a kernel takes; but the result is a function of the names that the macro finds around it,
-and only their values differ from one kernel to the next.
+and only their values differ from one kernel to the next. Other processes find it on disk (kept_macros.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
+from attention_engine.codegen.patches import kept_macros
 from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
 
 WHOSE = "attention_engine.kernels", "tilelang."  # modules
@@ -64,10 +65,14 @@ def _remembered(func: FunctionType, rewrite: Rewrite) -> Rewritten:
     around = get_func_nonlocals(func)
     key = id(func.__code__), tuple(around)
     if key not in _rewritten:
-        made, closures = _rewrite_keeping(func, rewrite)
-        if made.extra_type_hints or len(closures) != 1:
-            return made
-        _rewritten[key] = func.__code__, closures[0], made.source
+        known = kept_macros.find(func, tuple(around))
+        if known is None:
+            made, closures = _rewrite_keeping(func, rewrite)
+            if made.extra_type_hints or len(closures) != 1:
+                return made
+            known = closures[0], made.source
+            kept_macros.add(func, tuple(around), *known)
+        _rewritten[key] = func.__code__, *known
     _, make_closure, source = _rewritten[key]
     again: Rewritten = IRGenerator(gen=make_closure(**around), source=source)
     return again
