@@ -101,6 +101,7 @@ class Server:
         if device.type == "cuda":
             self.capture()
 
+    @torch.no_grad()
     def decode(self):
         """The next token of each request."""
         pages = self.pages
