@@ -62,7 +62,7 @@ def start(module):
 
 
 def train(model, text, batch, steps, dtype):
-    """The losses of all steps; prints some, and how many tokens a second were learned from."""
+    """The losses of all steps; prints some, how many tokens a second were learned from, and what a step took."""
     device, context = model.places.weight.device, model.context
     on_gpu = device.type == "cuda"
     run = torch.compile(model) if on_gpu else model
@@ -80,8 +80,9 @@ def train(model, text, batch, steps, dtype):
         losses.append(loss.detach())
         if step % 50 == 0 or step == 10:
             shown = losses[-1].item()  # waits for the GPU
-            rate = batch * context * (step - told) / (time.perf_counter() - started)
-            print(f"step {step}: loss {shown:.3f}, {rate:.0f} tokens a second")
+            seconds = (time.perf_counter() - started) / (step - told)
+            rate = batch * context / seconds
+            print(f"step {step}: loss {shown:.3f}, {rate:.0f} tokens a second, {1e3 * seconds:.1f} ms a step")
             told, started = step, time.perf_counter()
     return torch.stack(losses).tolist()
 

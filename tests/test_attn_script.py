@@ -44,7 +44,7 @@ def test_a_gpt_learns_alike_with_pytorchs_attention_and_is_saved_and_loaded(tmp_
     (again,) = train_gpt.main(["--device", "cpu", "--steps", "1", "--load", str(tmp_path / "sdpa")])
     assert again < ours[0] - 1
     said = capsys.readouterr().out
-    assert "step 10: loss" in said and "tokens a second" in said and "Attention " in said
+    assert "step 10: loss" in said and "tokens a second" in said and "ms a step" in said and "Attention " in said
 
 
 def test_a_gpt_learns_with_an_attention_of_ones_own(capsys):
