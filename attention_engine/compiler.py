@@ -47,11 +47,12 @@ class Kernel:
     @cached_property
     def prim_func(self) -> Any:
         """The TileLang function."""
+        from attention_engine.codegen.ahead import tracing
         from attention_engine.codegen.compile import load_tilelang
 
         load_tilelang()
         module, function = self.builder.rsplit(".", 1)
-        with patched(), seldom_collected():  # around the import too, which rewrites the module's macros
+        with tracing, patched(), seldom_collected():  # around the import too, which rewrites the module's macros
             build = getattr(importlib.import_module(f"attention_engine.kernels.{module}"), function)
             return build(*self.given)
 

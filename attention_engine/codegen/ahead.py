@@ -91,7 +91,25 @@ class _Progress:
             self.bar = None
 
 
-_threads, _progress = _Threads(), _Progress()
+class OneAtATime:
+    """`with one_at_a_time:` a thread does what holds Python's lock throughout, so that who came first is done first.
+
+    A child of a fork, whose parent's threads are not there, waits for none of them.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=lambda: setattr(self, "lock", threading.RLock()))
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+_threads, _progress, tracing = _Threads(), _Progress(), OneAtATime()
 
 
 def begin(make: Callable[[], Made]) -> Work[Made]:

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import os
 import threading
+import time
 
 import pytest
 import torch
@@ -53,6 +55,50 @@ def test_a_forked_process_makes_it_itself():
     work.process += 1  # as a child sees it, whose parent's threads are not there
     work.result()
     assert threads[1] is threading.current_thread() and threads[0] is not threads[1]
+
+
+def test_who_came_first_to_be_traced_is_done_first():
+    held, order = threading.Event(), []
+
+    def first():
+        with ahead.tracing:
+            held.set()
+            with ahead.tracing:  # again, by the same thread
+                order.append("first")
+            time.sleep(0.1)
+            order.append("first's end")
+
+    def second():
+        held.wait(30)
+        with ahead.tracing:
+            order.append("second")
+
+    works = [ahead.begin(first), ahead.begin(second)]
+    for work in works:
+        work.result()
+    assert order == ["first", "first's end", "second"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_what_its_parent_traces():
+    held, enough = threading.Event(), threading.Event()
+
+    def hold():
+        with ahead.tracing:
+            held.set()
+            enough.wait(30)
+
+    work = ahead.begin(hold)
+    held.wait(30)
+    child = os.fork()
+    if not child:
+        with ahead.tracing:
+            os._exit(7)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    enough.set()
+    work.result()
+    assert ended == 7
 
 
 def test_a_log_gets_one_line_for_kernels_compiled_together(caplog):
