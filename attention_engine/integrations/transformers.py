@@ -25,6 +25,7 @@ from attention_engine.library import OnlineSoftmax, OnlineSoftmaxSink
 from attention_engine.runtime.module import AttentionEngine
 
 Axes = tuple[DeclaredAxis, ...]
+MOST_NEW = 16  # tokens of a call that decodes
 PAIRS: tuple[AxisName, ...] = ("batch", "heads", "seq_len", "seq_len_kv")
 
 
@@ -132,9 +133,9 @@ def _of_pairs(mask: Tensor, keys: int) -> dict[str, tuple[Axes, Tensor]]:
 
 
 def _inputs(
-    mask: Mask | Tensor, key: Tensor, bias: Tensor | None, sinks: Tensor | None
+    mask: Mask | Tensor, key: Tensor, bias: Tensor | None, sinks: Tensor | None, placed: bool
 ) -> dict[str, tuple[Axes, Tensor]]:
-    """The custom inputs of a call, with their axes."""
+    """The custom inputs of a call, with their axes. placed: does the call say by itself where its queries stand?"""
     found: dict[str, tuple[Axes, Tensor]] = {}
     keys = key.shape[2]
     if not isinstance(mask, Mask):
@@ -144,7 +145,9 @@ def _inputs(
     else:
         if mask.padding is not None:
             found["padding"] = (("batch", "seq_len_kv"), mask.padding.to(key.device)[:, :keys])
-        if isinstance(mask.shift, Tensor):
+        if placed:
+            pass
+        elif isinstance(mask.shift, Tensor):
             found["shift"] = ((1,), mask.shift.to(key.device, torch.int32).reshape(1))
         elif mask.shift != 0:
             found["shift"] = ((1,), torch.full((1,), mask.shift, dtype=torch.int32, device=key.device))
@@ -157,6 +160,28 @@ def _inputs(
     elif sinks is not None:
         found["sinks"] = (("heads",), sinks.reshape(-1))
     return found
+
+
+def _lengths_of_caches(mask: Mask | Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """How many keys there are for a few new tokens, int32 (batch,); None where the call is none that decodes.
+
+    Then keys are shared among blocks (`with_cache`), and of a static cache those that are there alone are read.
+    """
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    if torch.compiler.is_compiling() or queries > MOST_NEW or queries >= keys or not isinstance(mask, Mask):
+        return None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type) or mask.pairs is not None:
+        return None
+    if not query.dtype == key.dtype == value.dtype:
+        return None
+    if isinstance(mask.shift, Tensor):  # a static cache, whose length the device alone knows
+        if mask.band.least != 0:
+            return None
+        return (mask.shift.to(key.device) + queries).reshape(1).expand(batch).to(torch.int32).contiguous()
+    if mask.band != Band() and mask.shift != keys - queries:
+        return None
+    return torch.full((batch,), keys, dtype=torch.int32, device=key.device)
 
 
 def _refuse_what_is_not_there(mask: Mask, options: Mapping[str, Any]) -> None:
@@ -175,6 +200,25 @@ def _refuse_what_is_not_there(mask: Mask, options: Mapping[str, Any]) -> None:
             f"{', '.join(unknown)}: the model gives its attention a tensor that engines know nothing of. "
             'Use attn_implementation="eager".'
         )
+
+
+def _attend(
+    engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], lengths: Tensor | None
+) -> Tensor:  # fmt: skip
+    """The output, (batch, queries, heads, dim); lengths: of the keys of a call that decodes."""
+    if lengths is not None:
+        output = engine.with_cache(q, k, v, *custom, kv_lengths=lengths)
+        assert isinstance(output, Tensor), "no rows were asked for"
+    else:
+        output = engine(q, k, v, *custom)
+    return output.transpose(1, 2).contiguous()
+
+
+def _dtype_of(query: Tensor) -> torch.dtype:
+    """In which dtype a call computes; descriptions know kernels' dtypes alone."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    return torch.float32 if dtype is torch.float64 else dtype
 
 
 def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, None]]:
@@ -196,8 +240,8 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
             setattr(engines, names[kind], engine)
         return names[kind]
 
-    # torch.compile asks for the name and looks no further, as torch.compiler.assume_constant_result says. What it gets
-    # must be constants: with dynamic shapes a number may be a symbol, and as text (hex: exactly) or index it is none.
+    # torch.compile asks for the name and looks no further (torch.compiler.assume_constant_result). What it gets must be
+    # constants: with dynamic shapes a number may be a symbol, and as text (hex: exactly) or index it is none.
     name_engine._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def engine_for(
@@ -206,11 +250,8 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
     ) -> AttentionEngine:  # fmt: skip
         factor = float(scaling if scaling is not None else query.shape[3] ** -0.5).hex()
         cap = None if softcap is None else float(softcap).hex()
-        kind = query.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        dtype = torch.float32 if dtype is torch.float64 else dtype  # descriptions know kernels' dtypes alone
-        name = name_engine(factor, band.least, band.most, cap, inputs, dtype, sizes, float(dropout).hex())
-        found: AttentionEngine = getattr(engines, name)
+        how = inputs, _dtype_of(query), sizes, float(dropout).hex()
+        found: AttentionEngine = getattr(engines, name_engine(factor, band.least, band.most, cap, *how))
         return found
 
     def attention(
@@ -221,28 +262,30 @@ def attention_of(engine_factory: EngineFactory) -> Callable[..., tuple[Tensor, N
     ) -> tuple[Tensor, None]:  # fmt: skip
         sinks = s_aux if sinks is None else sinks
         if options.get("cache") is not None:
-            asked = (scaling, softcap, 0.0)
-            return _continuous(module, (query, key, value), position_bias, sinks, options, engine_for, asked), None
+            asked = position_bias, sinks, (scaling, softcap, 0.0)
+            return _continuous(module, (query, key, value), asked, options, engine_for), None
         if query.shape[0] != key.shape[0]:  # learned queries or keys that all of a batch share
             query, key, value = (t.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for t in (query, key, value))
         mask = attention_mask if attention_mask is not None else _of_module(module, query, is_causal)
         band = mask.band if isinstance(mask, Mask) else Band()
         _refuse_what_is_not_there(mask if isinstance(mask, Mask) else Mask(Band(), pairs=mask), options)
-        found = _inputs(mask, key, position_bias, sinks)
+        lengths = None if dropout else _lengths_of_caches(mask, query, key, value)
+        found = _inputs(mask, key, position_bias, sinks, lengths is not None)
         inputs = tuple((name, axes) for name, (axes, _) in found.items())
         sizes = tuple([(index(t.shape[1]), index(t.shape[3])) for t in (query, key, value)])
         engine = engine_for(query, sizes, band, inputs, scaling, softcap, dropout)
-        output = engine(query, key, value, *(tensor for _, tensor in found.values()))
-        return output.transpose(1, 2).contiguous(), None
+        return _attend(engine, query, key, value, [tensor for _, tensor in found.values()], lengths), None
 
     return attention
 
 
 def _continuous(
-    module: Any, tensors: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, sinks: Tensor | None,
-    options: Mapping[str, Any], engine_for: Callable[..., AttentionEngine], asked: tuple[float | None, ...],
+    module: Any, tensors: tuple[Tensor, Tensor, Tensor],
+    asked: tuple[Tensor | None, Tensor | None, tuple[float | None, ...]], options: Mapping[str, Any],
+    engine_for: Callable[..., AttentionEngine],
 ) -> Tensor:  # fmt: skip
     """Continuous batching: causal, with the layer's window, over the keys of a paged cache."""
+    bias, sinks, numbers = asked
     if bias is not None or (sinks is not None and sinks.ndim == 4):
         raise NotYetSupported("position biases, and sinks for each query, have no place in continuous batching.")
     custom = [] if sinks is None else [sinks.reshape(-1)]
@@ -250,7 +293,7 @@ def _continuous(
 
     def engine_of(window: int | None, *of: Tensor) -> AttentionEngine:
         sizes = tuple((t.shape[-2], t.shape[-1]) for t in of)
-        return engine_for(tensors[0], sizes, Band(0, None if window is None else window - 1), inputs, *asked)
+        return engine_for(tensors[0], sizes, Band(0, None if window is None else window - 1), inputs, *numbers)
 
     return attend_to_pages(module, tensors, custom, options, engine_of)
 

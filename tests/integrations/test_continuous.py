@@ -11,6 +11,7 @@ pytest.importorskip("transformers.generation.continuous_batching")
 
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402 - after the look whether it is there
 
+from attention_engine import AttentionEngine  # noqa: E402
 from attention_engine.errors import NotYetSupported  # noqa: E402
 from attention_engine.integrations import paged  # noqa: E402
 from attention_engine.integrations.transformers import attention_of, continuous, softmax_engine  # noqa: E402
@@ -52,6 +53,31 @@ def test_the_tokens_are_those_of_generate(attention, make, page, monkeypatch):
     assert model.config._attn_implementation == attention
     if make is llama and page == 16:
         assert gathered == [0, 1]  # a step of prompts alone; all others read pages
+
+
+@pytest.mark.parametrize("attention", ["attention_engine", "interpreted"])
+@pytest.mark.parametrize("make", [llama, gpt_oss])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_decoding_reads_the_keys_that_there_are(attention, make, cache, monkeypatch):
+    """Each step by with_cache; padding, windows and sinks are those of eager attention."""
+    calls, right = [], AttentionEngine.with_cache
+
+    def counted(engine, q, k, *rest, kv_lengths, **named):
+        calls.append((tuple(q.shape), k.shape[2], kv_lengths.tolist()))
+        return right(engine, q, k, *rest, kv_lengths=kv_lengths, **named)
+
+    monkeypatch.setattr(AttentionEngine, "with_cache", counted)
+    torch.manual_seed(1)
+    ids, real = torch.randint(1, 64, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    real[0, :3] = 0
+    how = {"attention_mask": real, "max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
+    eager = build(make, "eager").eval().generate(ids, **how)
+    assert not calls
+    assert torch.equal(build(make, attention).eval().generate(ids, **how), eager)
+    assert len(calls) == 8 and all(q == (2, 4, 1, 16) for q, _, _ in calls)
+    if make is llama:
+        assert [lengths for _, _, lengths in calls] == [[n, n] for n in (10, 11, 12, 13) for _ in range(2)]
+        assert cache == "dynamic" or {keys for _, keys, _ in calls} == {13}
 
 
 def test_what_continuous_batching_has_no_place_for_is_refused():
