@@ -210,13 +210,15 @@ def with_cache(
     (q, k, v), (lengths, table, starts) = tensors, places
     packed = cu_seqlens_q is not None
     form = (engine.training, v is None, table is None, starts is None, out is None, packed, parts, *given[1])
-    custom = (*given[0], *given[1].values(), *tensors_now(engine._captured))
+    captured = engine._captured
+    held = tensors_now(captured) if captured else ()
+    custom = (*given[0], *given[1].values(), *held)
     present = [t for t in (q, k, v, lengths, table, starts, cu_seqlens_q, *custom) if t is not None]
     guarded = present if out is None else [*present, out]
     seen: SeenCaches = engine._cached_seen
     again = None if watched() else seen.find(form, guarded)
     if again is not None:
-        made = again.launch(present, out)
+        made = again.launch(present, out, return_rowscales)
         if made is not None:
             return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
     ordered = order_custom(engine.custom_io, *given)
@@ -226,7 +228,7 @@ def with_cache(
     found, rows = attention(call, of_call)
     if not is_cast(call.q) and unwatched() and (of_call is None or of_call.is_contiguous()):
         names = [*[s.name for s in engine.custom_io.in_order[: len(given[0])]], *given[1]]
-        launch = attention.direct(call, [*names, *[c.name for c in engine._captured]])
+        launch = attention.direct(call, [*names, *[c.name for c in captured]])
         seen.keep(form, guarded, viewed(launch, 2 + (v is not None), engine.layout == "bhsd", packed), attention.rows)
     if packed:
         rows = [row[0] for row in rows]

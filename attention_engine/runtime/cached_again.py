@@ -21,7 +21,16 @@ from attention_engine.runtime.inputs import signature
 from attention_engine.runtime.run import Ready
 from attention_engine.runtime.seen import TensorGuards
 
-Direct: TypeAlias = Callable[[Sequence[Tensor], Tensor | None], list[Tensor] | None]
+try:
+    from torch._C import _cuda_getCurrentRawStream as _stream_of
+except ImportError:  # torch without CUDA; where it is gone, its public name takes a microsecond more
+
+    def _stream_of(device: int) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+_is_capturing = torch.cuda.is_current_stream_capturing
+Direct: TypeAlias = Callable[[Sequence[Tensor], Tensor | None, bool], list[Tensor] | None]
 MOST_BYTES = 16 << 20  # of scratch memory that is kept for the next call
 MOST_SCRATCH = 64  # pieces of it
 _SCRATCH: dict[object, Tensor] = {}
@@ -31,7 +40,8 @@ class Again(NamedTuple):
     """A call that passed every check, of tensors of which some, or none, ask for gradients.
 
     form: all that it said beside tensors. fits: torch's guards (runtime/seen.py). size: how many tensors. launch: takes
-    them and `out`, and returns None where more is to be done than to launch; the output, then the rows.
+    them, `out`, and whether rows are returned; it returns the output, then the rows, or None where more is to be done
+    than to launch.
     """
 
     form: object
@@ -90,7 +100,7 @@ def launch_again(
     made = ["o", *[f"row_{name}" for name in rows]]
     parts = [] if count == 1 else [b.place for b in buffers_of(plan.combine.arguments) if b.place.startswith("part_")]
     output, *row_likes = ready.results(made)
-    scratch = _Scratch(ready.results(parts))
+    scratch, rows_too = _Scratch([*row_likes, *ready.results(parts)]), len(row_likes)
     places = [*given, *made, *parts]
     numbers = [step for steps in given.values() for step in steps]
     walk = kernels.kernel(plan.whole if count == 1 else plan.part).run
@@ -100,7 +110,7 @@ def launch_again(
     first_custom = next((n for n, place in enumerate(given) if place.startswith("custom_")), len(given))
     has_custom = first_custom < len(given)
 
-    def launch(tensors: Sequence[Tensor], out: Tensor | None) -> list[Tensor] | None:
+    def launch(tensors: Sequence[Tensor], out: Tensor | None, returns_rows: bool) -> list[Tensor] | None:
         address = 0
         for tensor in tensors[:strided]:
             address |= tensor.data_ptr()
@@ -108,15 +118,14 @@ def launch_again(
             return None
         if has_custom:
             tensors = [*tensors[:first_custom], *map(as_parameter, tensors[first_custom:])]
-        results = [empty_like(output) if out is None else out]
-        for like in row_likes:
-            results.append(empty_like(like))
-        if join is None or of_join is None:
-            walk(*of_walk([*tensors, *results, *numbers]))
-            return results
-        values = [*tensors, *results, *scratch(), *numbers]
+        results, left = [empty_like(output) if out is None else out], scratch()
+        if returns_rows:  # else they are left where nobody reads them
+            results += [empty_like(like) for like in row_likes]
+            left = left[rows_too:]
+        values = [*tensors, *results, *left, *numbers]
         walk(*of_walk(values))
-        join(*of_join(values))
+        if join is not None and of_join is not None:
+            join(*of_join(values))
         return results
 
     return launch
@@ -131,10 +140,10 @@ def viewed(launch: Direct | None, strided: int, heads_first: bool, packed: bool)
     def view(tensor: Tensor) -> Tensor:
         return tensor[None] if packed else tensor.transpose(1, 2)
 
-    def launch_viewed(tensors: Sequence[Tensor], out: Tensor | None) -> list[Tensor] | None:
+    def launch_viewed(tensors: Sequence[Tensor], out: Tensor | None, returns_rows: bool) -> list[Tensor] | None:
         caches = [t.transpose(1, 2) for t in tensors[1:strided]] if heads_first else tensors[1:strided]
         given = [view(tensors[0]), *caches, *tensors[strided:]]
-        made = inner(given, None if out is None else view(out))
+        made = inner(given, None if out is None else view(out), returns_rows)
         if made is None:
             return None
         output, rows = made[0], [row[0] for row in made[1:]] if packed else made[1:]
@@ -154,7 +163,7 @@ def _arguments(launch: Launch, places: Sequence[str], given: Mapping[str, Sequen
 
 
 class _Scratch:
-    """Memory for what parts leave, which a call's second launch reads and nobody else.
+    """Memory for what parts leave, which a call's second launch reads and nobody else, and for rows not asked for.
 
     It is kept: to allocate it takes longer than to launch. Launches of one thread on one stream follow each other, so
     there is one piece for each thread and stream, for all calls. A graph gets memory of its own, as it may be replayed
@@ -165,14 +174,17 @@ class _Scratch:
         self.likes, self.sizes = likes, [-(-like.numel() // 4) * 4 for like in likes]
         self.size = sum(self.sizes)
         self.on_gpu = bool(likes) and likes[0].device.type == "cuda"
+        self.is_kept = 4 * self.size <= MOST_BYTES
         self.device = (likes[0].device.index or 0) if self.on_gpu else -1
         self.views: dict[object, tuple[Tensor, list[Tensor]]] = {}
 
     def __call__(self) -> list[Tensor]:
         """The memory."""
-        if 4 * self.size > MOST_BYTES or (self.on_gpu and torch.cuda.is_current_stream_capturing()):
+        if not self.likes:
+            return []
+        if not self.is_kept or (self.on_gpu and _is_capturing()):
             return [torch.empty_like(like) for like in self.likes]
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
+        stream = _stream_of(self.device) if self.on_gpu else 0
         key = (self.device, stream, get_ident())
         held, found = _SCRATCH.get(key), self.views.get(key)
         if held is None or found is None or found[0] is not held:
