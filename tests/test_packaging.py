@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import attention_engine
+from tests.typing.strict import check
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,17 +79,6 @@ def test_a_fresh_environment_runs_the_quick_start_from_the_wheel(built, tmp_path
     assert out.split() == [str(packages / "attention_engine" / "__init__.py"), "2", "256", "4", "64", "True"]
 
 
-TYPES = """
-[mypy]
-strict = True
-[mypy-torch.*,sympy.*,tilelang.*,transformers.*]
-follow_imports = skip
-ignore_missing_imports = True
-[mypy-attention_engine.*]
-follow_imports = silent
-"""
-
-
 @pytest.mark.parametrize(("change", "complaint"), [
     (None, None),
     (('backend="reference"', "backend=3"), '"AttentionEngine" has incompatible type "Literal[3]"; expected "Literal'),
@@ -99,16 +89,11 @@ def test_a_users_script_is_clean_under_mypy_and_a_wrong_one_is_not(change, compl
     if change is not None:
         assert change[0] in script
         script = script.replace(*change)
-    (tmp_path / "user.py").write_text(script)
-    (tmp_path / "mypy.ini").write_text(TYPES)
-    cache = str(ROOT / ".mypy_cache" / "user")
-    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", cache, "user.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False,
-                          env={"MYPYPATH": str(ROOT), "PATH": ""})  # fmt: skip
+    status, said = check(script, tmp_path)
     if complaint is None:
-        assert (done.returncode, done.stdout) == (0, "Success: no issues found in 1 source file\n"), done.stdout
+        assert (status, said) == (0, "Success: no issues found in 1 source file\n"), said
     else:
-        assert done.returncode == 1 and complaint in done.stdout
+        assert status == 1 and complaint in said
 
 
 def test_the_version_is_said_once_and_the_same():
