@@ -92,6 +92,11 @@ class Kernel:
 
         return "compiled" in vars(self) or is_kept(self._key)
 
+    @property
+    def ready(self) -> bool:
+        """May it be called without a wait for a compiler? It was begun."""
+        return "compiled" in vars(self) or self._work is None or self._work.future.done()
+
     def _find_or_compile(self) -> CompiledKernel:
         from attention_engine.codegen.cache import find_or_compile
         from attention_engine.codegen.compile import compile_kernel

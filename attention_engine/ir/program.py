@@ -19,6 +19,7 @@ Q_IDX = var("q_idx", [Axis.QUERY], Type.INT, VarKind.INDEX)
 KV_IDX = var("kv_idx", [Axis.KEY], Type.INT, VarKind.INDEX)
 
 STARTS = "_starts"  # the custom input, int32 (1 or batch, 4), that says where a launch's b, h, q_idx and kv_idx start
+PLACES = "_packed_places"  # the same of packed sequences: where each begins and ends (packing.NUMBERS)
 
 PRODUCT = var("qk", PAIR)  # q . k, fp32, unscaled
 SCORE = var("score", PAIR)  # what score_mod made of it
@@ -36,7 +37,7 @@ def start_of(index: Expr, by_batch: bool = False) -> Expr:
 
 def is_start(node: Expr) -> bool:
     """Is it where an index starts? The same number for all pairs of a batch and head."""
-    return node.op is Op.LOAD and node.name == STARTS
+    return node.op is Op.LOAD and node.name in (STARTS, PLACES)
 
 
 @functools.lru_cache(maxsize=256)  # read for every tile of a row on which a law is tried

@@ -9,6 +9,7 @@ a dealer reaches who hands an item to whoever is free.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ FIRST_ROUND = Round()  # the only one of a block that has one item
 @dataclass(frozen=True)
 class Item:
     """A block of queries of one head and batch, from the query q0 on; its steps, at least one; the block's round in
-    which it comes."""
+    which it comes. Of packed sequences, which are one batch: the sequence, and one past its last query."""
 
     block: Any
     head: Any
@@ -51,6 +52,13 @@ class Item:
     steps: Any
     q0: Any
     round: Round = FIRST_ROUND
+    sequence: Any = None
+    end: Any = None
+
+    @property
+    def b(self) -> Any:
+        """What the program calls b."""
+        return self.batch if self.sequence is None else self.sequence
 
 
 def stage_of(count: Any, stages: int) -> tuple[Any, Any]:
@@ -61,19 +69,29 @@ def stage_of(count: Any, stages: int) -> tuple[Any, Any]:
 class Items:
     """All work items of a call, for a GPU that runs so many blocks at once.
 
-    longest_last: do later blocks of queries walk over more keys? Then the last go first.
+    longest_last: do later blocks of queries walk over more keys? Then the last go first. most: where memory says how
+    many blocks of queries a head has (`of`), how many it may have.
     """
 
-    def __init__(self, problem: Problem, tile: Tile, sizes: Sizes, longest_last: bool, at_once: int) -> None:
+    def __init__(
+        self, problem: Problem, tile: Tile, sizes: Sizes, longest_last: bool, at_once: int, most: Any = None
+    ) -> None:  # fmt: skip
         self.heads, self.group, self.longest_last, self.at_once = problem.heads, problem.group, longest_last, at_once
         self.blocks, self.pairs = T.ceildiv(sizes.q, tile.q), sizes.batch * problem.heads
+        self.most = self.blocks if most is None else most
         self.kv_length = sizes.kv
         self.keys_in_cache = L2_BYTES // (2 * (padded(problem.dim) + padded(problem.dim_v)))
 
     @property
     def grid(self) -> Any:
         """How many blocks share the items."""
-        return T.min(self.blocks * self.pairs, self.at_once)
+        return T.min(self.most * self.pairs, self.at_once)
+
+    def of(self, blocks: Any) -> Items:
+        """The same where a head has so many blocks."""
+        other = copy(self)
+        other.blocks = blocks
+        return other
 
 
 class Deal:

@@ -20,10 +20,13 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
+from attention_engine.ir.packing import start_in_sequence
 from attention_engine.ir.problem import Problem
+from attention_engine.ir.program import KV_IDX
 from attention_engine.kernels.common import Place, reader
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.passes.analyse_mask import Bound, MaskPlan
+from attention_engine.passes.index_ranges import LONGEST
 from attention_engine.passes.tile_plan import TilePlan
 from attention_engine.plan.attention_buffers import LISTS
 from attention_engine.plan.forms import Tile
@@ -36,17 +39,23 @@ PIECE = 16  # queries or keys; tiles begin at multiples of it
 @dataclass(frozen=True)
 class Visit:
     """A step of a walk: its tile's first query or key; whether the tile may hold a masked pair; the query head, where
-    steps have several; the list's entry, where there is a list."""
+    steps have several; the list's entry, where there is a list; whether it may hold keys that nobody sees, where fewer
+    tiles than the partial ones do."""
 
     start: Any
     partial: Callable[[Any], Any]
     head: Any = None
     entry: Any = None
+    unseen: Callable[[Any], Any] | None = None
 
     def is_partial(self, start: Any) -> Any:
         """May the tile, its start under the name it has by now, hold a masked pair (of those within the lengths)?
         Python's truth where it is known."""
         return self.partial(start)
+
+    def holds_unseen(self, start: Any) -> Any:
+        """The same of keys that nobody sees."""
+        return self.partial(start) if self.unseen is None else self.unseen(start)
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,41 @@ class KeyWalk:
 
     def _is_partial(self, kv0: Any) -> Any:
         return is_partial(self.bounds, self.q0, self.q0 + self.shape.q - 1, kv0, kv0 + self.shape.kv - 1)
+
+
+class SequenceWalk(KeyWalk):
+    """The same of packed sequences: a block's queries, from the row q0 on, are of one of them, and so are its keys.
+
+    Tiles begin at the sequence's first key. A bound of the mask says where its keys end.
+    """
+
+    def __init__(self, of: Walks, buffers: Any, sequence: Any, q0: Any) -> None:
+        self.plan, self.shape, self.q0, self.lists = of.plan, of.tile, q0, None
+        self.bounds = with_starts(of.plan.bounds, buffers, sequence)
+        start = start_in_sequence(KV_IDX)
+        (before,) = Place(sequence, 0, {}, reader(buffers)).splice(None, None, {})(start)
+        self.origin = _name("origin", 0 - before)
+        tiles = T.ceildiv(of.sizes.kv, of.tile.kv)
+        here = MaskPlan(tuple(self._from_origin(b) for b in self.bounds.bounds), self.bounds.exact)
+        first, stop = kv_range(here, q0, q0 + of.tile.q - 1, of.tile.kv, tiles)
+        self.first = _name("first", first)
+        self.count = _name("count", stop - self.first)
+
+    def _from_origin(self, bound: Bound) -> Bound:
+        reach = bound.reach + abs(bound.kv) * LONGEST
+        whole = _width(reach)
+        offset = whole(bound.offset) + whole(bound.kv) * whole(self.origin)
+        return BoundHere(bound.q, bound.kv, _name("offset", offset), greatest=reach)
+
+    def at(self, step: Any) -> Visit:
+        """The tile of a step."""
+        start = self.origin + (self.first + step) * self.shape.kv
+        return Visit(start, self._is_partial, unseen=self._holds_unseen)
+
+    def _holds_unseen(self, kv0: Any) -> Any:
+        """May the tile hold keys that nobody sees, by the bounds of keys alone?"""
+        of_keys = MaskPlan(tuple(b for b in self.bounds.bounds if b.q == 0), True)
+        return is_partial(of_keys, self.q0, self.q0, kv0, kv0 + self.shape.kv - 1)
 
 
 class QueryWalk:

@@ -66,7 +66,9 @@ def clear_step(
     They have their weights by then, and have handed their turns on: nobody who is waited for waits.
     """
     if seen is not None:
-        where_partial(visit.is_partial(visit.start), bind(_clear_stage, seen, place, visit, values, full, at, threads))
+        where_partial(
+            visit.holds_unseen(visit.start), bind(_clear_stage, seen, place, visit, values, full, at, threads)
+        )
 
 
 @T.macro

@@ -16,7 +16,9 @@ from attention_engine.passes.derive_backward import derive_backward
 from attention_engine.passes.drop_weights import drop_in
 from attention_engine.passes.half_range import bound_weights, final_weights_fit, weights_fit
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.passes.verify_schedule import verify_backward_schedule, verify_bend, verify_forward_schedule
+from attention_engine.passes.within_sequences import is_packed, within_sequences
 
 Saved = tuple[tuple[str, Expr], ...]
 
@@ -63,6 +65,29 @@ class Maths:
     @cached_property
     def _bounded_parted(self) -> ForwardSchedule:
         return _in_order(bound_weights(self.program), self._saved, parts_rows=True)
+
+    @cached_property
+    def within(self) -> Program | None:
+        """Of packed sequences, the program of blocks that lie in one; None where its mask's bounds don't tell tiles."""
+        if not is_packed(self.program) or self.unfinished:
+            return None
+        found = checked(verify_program, within_sequences(self.program))
+        return None if plan_tiles(found.mask).mapped else found
+
+    def forward_within_of(self, dtype: str) -> ForwardSchedule:
+        """The forward pass of such blocks, terms of rows out of its tile."""
+        bounded = dtype == "float16" and not self._weights_fit
+        return self._within_bounded if bounded else self._within_parted
+
+    @cached_property
+    def _within_parted(self) -> ForwardSchedule:
+        assert self.within is not None
+        return _in_order(self.within, self._saved, parts_rows=True)
+
+    @cached_property
+    def _within_bounded(self) -> ForwardSchedule:
+        assert self.within is not None
+        return _in_order(bound_weights(self.within), self._saved, parts_rows=True)
 
     @cached_property
     def _weights_fit(self) -> bool:

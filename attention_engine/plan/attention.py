@@ -15,7 +15,7 @@ from attention_engine.ir.verify import checked
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import plan_custom_sums
 from attention_engine.passes.row_sums import plan_row_sums
-from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
 from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.passes.verify_schedule import verify_row_sums
@@ -106,7 +106,9 @@ class AttentionPlan:
     @cached_property
     def forward_steps(self) -> tuple[Step, ...]:
         """What a forward pass launches."""
-        return _valid((*self._map("forward", self.tiles.forward, True), self.forward))
+        tile = self.tiles.forward
+        lists = [self.sequence_tiles] if tile.within_sequences else self._map("forward", tile, True)
+        return _valid((*lists, self.forward))
 
     def backward_steps(self, finals: Sequence[str] = ()) -> tuple[Step, ...]:
         """What a backward pass launches where gradients arrive at these returned rows, but for the kernels of pairs."""
@@ -148,6 +150,11 @@ class AttentionPlan:
     def tile_plan(self) -> TilePlan:
         """What the mask asks of the kernels' loops."""
         return plan_tiles(self.maths.program.mask)
+
+    @property
+    def lists_no_keys(self) -> bool:
+        """Does the forward pass walk without lists of tiles of keys?"""
+        return self.tiles.forward.within_sequences or not self.tile_plan.mapped
 
     @cached_property
     def longest_first(self) -> bool:
@@ -200,10 +207,27 @@ class AttentionPlan:
         return [Launch(name, "tile_map.tile_map", given, arguments, frozenset([name]), lasting=not plan.reads)]
 
     @cached_property
+    def forward_schedule(self) -> ForwardSchedule:
+        """The forward pass as its kernel runs it."""
+        tile, dtype = self.tiles.forward, self.problem.dtype
+        if tile.within_sequences:
+            return self.maths.forward_within_of(dtype)
+        return self.maths.forward_parted_of(dtype) if tile.hopper else self.maths.forward_of(dtype)
+
+    @cached_property
+    def sequence_tiles(self) -> Launch:
+        """Which tiles of queries packed sequences have."""
+        tile = self.tiles.forward
+        arguments = buffers.list_sequence_tiles(self.problem, tile)
+        given = (self.forward_schedule.mask, tile)
+        writes = frozenset([buffers.SEQUENCE_TILES])
+        return Launch("tiles of sequences", "sequence_tiles.sequence_tiles", given, arguments, writes)
+
+    @cached_property
     def forward(self) -> Launch:
         """q, k, v -> o and rows."""
-        tile, dtype, lists = self.tiles.forward, self.problem.dtype, "tile map of forward"
-        schedule = self.maths.forward_parted_of(dtype) if tile.hopper else self.maths.forward_of(dtype)
+        tile, lists = self.tiles.forward, "tile map of forward"
+        schedule = self.forward_schedule
         arguments = buffers.forward(self.problem, schedule, tile, lists, self.maths.unfinished)
         writes = frozenset(["o", *(f"row_{name}" for name, _ in schedule.rows)])
         if not tile.hopper:

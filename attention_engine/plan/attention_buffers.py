@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from attention_engine.ir.expr import Axis, Expr, const
+from attention_engine.ir.expr import Axis, Expr, Op, const, make
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
-from attention_engine.ir.program import Backward
+from attention_engine.ir.program import PLACES, Backward
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
@@ -32,6 +32,7 @@ from attention_engine.plan.forms import ROW_PAD, Tile
 from attention_engine.plan.hopper import makes_delta, starts_longest_first
 
 LISTS = "tile_lists"
+SEQUENCE_TILES = "sequence_tiles"
 TOGETHER, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "units_ahead", "units_given"
 LENGTHS = {"batch": BATCH, "seq_len": QUERIES, "seq_len_kv": KEYS}  # of custom inputs' axes
 
@@ -114,6 +115,25 @@ def tile_map(problem: Problem, plan: TilePlan, tile: Tile, over_keys: bool, key:
     return (*lengths, *custom_inputs(problem, plan.reads), *tile_lists(plan, problem, tile, over_keys, key))
 
 
+def sequence_tiles(problem: Problem, tile: Tile) -> Buffer:
+    """(1 + tiles, 2): how many tiles of queries the packed sequences have, then of each its sequence and its first row,
+    those with the fewest steps first. There may be as many as rows fill, and one more for each sequence, and for what
+    is behind the last."""
+    sequences = custom_shape(problem, PLACES)[0]
+    return Buffer(SEQUENCE_TILES, (most_tiles(tile, sequences) + 1, 2), "int32")
+
+
+def most_tiles(tile: Tile, sequences: Size) -> Expr:
+    """How many tiles of queries there may be, of so many sequences and what is behind the last."""
+    return make(Op.FLOORDIV, QUERIES, const(tile.q)) + sequences
+
+
+def list_sequence_tiles(problem: Problem, tile: Tile) -> Arguments:
+    """Of the kernel that writes that list."""
+    lengths = Number(QUERIES.name), Number(KEYS.name)
+    return (*lengths, *custom_inputs(problem, {PLACES}), sequence_tiles(problem, tile))
+
+
 def forward(
     problem: Problem, schedule: ForwardSchedule, tile: Tile, lists: str = "", unfinished: bool = False
 ) -> Arguments:  # fmt: skip
@@ -122,6 +142,7 @@ def forward(
     plan, made = plan_tiles(schedule.mask), output(problem)
     return (
         *inputs(problem), *tile_lists(plan, problem, tile, True, lists),
+        *([sequence_tiles(problem, tile)] if tile.within_sequences else []),
         replace(made, dtype="float32") if unfinished else made,
         *(row(f"row_{name}", problem) for name, _ in schedule.rows),
     )  # fmt: skip

@@ -43,7 +43,11 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
         return Choice(straight, {})
     if maths.unfinished:
         return Choice(straight, {"forward": "not for Hopper: its output is stored in fp32, as it was summed"})
-    forward, why_forward = _forward(problem, maths.forward_of(problem.dtype), target, straight.forward, hints)
+    within = _within_sequences(problem, maths)
+    if within is None:
+        forward, why_forward = _forward(problem, maths.forward_of(problem.dtype), target, straight.forward, hints)
+    else:
+        forward, why_forward = within, "each block of queries lies in one of the packed sequences"
     why: dict[KernelName, str] = {"forward": why_forward}
     backward, schedule = straight.backward, maths.backward_schedule
     if schedule is not None:
@@ -79,6 +83,19 @@ def _forward(
         tile = tile.in_form(persistent=True, queries_ahead=ahead)
         return tile if hints is None else _with_fewer_waves(tile, problem, target, hints), "pairs need few registers"
     return tile, "a block for each tile of queries: all take as long"
+
+
+def _within_sequences(problem: Problem, maths: Maths) -> Tile | None:
+    """The tile of a forward pass over packed sequences whose blocks lie in one of them; None where that can't be: its
+    mask wants a list of tiles, or shared memory has no room for a tile of the output beside the others."""
+    dims = problem.dim, problem.dim_v
+    if dims not in SHARED_OUT or maths.within is None:
+        return None
+    schedule = maths.forward_within_of(problem.dtype)
+    if why_not_forward(problem, schedule) is not None:
+        return None
+    q, kv = FORWARD[dims][0 if scores_are_light(schedule) else 1]
+    return Tile(q, kv, 2 * q, 2, HopperForward(persistent=True, within_sequences=True))
 
 
 def _steps(kv: int, plan: TilePlan, hints: Hints | None) -> float:

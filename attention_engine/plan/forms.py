@@ -34,12 +34,13 @@ class HopperForward:
     persistent: as many blocks as the GPU runs at once walk over all work. queries_ahead: a persistent block's next
     queries come while it works on the present ones, where shared memory has room; it costs each step a little, so it is
     for few steps. lazy_rescale: a warp rescales the output only where one of its rows has a factor that is not 1, as
-    after a new maximum.
+    after a new maximum. within_sequences: of packed sequences, each block of queries lies in one.
     """
 
     persistent: bool = False
     queries_ahead: bool = False
     lazy_rescale: bool = False
+    within_sequences: bool = False
 
     def __post_init__(self) -> None:
         if self.queries_ahead and not self.persistent:
@@ -97,6 +98,11 @@ class Tile:
     def queries_ahead(self) -> bool:
         """Do a persistent block's next queries come while it works on the present ones?"""
         return isinstance(self.form, HopperForward) and self.form.queries_ahead
+
+    @property
+    def within_sequences(self) -> bool:
+        """Does each block of queries lie in one of the packed sequences?"""
+        return isinstance(self.form, HopperForward) and self.form.within_sequences
 
     @property
     def lazy_rescale(self) -> bool:

@@ -17,11 +17,11 @@ from attention_engine.compiler import Kernels, begin_all
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import STAGED_UNIT, Problem
-from attention_engine.ir.program import Backward
+from attention_engine.ir.program import PLACES, Backward
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.plan.attention import Tiles
-from attention_engine.plan.attention_buffers import place_of_gradient
+from attention_engine.plan.attention_buffers import SEQUENCE_TILES, place_of_gradient
 from attention_engine.plan.buffers import own_length
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
@@ -100,19 +100,39 @@ class Bound:
 
     def direct(self) -> Direct:
         """`forward` where no tile map is needed, with all that it looks up bound beforehand: a twentieth of a call's
-        host time."""
+        host time. Tiles of packed sequences are listed before."""
         of_q, of_k, of_v = self.strides
         if of_q is None or of_k is None or of_v is None or self.kernels.problem.staged:
             return self._flat
         run, empty_like = self.kernels.forward.run, torch.empty_like
         output, *rows = self.ready.results(["o", *self.rows])
         misaligned = 0 if self.unit == 1 else ALIGNED - 1
+        if self.kernels.tiles.forward.within_sequences:
+            return self._direct_within(output, rows, misaligned)
 
         def launch(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
             if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & misaligned:
                 return self._flat(q, k, v, *custom)
             found = (empty_like(output), *[empty_like(row) for row in rows])
             run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), *found)
+            return found
+
+        return launch
+
+    def _direct_within(self, output: Tensor, rows: Sequence[Tensor], misaligned: int) -> Direct:
+        """The same of packed sequences whose blocks lie in one each."""
+        (of_q, of_k, of_v), empty_like = self.strides, torch.empty_like
+        assert of_q is not None and of_k is not None and of_v is not None, "`direct` asked"
+        run, list_tiles = self.kernels.forward.run, self.kernels.kernel(self.kernels.plan.sequence_tiles).run
+        (tiles,) = self.ready.results([SEQUENCE_TILES])
+        places = self.custom.index(f"custom_{PLACES}")
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & misaligned:
+                return self._flat(q, k, v, *custom)
+            listed, found = empty_like(tiles), (empty_like(output), *[empty_like(row) for row in rows])
+            list_tiles(q.shape[1], k.shape[1], custom[places], listed)
+            run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), listed, *found)
             return found
 
         return launch
@@ -228,7 +248,7 @@ class Launcher:
         if q.dtype is torch.float32 or self._biases or not (q.numel() and k.numel() and v.numel()):
             return None
         bound = self.bound(q, k, v, [as_parameter(c) for c in custom])
-        return None if bound.kernels.plan.tile_plan.mapped else bound.direct()
+        return bound.direct() if bound.kernels.plan.lists_no_keys else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""

@@ -26,6 +26,7 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.packing import SEQUENCES, TABLES, Packing
+from attention_engine.runtime.packed_tables import tables_by_kernel
 
 ROWS = "(rows, heads, dim)"
 Packed = Literal["alike", "unlike"] | None
@@ -50,7 +51,7 @@ def sizes_of_packed(q: Tensor) -> dict[str, int | None]:
 
 def tables_of(packing: Packing) -> list[CustomSpec]:
     """The tables as custom inputs."""
-    return [CustomSpec(name, (axis,)) for name, axis in TABLES[packing].items()]
+    return [CustomSpec(name, axes) for name, axes in TABLES[packing].items()]
 
 
 def count_sequences(specs: Sequence[CustomSpec]) -> list[CustomSpec]:
@@ -79,9 +80,10 @@ def refuse_lengths(cu_seqlens_k: object, max_seqlen_q: object, max_seqlen_k: obj
 
 
 def pack(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, blocks: Tensor | None = None
-) -> PackedRows:
-    """The call as one of a single batch. Raises BadInput."""
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, blocks: Tensor | None = None,
+    by_kernel: bool = False,
+) -> PackedRows:  # fmt: skip
+    """The call as one of a single batch. by_kernel: may a kernel make the tables? Raises BadInput."""
     if blocks is not None:
         raise OptionsClash("block_mask says which blocks of a batch exist, and packed sequences have no such blocks.")
     for name, tensor in zip("qkv", (q, k, v), strict=True):
@@ -106,7 +108,7 @@ def pack(
             f"cu_seqlens_q is of {starts_q.shape[0] - 1} sequences and cu_seqlens_k of {starts_k.shape[0] - 1}."
         )
     packing = Packing.ALIKE if alike else Packing.UNLIKE
-    tables = make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0])
+    tables = _make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0], by_kernel)
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return PackedRows(q, k, v, packing, tuple(TABLES[packing]), tables, starts_q.shape[0] - 1)
 
@@ -122,7 +124,7 @@ def repeat_tables(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
     starts_q = check_starts("cu_seqlens_q", cu_seqlens_q, q)
     starts_k = starts_q if alike or cu_seqlens_k is None else check_starts("cu_seqlens_k", cu_seqlens_k, k)
     packing = Packing.ALIKE if alike else Packing.UNLIKE
-    return make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0])
+    return _make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0], starts_q.is_cuda)
 
 
 def check_starts(name: str, starts: Tensor, rows: Tensor) -> Tensor:
@@ -151,6 +153,13 @@ def _check_numbers(name: str, starts: Sequence[int], rows: int) -> None:
         raise WrongSequences(f"{name} ends at row {starts[-1]}, and there are {rows} rows.")
 
 
+def _make_tables(
+    packing: Packing, starts_q: Tensor, starts_k: Tensor, queries: int, keys: int, by_kernel: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
+    found = tables_by_kernel(packing, starts_q, starts_k, queries, keys) if by_kernel else None
+    return make_tables(packing, starts_q, starts_k, queries, keys) if found is None else found
+
+
 def make_tables(
     packing: Packing, starts_q: Tensor, starts_k: Tensor, queries: int, keys: int
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -158,11 +167,19 @@ def make_tables(
     last = starts_q.shape[0] - 1
     of_q = sequences_of(starts_q, queries)
     of_k = of_q if packing is Packing.ALIKE else sequences_of(starts_k, keys)
-    found = [torch.where(of_q < last, of_q, -1), of_k, starts_k.index_select(0, of_q)]
+    places = _places(starts_q, starts_k, queries)
+    found = [torch.where(of_q < last, of_q, -1), of_k, starts_k.index_select(0, of_q), places]
     if packing is Packing.UNLIKE:
         found.append(starts_k.index_select(0, of_k))
         found.append((starts_k - starts_q).index_select(0, (of_q + 1).clamp(max=last)))
     return tuple(found)
+
+
+def _places(starts_q: Tensor, starts_k: Tensor, queries: int) -> Tensor:
+    """The NUMBERS of each sequence, and of the rows behind the last."""
+    end_q = torch.cat([starts_q[1:], starts_q.new_full((1,), queries)])  # a number that is assigned would be waited for
+    end_k = torch.cat([starts_k[1:], starts_k[-1:]])
+    return torch.stack([end_k - end_q - starts_k, -starts_k, end_k, starts_q, end_q], dim=1)
 
 
 def sequences_of(starts: Tensor, rows: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from attention_engine.passes.drop_weights import SEED
 from attention_engine.runtime import op, parts
+from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.captured import axes_now, check_captured
 from attention_engine.runtime.inputs import (
     check_custom,
@@ -45,10 +46,11 @@ def call_packed(
         tables = repeat_tables(q, k, *starts)
         tables = tables if seed is None else (*tables, seed)
         given = (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), *custom, *tables, *captured)
-        return _results(engine, op.run(seen.key, return_rowscales, given), return_rowscales)
+        return _results(engine, op.run(seen.key, return_rowscales, given, seen.direct), return_rowscales)
     again = again and isinstance(q, Tensor) and not is_cast(q)
     tensors = order_custom(engine.custom_io, custom, named)
-    rows = pack(q, k, v, *starts, blocks=engine.block_mask if block_mask is None else block_mask)
+    by_kernel = isinstance(q, Tensor) and q.is_cuda and op.unwatched() and engine._backend_for(q.device) != "reference"
+    rows = pack(q, k, v, *starts, engine.block_mask if block_mask is None else block_mask, by_kernel)
     q, k, v = follow_autocast(rows.q, rows.k, rows.v)
     backend = engine._backend_for(q.device)
     check_qkv(engine.qkv_meta, "bshd", backend != "reference", q, k, v)
@@ -66,9 +68,12 @@ def call_packed(
         found: Sequence[Tensor] = parts.run(key, q, k, v, tensors, return_rowscales)
     else:
         engine._begin_backward(key, (q, k, v, *tensors))
+        direct = None
         if again and op.unwatched():
-            engine._remember(form, present, key, None)
-        found = op.run(key, return_rowscales, (q, k, v, *tensors))
+            launcher = ATTENTIONS[key].launcher
+            direct = launcher.direct(q, k, v, tensors) if launcher is not None else None
+            engine._remember(form, present, key, direct)
+        found = op.run(key, return_rowscales, (q, k, v, *tensors), direct)
     return _results(engine, found, return_rowscales)
 
 

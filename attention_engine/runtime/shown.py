@@ -35,6 +35,7 @@ from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.packed import Packed, count_sequences, packing_of, sizes_of_packed, tables_of
+from attention_engine.runtime.packed_tables import tables_kernel
 from attention_engine.runtime.pictures import MaskPicture, ScorePicture
 from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine
@@ -247,6 +248,8 @@ class Shown(Engine):
         asked = self._asked(device, False, given, packed)
         kernels, trained = (each.kernels_as_known(self.tuning) for each in (asked, asked.trained))
         both = dict(kernels.of_forward)
+        if (packing := packing_of(packed)) is not None:
+            both["tables of sequences"] = tables_kernel(packing, device)
         if asked.maths.bent is not None:
             both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward.items()}
         return both if trained.maths.backward is None else both | trained.of_backward

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from attention_engine import AttentionEngine, CustomIO, library, meta_tensor
-from attention_engine.compiler import Kernels
+from attention_engine.compiler import Kernel, Kernels
 from attention_engine.errors import (
     LengthsDiffer,
     NotATensor,
@@ -22,9 +22,11 @@ from attention_engine.errors import (
     WrongSequences,
 )
 from attention_engine.ir.packing import AHEAD, FIRST, FIRST_K, SEQUENCE_K, SEQUENCE_Q, Packing
+from attention_engine.ir.problem import Problem
+from attention_engine.ir.program import PLACES
 from attention_engine.runtime import built, packed_call, packed_check
 from attention_engine.runtime.attentions import ATTENTIONS
-from attention_engine.runtime.packed import pack
+from attention_engine.runtime.packed import make_tables, pack
 from tests import plain
 from tests.packed_cases import (
     CASES,
@@ -32,6 +34,8 @@ from tests.packed_cases import (
     DIM_V,
     HEADS,
     KV_HEADS,
+    LENGTHS,
+    UNLIKE,
     Case,
     io_of,
     sequence_by_sequence,
@@ -177,7 +181,7 @@ def test_tables_are_made_without_a_look_at_the_lengths():
         cu = torch.empty(5, dtype=torch.int32)
         rows = pack(q, q, q, cu, None)
         other = pack(q, q, q, cu, torch.empty(5, dtype=torch.int32))
-    assert [t.shape for t in rows.tables] == [(30,)] * 3 and len(other.tables) == 5
+    assert [t.shape for t in rows.tables] == [*[(30,)] * 3, (5, 5)] and len(other.tables) == 6
 
 
 def test_tables_say_of_each_row_which_sequence_it_is_of_and_where_that_begins():
@@ -187,7 +191,21 @@ def test_tables_say_of_each_row_which_sequence_it_is_of_and_where_that_begins():
     assert found == {
         SEQUENCE_Q: [0, 0, 2, 2, 2, 2, -1], SEQUENCE_K: [0, 0, 0, 1, 2, 2, 2, 2, 3],
         FIRST: [0, 0, 4, 4, 4, 4, 8], FIRST_K: [0, 0, 0, 3, 4, 4, 4, 4, 8], AHEAD: [1, 1, 2, 2, 2, 2, 2],
+        PLACES: [[1, 0, 3, 0, 2], [-1, -3, 4, 2, 2], [-2, -4, 8, 2, 6], [-7, -8, 8, 6, 7]],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths, others", [(LENGTHS, None), ((0, 300, 0), None), UNLIKE, ((3, 500), (700, 1))])
+def test_the_kernel_of_tables_makes_what_torch_does(lengths, others):
+    packing = Packing.ALIKE if others is None else Packing.UNLIKE
+    any_problem = Problem(1, 1, 64, 64, "float16")
+    kernel = Kernel("packed_tables.packed_tables", (any_problem, packing), "interpret", any_problem, {})
+    begins = [starts(each) for each in (lengths, others) if each is not None]
+    rows = [int(each[-1]) + 9 for each in begins]
+    wanted = make_tables(packing, begins[0], begins[-1], rows[0], rows[-1])
+    found = [torch.full_like(t, -7) for t in wanted]
+    kernel.run(*begins, *found)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
 
 
 def test_the_same_starts_given_twice_are_those_of_one_kind_of_row():

@@ -133,7 +133,8 @@ def take_item(
     memory.queries.read_note(numbers, Round(items_before))
     noted = note_in(QueryNote, numbers)
     block, head, batch = values_of(noted)[:3] if form.starts_by_index else noted[:3]
-    item = Item(block, head, batch, noted.steps, block * form.tile.q, Round(items_before, steps_before))
+    of = Round(items_before, steps_before)
+    item = form.item(buffers, block, head, batch, noted.steps, form.first_query(block), of)
     start_scores(form, buffers, memory, item)
 
 
@@ -150,7 +151,8 @@ def compute_items(form: ForwardForm, buffers: Buffers, memory: ForwardMemory) ->
         done, steps_done = items_before + 0, steps_before + 0
         items_before = done + 1
         steps_before = steps_done + steps
-        item = Item(block, head, batch, steps, name_value(block * form.tile.q), Round(done, steps_done))
+        of = Round(done, steps_done)
+        item = form.item(buffers, block, head, batch, steps, name_value(form.first_query(block)), of)
         start_next = bind(take_item, form, buffers, memory, numbers, items_before, steps_before)
         compute_item(form, buffers, memory, item, start_next)
     T.wait_wgmma(0)  # of no item

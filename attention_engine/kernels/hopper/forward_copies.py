@@ -50,17 +50,18 @@ def copy_keys(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: 
 def hand_out_items(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, index: Any) -> None:
     """Brings the queries of a persistent block's items, and notes for the others which item is next, until none is
     left; brings their keys and values too, unless another warp does."""
-    items = form.items
+    items = form.items_of(buffers)
     deal = Deal(items, index)
     items_before = T.alloc_var("int32", 0)
     steps_before = T.alloc_var("int32", 0)
     for turn in T.unroll(deal.turns, unroll_factor=1):  # two turns at once would spill
         section, pairs, position = deal.position(turn)
         if position < name_value(pairs * items.blocks):
-            block, head, batch = deal.item(section, pairs, position)
+            block, head, batch = form.dealt(buffers, *deal.item(section, pairs, position))
             walk = form.walk(buffers, batch, head, block)
             steps, done, steps_done = at_least_one(walk), items_before + 0, steps_before + 0
-            item = Item(block, head, batch, steps, name_value(block * form.tile.q), Round(done, steps_done))
+            of = Round(done, steps_done)
+            item = form.item(buffers, block, head, batch, steps, name_value(form.first_query(block)), of)
             memory.queries.note(QueryNote(block, head, batch, steps), item.round)
             memory.queries.copy(buffers, item)
             if not form.queries_ahead:

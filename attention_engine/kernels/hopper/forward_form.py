@@ -10,18 +10,21 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
+from attention_engine.ir.packing import QUERIES_END, number_of_sequence
 from attention_engine.ir.problem import Problem
+from attention_engine.ir.program import PLACES
 from attention_engine.kernels.common import Buffers, Place, Sizes, block_values, reader
 from attention_engine.kernels.hopper.turns import Turns
-from attention_engine.kernels.items import Item, Items
-from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.items import Item, Items, Round
+from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tile_maths import of_pairs
-from attention_engine.kernels.tiles import HandedList, KeyWalk, Walks
+from attention_engine.kernels.tiles import HandedList, KeyWalk, SequenceWalk, Walks
 from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan
+from attention_engine.plan.attention_buffers import SEQUENCE_TILES, custom_shape, most_tiles
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import products_take_turns
 
@@ -47,7 +50,37 @@ class ForwardForm(Form):
     @cached_property
     def items(self) -> Items:
         """The work items, of a persistent form."""
+        if self.within_sequences:
+            most = self.sizes.spell(most_tiles(self.tile, custom_shape(self.problem, PLACES)[0]))
+            return Items(self.problem, self.tile, self.sizes, True, self.at_once, most)
         return Items(self.problem, self.tile, self.sizes, self.plan.later_is_longer, self.at_once)
+
+    @property
+    def within_sequences(self) -> bool:
+        """Of packed sequences, is each block of queries of one? A block is then told by its first row."""
+        return self.tile.within_sequences
+
+    def items_of(self, buffers: Buffers) -> Items:
+        """The same in the kernel, where a list may say how many blocks there are."""
+        return self.items.of(name_value(buffers[SEQUENCE_TILES][0, 0])) if self.within_sequences else self.items
+
+    def dealt(self, buffers: Buffers, block: Any, head: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """A block that was dealt, its head and b, as they are noted: a block by its number, or by its first row."""
+        if not self.within_sequences:
+            return block, head, batch
+        listed = buffers[SEQUENCE_TILES]
+        return name_value(listed[block + 1, 1]), head, name_value(listed[block + 1, 0])
+
+    def first_query(self, block: Any) -> Any:
+        """The first query of a block."""
+        return block if self.within_sequences else block * self.tile.q
+
+    def item(self, buffers: Buffers, block: Any, head: Any, b: Any, steps: Any, q0: Any, of: Round) -> Item:
+        """The item of a block as it is noted."""
+        if not self.within_sequences:
+            return Item(block, head, b, steps, q0, of)
+        last = Place(b, 0, {}, reader(buffers)).splice(None, None, {})(number_of_sequence(QUERIES_END))[0]
+        return Item(block, head, 0, steps, q0, of, b, name_value(last))
 
     @cached_property
     def queries_ahead(self) -> bool:
@@ -101,19 +134,22 @@ class ForwardForm(Form):
 
     def walk(self, buffers: Buffers, batch: Any, head: Any, block: Any, handed: HandedList | None = None) -> KeyWalk:
         """The walk of a block of queries over tiles of keys; handed: by a list that another warp reads."""
-        return KeyWalk(Walks(self.plan, self.problem, self.sizes, self.tile), buffers, batch, head, block, handed)
+        walks = Walks(self.plan, self.problem, self.sizes, self.tile)
+        if self.within_sequences:
+            return SequenceWalk(walks, buffers, batch, block)
+        return KeyWalk(walks, buffers, batch, head, block, handed)
 
     def place_of(self, buffers: Buffers, item: Item, block: BlockValues) -> Place:
         """Where an item's pairs are, with these of its block's values.
 
         What tiles start with is read without guards. A mask keeps them: without, ptxas spills in its few tiles.
         """
-        known = self.sizes.inside(self.problem, item.batch, item.head) if self.starts_by_index else ()
+        known = self.sizes.inside(self.problem, item.b, item.head) if self.starts_by_index else ()
         for index, length in known:
             take_for_granted(T.And(index >= 0, index < length))
         read = reader(buffers, known)
-        values = block_values(block, item.batch, item.head, read)
-        return Place(item.batch, item.head, values, read, self.problem.approximate)
+        values = block_values(block, item.b, item.head, read)
+        return Place(item.b, item.head, values, read, self.problem.approximate)
 
     def no_staged_reads(self) -> StagedReads:
         """No bias of pairs is staged: problems that have one run the twin of this kernel."""

@@ -146,7 +146,7 @@ def start_scores(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, ite
     """The products of an item's first step are on their way. After the last item they are anything, and nobody's."""
     stage, turn = item.round.stage(0, form.tile.stages)
     if form.starts_ahead:
-        walk = form.walk(buffers, item.batch, item.head, item.block) if form.starts_by_index else None
+        walk = form.walk(buffers, item.b, item.head, item.block) if form.starts_by_index else None
         start_tile(form, maths_of(form, buffers, memory, item, form.values_of_start), walk, 0)
     if item.steps > 0:
         T.barrier_wait(memory.keys.full[stage], turn)
@@ -162,7 +162,7 @@ def compute_item(
     steps, q0, thread, batch, head = item.steps, item.q0, T.get_thread_binding(), item.batch, item.head
     stages, mapped = form.tile.stages, form.plan.mapped
     handed = HandedList(steps, lambda step: memory.entries[item.round.stage(step, stages)[0]]) if mapped else None
-    walk = form.walk(buffers, batch, head, item.block, handed)
+    walk = form.walk(buffers, item.b, head, item.block, handed)
     maths = maths_of(form, buffers, memory, item, form.schedule.block)
     work = Work(form, memory, item, walk, maths, steps, thread)
     T.fill(memory.output, 0)
@@ -176,20 +176,26 @@ def compute_item(
     memory.queries.store(buffers, memory.output, item, thread)
     for name, expr in form.schedule.rows:
         maths.write_row(memory.written, expr)
-        store_row(memory.written, buffers[f"row_{name}"], batch, head, q0, form.tile.q)
+        store_row(memory.written, buffers[f"row_{name}"], batch, head, q0, form.tile.q, item.end)
     if not memory.queries.next_are_there:
         start_next()
 
 
+def _stop(row: Any, end: Any) -> Any:
+    """One past the last query that a block may store; a function, as a macro would name the number."""
+    return row.shape[2] if end is None else end
+
+
 @T.macro
-def store_row(values: Any, row: Any, batch: Any, head: Any, q0: Any, rows: int) -> None:
-    """Writes the values of a block's queries to a row of the caller, by the four threads that hold each.
+def store_row(values: Any, row: Any, batch: Any, head: Any, q0: Any, rows: int, end: Any) -> None:
+    """Writes the values of a block's queries to a row of the caller, by the four threads that hold each. end: one past
+    the last that are the block's, where that isn't the row's end.
 
     T.copy would do, but TileLang plans how to vectorize it anew for each way that it tries to lay registers out: half
     of the time that lowering the kernel took.
     """
     for i in T.Parallel(rows, loop_layout=T.Fragment((rows,), forward_fn=thread_of_row, replicate=4)):
-        if q0 + i < row.shape[2]:
+        if q0 + i < _stop(row, end):
             row[batch, head, q0 + i] = values[i]
 
 

@@ -119,7 +119,9 @@ class QueryTiles:
 
     def store(self, buffers: Any, output: Any, item: Item, thread: Any) -> None:
         """A group's rows of the output leave."""
-        if self.through or self.own is not None:
+        if item.end is not None:
+            self._leave_within(buffers["o"], output, item, thread)
+        elif self.through or self.own is not None:
             self._leave_by_tile(buffers["o"], output, item, thread)
         else:
             leave(output, window(buffers["o"], item.batch, item.head, item.q0, self.tile.q, self.dim_v))
@@ -134,6 +136,18 @@ class QueryTiles:
         if T.get_thread_binding() % WARP == 0:
             for number in each_number:
                 self.record[slot, number] = note[number]
+
+    @macro_method
+    def _leave_within(self, target: Any, output: Any, item: Item, thread: Any) -> None:
+        """The same of packed sequences: a copy would not end where the sequence does, so that rows of its last block
+        are stored each."""
+        q0, end, rows, columns = item.q0, item.end, self.tile.q, self.dim_v
+        if q0 + rows <= end:
+            self._leave_by_tile(target, output, item, thread)
+        else:
+            for i, d in T.Parallel(rows, columns):
+                if q0 + i < end:
+                    target[item.batch, q0 + i, item.head, d] = output[i, d]
 
     @macro_method
     def _leave_by_tile(self, target: Any, output: Any, item: Item, thread: Any) -> None:

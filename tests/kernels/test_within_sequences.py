@@ -1,0 +1,85 @@
+"""The forward kernel for Hopper whose blocks lie in one of the packed sequences, in the warp simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, meta_tensor
+from attention_engine.plan.forms import HopperForward, Tile
+from tests import packed_cases, plain
+from tests.kernels.test_hopper_interpret import kernels, ran  # noqa: F401 - a fixture
+from tests.packed_cases import CASES, HEADS, KV_HEADS, SCALE, io_of, sequence_by_sequence, starts, tensors
+
+TILES = {
+    128: Tile(128, 128, 256, 2, HopperForward(persistent=True, within_sequences=True)),
+    64: Tile(192, 128, 384, 2, HopperForward(persistent=True, within_sequences=True)),
+}
+by_name = {case.name: case for case in CASES}
+ALIKE = (300, 0, 5, 128, 131)  # an empty one, one that fills a tile, and tiles that two sequences share
+UNLIKE = ((150, 40, 0, 130, 9), (333, 12, 60, 0, 140))
+NAMES = ("causal", "ALiBi", "sigmoid in a window", "a number of each sequence")
+OF_UNLIKE = ("full, unlike lengths", "causal, unlike lengths", "ALiBi, unlike lengths")
+
+
+@pytest.fixture(params=[128, 64])
+def dim(request, kernels, monkeypatch):  # noqa: F811
+    kernels["forward"] = TILES[request.param]
+    monkeypatch.setattr(packed_cases, "DIM", request.param)
+    monkeypatch.setattr(packed_cases, "DIM_V", request.param)
+    return request.param
+
+
+def engine_of(case, dim, **options):
+    metas = [meta_tensor(None, heads, None, dim, dtype=torch.float16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    if "score_mod" not in case.options:
+        options["scale"] = SCALE
+    return AttentionEngine(metas, io_of(case), backend="interpret", **{**case.options, **options})
+
+
+def call(case, engine, qkv, custom, **more):
+    of_keys = {} if case.key_lengths is None else {"cu_seqlens_k": starts(case.key_lengths)}
+    return engine(*qkv, cu_seqlens_q=starts(case.lengths), **of_keys, **custom, **more)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OF_UNLIKE])
+def test_blocks_of_one_sequence_keep_the_rule(name, dim):
+    unlike = name in OF_UNLIKE
+    case = replace(
+        by_name[name], lengths=UNLIKE[0] if unlike else ALIKE, key_lengths=UNLIKE[1] if unlike else None
+    )  # fmt: skip
+    qkv, custom = tensors(case, torch.float16, more=0 if unlike else 7)
+    with torch.no_grad():
+        found = {"o": call(case, engine_of(case, dim), qkv, custom)}
+        exact, eager = ({"o": sequence_by_sequence(case, qkv, custom, of)} for of in (torch.float64, torch.float16))
+    plain.compare(found, exact, eager, torch.float16, floor=1e-8)
+    assert ran("forward")
+    assert not found["o"][sum(case.lengths) :].any()
+
+
+def test_what_a_neighbour_holds_reaches_nobody(dim):
+    case = replace(by_name["causal"], lengths=(70, 60, 130))
+    qkv, custom = tensors(case, torch.float16)
+    with torch.no_grad():
+        wanted = call(case, engine_of(case, dim), qkv, custom)
+        for t in qkv:
+            t[70:130] = torch.nan
+        found = call(case, engine_of(case, dim), qkv, custom)
+    assert found[70:130].isnan().all()
+    assert torch.equal(found[:70], wanted[:70]) and torch.equal(found[130:], wanted[130:])
+
+
+def test_rows_leave_with_their_sequence(dim):
+    case = replace(by_name["causal"], lengths=ALIKE)
+    qkv, custom = tensors(case, torch.float16)
+    with torch.no_grad():
+        _, rows = call(case, engine_of(case, dim), qkv, custom, return_rowscales=True)
+        at = 0
+        for n in case.lengths:
+            if n:
+                q, k, v = (t[None, at : at + n] * f for t, f in zip(qkv, (SCALE * dim**0.5, 1, 1), strict=True))
+                _, lse = plain.attention(q, k, v, "softmax", mask=lambda b, h, i, j: i >= j, return_lse=True)
+                assert torch.allclose(rows["lse"][:, at : at + n].double(), lse[0], atol=2e-2)
+            at += n
