@@ -177,7 +177,7 @@ def make_tables(
 
 def _places(starts_q: Tensor, starts_k: Tensor, queries: int) -> Tensor:
     """The NUMBERS of each sequence, and of the rows behind the last."""
-    end_q = torch.cat([starts_q[1:], starts_q.new_full((1,), queries)])  # a number that is assigned would be waited for
+    end_q = torch.cat([starts_q[1:], starts_q.new_full((1,), queries)])
     end_k = torch.cat([starts_k[1:], starts_k[-1:]])
     return torch.stack([end_k - end_q - starts_k, -starts_k, end_k, starts_q, end_q], dim=1)
 
