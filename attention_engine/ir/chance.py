@@ -6,9 +6,9 @@ pairs of a cell. A cell holds the queries that differ in bits 0 and 3 alone, and
 a thread has such queries and keys: eight pairs of a cell, whether queries are its rows (forward) or its columns
 (backward).
 
-A pair's own byte comes first in its number; behind it come three bytes of the other three words, joined by exclusive
-or. So numbers are uniform over 32 bits, and a probability is kept to 2^-32. What two pairs of a cell share decides
-where both own bytes meet the probability's first, once in 2^16.
+A pair's own byte comes first in its number; behind it come three bytes of the four words, joined by exclusive or. They
+are independent of any one word, and of any two. So numbers are uniform over 32 bits, and a probability is kept to
+2^-32. What two pairs of a cell share decides where both own bytes meet the probability's first, once in 2^16.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def chance(seed: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     of_even = words[0] * (1 - odd_key) + words[1] * odd_key
     of_odd = words[2] * (1 - odd_key) + words[3] * odd_key
     own = of_even * (1 - odd_query) + of_odd * odd_query
-    others = words[0] ^ words[1] ^ words[2] ^ words[3] ^ own
+    joined = words[0] ^ words[1] ^ words[2] ^ words[3]
     shift = (q_idx & 8) * 2 + (kv_idx & 8)
-    return (own << shift) & 0xFF00_0000 | others >> 8
+    return (own << shift) & 0xFF00_0000 | joined >> 8
 
 
 def threshold(probability: float) -> int:

@@ -16,6 +16,7 @@ import tilelang.language as T
 from attention_engine.ir.chance import IN_CELL, KEY_STEPS, LOW, MULTIPLIERS, ROUNDS
 
 WORD, PRODUCT = "uint32", "uint64"
+EACH_BYTE = 0x01010101
 Hold = Callable[[Any], Any]
 
 
@@ -41,24 +42,48 @@ def in_cell_of_tile(of_thread: Any, of_register: Any) -> InCell:
 
 def chance(hold: Hold, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> Any:
     """The pair's number, as int64. hold: gives a value a name, so that it is spelled once."""
-    own, others = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
+    own, joined = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
     first = T.bitwise_and(_own_byte_first(own, query, key), T.uint32(0xFF00_0000))
-    return T.cast(T.bitwise_or(first, T.shift_right(others, T.uint32(8))), "int64")
+    return T.cast(T.bitwise_or(first, T.shift_right(joined, T.uint32(8))), "int64")
 
 
 def chance_below(hold: Hold, bound: int, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> Any:
     """Is the pair's number below this? What stands behind its own byte moves the byte's bound by 1 at most, and is the
-    same for four pairs: so it is asked once for them, and a pair compares its own byte alone."""
-    own, others = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
+    same for a cell: so it is asked once for that, and a pair compares its own byte alone."""
+    own, joined = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
     most, rest = bound >> 24, bound & 0x00FF_FFFF
     least = T.uint32(most << 24)
     if rest:
-        more = others < T.uint32(rest << 8)
+        more = joined < T.uint32(rest << 8)
         if most == 0xFF:  # the next bound is more than a word holds
             own_byte = T.bitwise_or(_own_byte_first(own, query, key), T.uint32(0x00FF_FFFF))
             return T.Or(own_byte < least, T.And(more, own_byte == T.uint32(LOW)))
         least = hold(T.if_then_else(more, T.uint32(most + 1 << 24), least))
     return _own_byte_first(own, query, key) < least
+
+
+def kept_bytes(
+    hold: Hold, bound: int, seed: Any, b: Any, h: Any, query: Any, key: Any
+) -> list[Any]:  # fmt: skip
+    """Of each word of a cell, the first bits of its four bytes: 1 where the pair's number is not below the bound.
+
+    query, key: the least of the cell. Of bytes of seven bits, a sum with what is missing to the bound has its first bit
+    where it reaches it, and none is carried on: four bytes are compared at once.
+    """
+    of_query, of_key = (InCell(index, T.int32(0), T.int32(0)) for index in (query, key))
+    words = [hold(word) for word in _words_of_cell(hold, seed, b, h, of_query, of_key)]
+    most, rest = bound >> 24, bound & 0x00FF_FFFF
+    upper = most >= 128  # bounds of 128 or more ask for bytes whose own first bit is 1
+    missing = hold(T.uint32((128 - (most - 128 if upper else most)) * EACH_BYTE))
+    if rest:
+        more = _joined(hold, words) < T.uint32(rest << 8)
+        missing = hold(T.if_then_else(more, missing - T.uint32(EACH_BYTE), missing))
+    join = T.bitwise_and if upper else T.bitwise_or
+    reaches = (T.bitwise_and(word, T.uint32(0x7F * EACH_BYTE)) + missing for word in words)
+    return [
+        hold(T.bitwise_and(join(reach, word), T.uint32(0x80 * EACH_BYTE)))
+        for reach, word in zip(reaches, words, strict=True)
+    ]
 
 
 def _words_of_cell(hold: Hold, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> list[Any]:
@@ -76,19 +101,29 @@ def _word(value: Any) -> Any:
 
 def _round(hold: Hold, words: list[Any], keys: tuple[Any, Any]) -> list[Any]:
     a, b, c, d = words
-    of_a, of_c = (hold(T.cast(x, PRODUCT) * T.uint64(by)) for x, by in zip((a, c), MULTIPLIERS, strict=True))
-    upper_a, upper_c = (_word(T.shift_right(x, T.uint64(32))) for x in (of_a, of_c))
+    upper_a, upper_c = (_upper_word(hold, x, by) for x, by in zip((a, c), MULTIPLIERS, strict=True))
+    lower_a, lower_c = (hold(x * T.uint32(by)) for x, by in zip((a, c), MULTIPLIERS, strict=True))
     first = hold(T.bitwise_xor(T.bitwise_xor(upper_c, b), keys[0]))
     third = hold(T.bitwise_xor(T.bitwise_xor(upper_a, d), keys[1]))
-    return [first, hold(_word(of_c)), third, hold(_word(of_a))]
+    return [first, lower_c, third, lower_a]
+
+
+def _upper_word(hold: Hold, value: Any, by: int) -> Any:
+    """Of a product of 64 bits. Its lower word is a product of its own: where both are cast from one number, NVVM joins
+    words at 64 bits, and ptxas, which no longer sees that an operand has 32, adds a 0 to each upper word, in the pipe
+    that dropout keeps busiest."""
+    return _word(T.shift_right(hold(T.cast(value, PRODUCT) * T.uint64(by)), T.uint64(32)))
 
 
 def _words_of_pair(hold: Hold, words: list[Any], query: InCell, key: InCell) -> tuple[Any, Any]:
     """The word that holds the pair's own byte, and the exclusive or of the cell's others."""
     of_even, of_odd = (hold(T.if_then_else(key.odd != 0, words[n + 1], words[n])) for n in (0, 2))
     own = hold(T.if_then_else(query.odd != 0, of_odd, of_even))
-    every = hold(T.bitwise_xor(T.bitwise_xor(words[0], words[1]), T.bitwise_xor(words[2], words[3])))
-    return own, hold(T.bitwise_xor(every, own))
+    return own, _joined(hold, words)
+
+
+def _joined(hold: Hold, words: list[Any]) -> Any:
+    return hold(T.bitwise_xor(T.bitwise_xor(words[0], words[1]), T.bitwise_xor(words[2], words[3])))
 
 
 def _own_byte_first(own: Any, query: InCell, key: InCell) -> Any:

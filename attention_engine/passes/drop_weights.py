@@ -57,3 +57,18 @@ def drop_in(schedule: Schedule, program: Program) -> Schedule:
     starts: list[tuple[Expr, Expr]] = [both for both in starts_read(dropped) if both[0] not in known]
     block = (*schedule.block, *starts, *((SEED_OF_BLOCK, seed) for seed in seeds))
     return dataclasses.replace(schedule, block=block, dropped=dropped)
+
+
+def drops_by_places(schedule: ForwardSchedule) -> bool:
+    """Are weights dropped, and do a pair's own places decide which? Not where places are read (packed sequences)."""
+    dropped = schedule.dropped
+    if dropped is None or dropped.op is not Op.LESS or dropped.args[0].op is not Op.CHANCE:
+        return False
+    number, bound = dropped.args
+    return number.args == (SEED_OF_BLOCK, B, H, Q_IDX, KV_IDX) and bound.op is Op.CONST
+
+
+def dropped_below(schedule: ForwardSchedule) -> int:
+    """Below which number a pair's own says so, where its places decide."""
+    assert schedule.dropped is not None and drops_by_places(schedule), "who asks knows that"
+    return int(schedule.dropped.args[1].value)

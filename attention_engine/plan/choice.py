@@ -17,6 +17,7 @@ from attention_engine.plan.demand import demand
 from attention_engine.plan.forms import HopperForward, HopperKeys, KernelName, Tile
 from attention_engine.plan.hopper import (
     backward_persists,
+    may_drop_apart,
     pairs_are_light,
     scores_are_light,
     scores_are_of_places,
@@ -69,9 +70,12 @@ def _forward(
     q, kv = FORWARD[dims][0 if light or (scores_are_of_places(schedule) and dims == (64, 64)) else 1]
     if dims == (128, 128) and schedule.rescale is None and not plan.mapped and not plan.bounds.bounds:
         q, kv = 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
+    apart = may_drop_apart(problem, schedule)
+    if apart:
+        q, kv = 128, 128
     # causal retention: 5 % faster
     lazy = schedule.rescale is not None and dims == (64, 64) and not weights_take_special_functions(schedule)
-    tile = Tile(q, kv, 2 * q, 2, HopperForward(lazy_rescale=lazy))
+    tile = Tile(q, kv, 2 * q, 2, HopperForward(lazy_rescale=lazy, drops_apart=apart))
     ahead = dims in AHEAD and (plan.mapped or _steps(kv, plan, hints) <= AHEAD[dims])
     if plan.mapped:
         walks = dims in SHARED_OUT
@@ -81,7 +85,9 @@ def _forward(
         return tile, "later queries see more keys"
     if light and schedule.rescale is not None and dims in SHARED_OUT:
         tile = tile.in_form(persistent=True, queries_ahead=ahead)
-        return tile if hints is None else _with_fewer_waves(tile, problem, target, hints), "pairs need few registers"
+        if hints is not None and not apart:
+            tile = _with_fewer_waves(tile, problem, target, hints)
+        return tile, "pairs need few registers"
     return tile, "a block for each tile of queries: all take as long"
 
 

@@ -34,13 +34,15 @@ class HopperForward:
     persistent: as many blocks as the GPU runs at once walk over all work. queries_ahead: a persistent block's next
     queries come while it works on the present ones, where shared memory has room; it costs each step a little, so it is
     for few steps. lazy_rescale: a warp rescales the output only where one of its rows has a factor that is not 1, as
-    after a new maximum. within_sequences: of packed sequences, each block of queries lies in one.
+    after a new maximum. within_sequences: of packed sequences, each block of queries lies in one. drops_apart: a group
+    of warps of its own chooses which weights dropout drops.
     """
 
     persistent: bool = False
     queries_ahead: bool = False
     lazy_rescale: bool = False
     within_sequences: bool = False
+    drops_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.queries_ahead and not self.persistent:
@@ -108,6 +110,11 @@ class Tile:
     def lazy_rescale(self) -> bool:
         """Is the output rescaled only where a row has a factor that is not 1?"""
         return isinstance(self.form, HopperForward) and self.form.lazy_rescale
+
+    @property
+    def drops_apart(self) -> bool:
+        """Does a group of warps of its own choose which weights dropout drops?"""
+        return isinstance(self.form, HopperForward) and self.form.drops_apart
 
     @property
     def skewed_sums(self) -> bool:

@@ -17,6 +17,7 @@ from attention_engine.ir.program import (
     row_variable,
 )
 from attention_engine.passes.analyse_mask import analyse_mask
+from attention_engine.passes.drop_weights import drops_by_places
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
@@ -37,6 +38,7 @@ SPECIAL = frozenset(
 )  # fmt: skip
 OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
 
+DROP_DIMS = frozenset({(64, 64), (128, 128)})
 ALL_UNITS = 1 << 30
 L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
@@ -54,6 +56,12 @@ def why_not_forward(problem: Problem, schedule: ForwardSchedule) -> str | None:
     if any(isinstance(step, ReduceStep) and step.source is not None for step in schedule.steps):
         return "a row is reduced of another tile than its scores, which finds no room"
     return None
+
+
+def may_drop_apart(problem: Problem, schedule: ForwardSchedule) -> bool:
+    """May a group of warps of its own choose which weights are dropped? It leaves registers for two groups that
+    compute, and its bits of 128 keys fill a word."""
+    return (problem.dim, problem.dim_v) in DROP_DIMS and drops_by_places(schedule)
 
 
 def why_not_over_keys(problem: Problem, schedule: BackwardSchedule, summed: CustomSums) -> str | None:

@@ -40,6 +40,28 @@ def test_kernels_drop_the_pairs_of_the_reference(dim, dtype, causal):
         assert torch.equal(backward, wanted[:, first : first + count])
 
 
+def by_head(b, h, q_idx, kv_idx):
+    """A mask that no bounds describe, and that differs between heads."""
+    return q_idx + 30 * h >= 2 * kv_idx - q_idx % 7
+
+
+@pytest.mark.parametrize("p", [0.1, 0.7])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lists_of_tiles_and_heads_that_share_keys(dim, p):
+    """Items of one step and of many, two batches; values are 1: a row of the output says how many pairs were kept."""
+    length = 700
+    engine = AttentionEngine(mask_mod=by_head, dropout_p=p)
+    i, h, b = (torch.arange(n, device="cuda") for n in (length, HEADS, 2))
+    place = b[:, None, None, None], h[:, None, None], i[:, None], i
+    seen = by_head(*place).expand(2, -1, -1, -1)
+    numbers = chance(torch.tensor([SEED], device="cuda"), *place)
+    q = torch.zeros(2, length, HEADS, dim, device="cuda", dtype=torch.float16)
+    k = torch.zeros(2, length, 1, dim, device="cuda", dtype=torch.float16)
+    found = engine(q, k, torch.ones_like(k), dropout_seed=SEED)[..., 0].transpose(1, 2)
+    counts = found.double() * seen.sum(-1) * (1 - p)
+    assert (counts - (seen & (numbers >= threshold(p))).sum(-1)).abs().max() < 0.5
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_outputs_and_gradients_keep_the_rule(dim, dtype, monkeypatch):

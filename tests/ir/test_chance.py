@@ -96,8 +96,8 @@ def test_no_pair_tells_another(probability):
 
 
 def test_numbers_are_uniform_over_32_bits():
-    found = (numbers(1).long() + RANGE // 2).view(SIDE // 16, 2, 8, SIDE // 16, 2, 8)[:, 0, :, :, 0]
-    for shift in (24, 16, 8, 0):  # behind their own bytes four pairs have the same ones: one of them is looked at
+    found = (numbers(1).long() + RANGE // 2).view(SIDE // 16, 2, 4, 2, SIDE // 16, 2, 4, 2)[:, 0, :, 0, :, 0, :, 0]
+    for shift in (24, 16, 8, 0):  # behind their own bytes the pairs of a cell have the same ones: one is looked at
         counts = torch.bincount(((found >> shift) & 0xFF).flatten(), minlength=256).double()
         expected = found.numel() / 256
         assert is_chance(float(((counts - expected).square() / expected).sum()) - 255, math.sqrt(2 * 255))

@@ -30,14 +30,16 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Buffers, Sizes, build
+from attention_engine.kernels.hopper.chances import Cells
 from attention_engine.kernels.hopper.forward_copies import copy_items, copy_keys, hand_out_items
-from attention_engine.kernels.hopper.forward_form import ForwardForm
+from attention_engine.kernels.hopper.forward_dropout import choose_pairs, choose_pairs_of_items
+from attention_engine.kernels.hopper.forward_form import MAKING, ForwardForm
 from attention_engine.kernels.hopper.forward_steps import ForwardMemory, compute_item, start_scores
 from attention_engine.kernels.hopper.notes import note_in, size_of, values_of
 from attention_engine.kernels.hopper.query_tiles import NO_MORE, QueryNote
 from attention_engine.kernels.items import Item, Round, at_least_one
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.warps import GROUP, WARP, registers
+from attention_engine.kernels.warps import GROUP, WARP
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
@@ -61,7 +63,7 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: in
 @T.macro
 def run_item(form: ForwardForm, buffers: Buffers) -> None:
     """A block for each item."""
-    with T.Kernel(form.blocks, form.problem.heads, form.sizes.batch, threads=GROUP + form.tile.threads) as index:
+    with T.Kernel(form.blocks, form.problem.heads, form.sizes.batch, threads=form.threads) as index:
         memory = ForwardMemory.allocate(form)
         turn_of_block, head, batch = index
         block = form.blocks - 1 - turn_of_block if form.plan.later_is_longer else turn_of_block
@@ -73,17 +75,30 @@ def run_item(form: ForwardForm, buffers: Buffers) -> None:
                 memory.queries.copy(buffers, item)
                 copy_keys(form, buffers, memory, item, walk)
         else:
-            start_computing(form)
-            memory.queries.wait_until_there(item.round)
-            start_scores(form, buffers, memory, item)
-            compute_item(form, buffers, memory, item, nothing)
-            T.tma_store_wait(0)  # has read: the memory may go
+            if form.drops_apart:
+                if T.get_thread_binding() < GROUP + form.tile.threads:
+                    compute_one(form, buffers, memory, item)
+                else:
+                    T.dec_max_nreg(MAKING)
+                    choose_pairs(form, buffers, memory, item, walk, Cells.of_thread(form.tile))
+            else:
+                compute_one(form, buffers, memory, item)
+
+
+@T.macro
+def compute_one(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item) -> None:
+    """The only item of a block, by a computing thread."""
+    start_computing(form)
+    memory.queries.wait_until_there(item.round)
+    start_scores(form, buffers, memory, item)
+    compute_item(form, buffers, memory, item, nothing)
+    T.tma_store_wait(0)  # has read: the memory may go
 
 
 @T.macro
 def run_items(form: ForwardForm, buffers: Buffers) -> None:
     """As many blocks as the GPU runs at once, each of which walks over items."""
-    with T.Kernel(form.items.grid, threads=GROUP + form.tile.threads) as index:
+    with T.Kernel(form.items.grid, threads=form.threads) as index:
         memory = ForwardMemory.allocate(form)
         thread = T.get_thread_binding()
         if thread < GROUP:
@@ -98,9 +113,22 @@ def run_items(form: ForwardForm, buffers: Buffers) -> None:
                 if thread < WARP:
                     hand_out_items(form, buffers, memory, index)
         else:
-            start_computing(form)
-            compute_items(form, buffers, memory)
-            T.tma_store_wait(0)  # has read: the memory may go
+            if form.drops_apart:
+                if thread < GROUP + form.tile.threads:
+                    compute_all(form, buffers, memory)
+                else:
+                    T.dec_max_nreg(MAKING)
+                    choose_pairs_of_items(form, buffers, memory)
+            else:
+                compute_all(form, buffers, memory)
+
+
+@T.macro
+def compute_all(form: ForwardForm, buffers: Buffers, memory: ForwardMemory) -> None:
+    """All items of a block, by a computing thread."""
+    start_computing(form)
+    compute_items(form, buffers, memory)
+    T.tma_store_wait(0)  # has read: the memory may go
 
 
 @T.macro
@@ -112,14 +140,14 @@ def nothing() -> None:
 @T.macro
 def start_copying(form: ForwardForm) -> None:
     """The copying threads give registers back."""
-    copying, _ = registers(form.tile.threads)
+    copying, _ = form.registers
     T.dec_max_nreg(copying)
 
 
 @T.macro
 def start_computing(form: ForwardForm) -> None:
     """The computing threads take the registers that were given back."""
-    _, computing = registers(form.tile.threads)
+    _, computing = form.registers
     T.inc_max_nreg(computing)
     form.turns.begin(T.get_thread_binding())
 

@@ -20,7 +20,8 @@ from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tile_maths import of_pairs
 from attention_engine.kernels.tiles import HandedList, KeyWalk, SequenceWalk, Walks
-from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead
+from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead, registers
+from attention_engine.passes.drop_weights import SEED_OF_BLOCK
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan
@@ -28,6 +29,7 @@ from attention_engine.plan.attention_buffers import SEQUENCE_TILES, custom_shape
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import products_take_turns
 
+MAKING = 56  # registers of a thread that chooses which weights are dropped
 BlockValues = tuple[tuple[Expr, Expr], ...]  # variables, and what a block computes of them once
 
 
@@ -88,6 +90,21 @@ class ForwardForm(Form):
         return self.tile.queries_ahead and keeps_queries_ahead(self.problem, self.tile)
 
     @cached_property
+    def drops_apart(self) -> bool:
+        """Does a group of its own choose which weights are dropped (chances.py)?"""
+        return self.tile.drops_apart
+
+    @cached_property
+    def threads(self) -> int:
+        """The threads of a block: those that copy, those that compute, those that choose."""
+        return GROUP + self.tile.threads + GROUP * self.drops_apart
+
+    @cached_property
+    def registers(self) -> tuple[int, int]:
+        """Of a copying thread, and of a computing one."""
+        return registers(self.tile.threads, making=MAKING * self.drops_apart)
+
+    @cached_property
     def takes_turns(self) -> bool:
         """Do warpgroups issue the products of a step in turns?"""
         return self.tile.threads > 2 * GROUP or products_take_turns(self.schedule)
@@ -131,6 +148,11 @@ class ForwardForm(Form):
         ends = (schedule.ends.below, schedule.ends.above) if schedule.ends else ()
         read = topological(schedule.score, *ends)
         return tuple((v, e) for v, e in schedule.block if v in read)
+
+    @cached_property
+    def values_of_chances(self) -> BlockValues:
+        """The seed, of the values of a block."""
+        return tuple((v, e) for v, e in self.schedule.block if v is SEED_OF_BLOCK)
 
     def walk(self, buffers: Buffers, batch: Any, head: Any, block: Any, handed: HandedList | None = None) -> KeyWalk:
         """The walk of a block of queries over tiles of keys; handed: by a list that another warp reads."""

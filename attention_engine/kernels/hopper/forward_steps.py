@@ -7,7 +7,7 @@ together; the weights of this step are made of the scores while the tensor cores
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
 
@@ -16,6 +16,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.kernels.common import FLOAT, Buffers, named, where_partial
 from attention_engine.kernels.hopper.barriers import Ring, finish_before, give_back
+from attention_engine.kernels.hopper.chances import Chances, drop_step
 from attention_engine.kernels.hopper.forward_form import BlockValues, ForwardForm
 from attention_engine.kernels.hopper.query_tiles import QueryTiles
 from attention_engine.kernels.items import Item
@@ -29,7 +30,7 @@ from attention_engine.kernels.tile_maths import (
 )
 from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
 from attention_engine.kernels.unseen import clear_step
-from attention_engine.kernels.warps import ROWS_WHOLE, WARP, thread_of_row
+from attention_engine.kernels.warps import GROUP, ROWS_WHOLE, WARP, thread_of_row
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,14 @@ class ForwardMemory:
     rows: dict[Expr, Any]
     parts: dict[Expr, Any]  # row states that threads hold in parts
     written: Any  # a row that the caller keeps
+    chances: Chances | None  # where a group of its own chooses which weights are dropped
     entries: Any  # of a list, one for each stage: the copying warp notes them
 
     @staticmethod
     def allocate(form: ForwardForm) -> ForwardMemory:
         """Made in the kernel."""
         problem, schedule, tile, stages = form.problem, form.schedule, form.tile, form.tile.stages
-        queries = QueryTiles(problem, tile)
+        queries = QueryTiles(problem, tile, GROUP // WARP * form.drops_apart)
         k = named("k", T.alloc_shared([stages, tile.kv, form.dim], problem.dtype))
         v = named("v", T.alloc_shared([stages, tile.kv, form.dim_v], problem.dtype))
         weights = named("weights", T.alloc_fragment([tile.q, tile.kv], problem.dtype))
@@ -75,7 +77,7 @@ class ForwardMemory:
         entries = named("entries", T.alloc_shared([stages], "int32")) if form.plan.mapped else None
         return ForwardMemory(
             queries=queries, keys=keys, values=values, weights=weights, scores=scores, other=other, output=output,
-            rows=rows, parts=parts, written=written, entries=entries,
+            rows=rows, parts=parts, written=written, chances=Chances.allocate(tile), entries=entries,
         )  # fmt: skip
 
 
@@ -105,7 +107,8 @@ def maths_of(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: I
     """The maths of an item's tiles, with these of its block's values."""
     place = form.place_of(buffers, item, block)
     of = ScoreTile(memory.scores, memory.other, memory.rows, memory.parts, form.no_staged_reads())
-    return TileMaths(form.schedule, form.tile, form.sizes, place, item.q0, of)
+    schedule = replace(form.schedule, dropped=None) if form.drops_apart else form.schedule
+    return TileMaths(schedule, form.tile, form.sizes, place, item.q0, of)
 
 
 @T.macro
@@ -209,6 +212,8 @@ def make_first_weights(work: Work) -> None:
     give_back(thread, memory.keys.empty, first)
     memory.queries.give_back_after_scores(thread, item.round, work.steps == 1)
     weigh(form, work.maths, first_visit)
+    if memory.chances is not None:
+        drop_step(memory.chances, memory.scores, form.tile, thread, item.round.steps)
     T.copy(memory.scores, memory.weights)
     if form.starts_ahead:
         start_tile(form, work.maths, work.walk_of_starts, 1)
@@ -241,6 +246,8 @@ def take_step(work: Work, after: Any) -> None:
         take_output(form, memory, thread, before)
     elif not form.waits_early:
         fenced()
+    if memory.chances is not None:
+        drop_step(memory.chances, memory.scores, form.tile, thread, item.round.steps + step)
     T.copy(memory.scores, memory.weights)
     if form.starts_ahead:
         start_tile(form, work.maths, work.walk_of_starts, step + 1)

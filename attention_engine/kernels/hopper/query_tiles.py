@@ -45,7 +45,8 @@ class QueryTiles:
     left? Items take the tiles in turn: which tile an item has, its round says.
     """
 
-    def __init__(self, problem: Problem, tile: Tile) -> None:
+    def __init__(self, problem: Problem, tile: Tile, others: int = 0) -> None:
+        """others: how many warps beside those that compute read notes, and hand their tiles back."""
         dim, dim_v = padded(problem.dim), padded(problem.dim_v)
         self.tile, self.dim, self.dim_v, self.groups = tile, dim, dim_v, tile.threads // GROUP
         room = tile.persistent and output_fits(problem, tile)
@@ -56,7 +57,7 @@ class QueryTiles:
         own = room and not self.through
         self.own = named("o_tile", T.alloc_shared([tile.q, dim_v], problem.dtype)) if own else None
         self.full = named("q_full", T.alloc_barrier(arrive_count=[WARP] * self.count))
-        hands_back = [self.groups * WARP if self.through else tile.threads // WARP] * self.count
+        hands_back = [others + (self.groups * WARP if self.through else tile.threads // WARP)] * self.count
         self.empty = named("q_empty", T.alloc_barrier(arrive_count=hands_back)) if tile.persistent else None
         record = [self.count, size_of(QueryNote)]
         self.record: Any = named("record", T.alloc_shared(record, "int32")) if tile.persistent else None
