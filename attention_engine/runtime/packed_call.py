@@ -40,7 +40,7 @@ def call_packed(
     """
     again = not named and block_mask is None and engine._buffers["block_mask"] is None and not is_compiling()
     present = [t for t in (q, k, v, *custom, *captured, *starts) if t is not None]
-    form = "packed", packed_alike(*starts), seed is None
+    form = "packed", packed_alike(*starts), None if seed is None else engine.dropout_p
     seen = engine._seen.get((form, signature(*present))) if again else None
     if seen is not None and not torch.is_autocast_enabled(seen.device):
         tables = repeat_tables(q, k, *starts)

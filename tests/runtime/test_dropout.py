@@ -149,6 +149,18 @@ def test_packed_sequences_have_the_pairs_of_a_batch(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "interpret"])
+def test_packed_calls_that_were_seen_heed_another_probability(backend):
+    rows = [t.detach() for t in torch.randn(3, 12, 2, 16)]
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    engine, other = (AttentionEngine(backend=backend, dropout_p=p) for p in (P, 0.6))
+    before = [engine(*rows, cu_seqlens_q=starts, dropout_seed=SEED) for _ in range(2)]
+    engine.dropout_p = 0.6
+    after = engine(*rows, cu_seqlens_q=starts, dropout_seed=SEED)
+    assert torch.equal(*before) and not torch.equal(after, before[0])
+    assert torch.equal(after, other(*rows, cu_seqlens_q=starts, dropout_seed=SEED))
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
 def test_a_part_of_an_attention_has_the_pairs_of_the_whole(backend):
     q, k, v = qkv(29, batch=2)
     engine = AttentionEngine(mask_mod=causal, backend=backend, dropout_p=P)
