@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from attention_engine.ir.expr import Axis, Expr, Extremum, Op, Type, VarKind, const, make, topological, var
@@ -116,6 +116,26 @@ class Program:
             yield "user.backward", self.backward
         if self.dropped is not None:
             yield "dropped", self.dropped
+
+    def map(self, change: Callable[[Expr], Expr]) -> Program:
+        """The program with each of its expressions changed."""
+
+        def optional(root: Expr | None) -> Expr | None:
+            return None if root is None else change(root)
+
+        return replace(
+            self,
+            score=change(self.score),
+            mask=optional(self.mask),
+            states=tuple(replace(s, update=change(s.update)) for s in self.states),
+            weights=change(self.weights),
+            rescale=change(self.rescale),
+            output=change(self.output),
+            finals=tuple((name, change(row)) for name, row in self.finals),
+            forward=optional(self.forward),
+            backward=optional(self.backward),
+            dropped=optional(self.dropped),
+        )
 
     def returning(self, rows: tuple[tuple[str, Expr], ...]) -> Program:
         """The forward pass alone, with these rows (of the states) returned."""

@@ -75,23 +75,7 @@ def with_starts(program: Program, moved: Moved) -> Program:
             done[node] = table.get(node) or rebuild(node, args)
         return widen(*simplify(done[root]))[0]
 
-    def optional(root: Expr | None) -> Expr | None:
-        return None if root is None else change(root)
-
-    return replace(
-        program,
-        score=change(program.score),
-        mask=optional(program.mask),
-        states=tuple(replace(s, update=change(s.update)) for s in program.states),
-        weights=change(program.weights),
-        rescale=change(program.rescale),
-        output=change(program.output),
-        finals=tuple((name, change(row)) for name, row in program.finals),
-        forward=optional(program.forward),
-        backward=optional(program.backward),
-        dropped=optional(program.dropped),
-        custom=(*program.custom, STARTS),
-    )
+    return replace(program.map(change), custom=(*program.custom, STARTS))
 
 
 def starts_read(*roots: Expr | None) -> list[tuple[Expr, Expr]]:

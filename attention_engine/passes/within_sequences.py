@@ -66,16 +66,4 @@ def within_sequences(program: Program) -> Program:
         return widen(*simplify(done[root]))[0]
 
     assert program.mask is not None, "a mask lets nobody out of its sequence"
-    return replace(
-        program,
-        score=change(program.score),
-        mask=change(program.mask),
-        states=tuple(replace(s, update=change(s.update)) for s in program.states),
-        weights=change(program.weights),
-        rescale=change(program.rescale),
-        output=change(program.output),
-        finals=tuple((name, change(row)) for name, row in program.finals),
-        forward=None,
-        backward=None,
-        dropped=None if program.dropped is None else change(program.dropped),
-    )
+    return replace(program, forward=None, backward=None).map(change)
