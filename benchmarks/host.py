@@ -73,9 +73,9 @@ def calls(backend: str, device: str) -> dict[str, Callable[[], object]]:
 
 def bare_launch(engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
     """The forward kernel on arguments that are ready."""
-    launcher = op.ATTENTIONS[engine._seen[None, signature(q, k, v)].key].launcher
-    assert launcher is not None
-    bound = launcher.bound(q, k, v, ())
+    program_kernels = op.ATTENTIONS[engine._seen[None, signature(q, k, v)].key].program_kernels
+    assert program_kernels is not None
+    bound = program_kernels.bound(q, k, v, ())
     memory = bound.memory(q, k, v, ())
     bound.ready(memory)
     launch = bound.kernels.plan.forward

@@ -22,7 +22,7 @@ from attention_engine.reference.dense import attend, attend_backward, compute_dt
 from attention_engine.runtime.attentions import Attention, Given, find, outside_autocast
 from attention_engine.runtime.batched import gradients_of
 from attention_engine.runtime.bent import bend_output, bent_gradients
-from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.program_kernels import ProgramKernels
 
 Forward = tuple[Tensor, list[Tensor]]
 Backward = tuple[Tensor, Tensor, Tensor, list[Tensor]]
@@ -35,11 +35,11 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 def forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> Forward:
     """The output, and the rows that the program returns or the backward pass asks for."""
     attention = find(key, PairAttention)
-    if attention.launcher is None or not (q.numel() and k.numel() and v.numel()):
+    if attention.program_kernels is None or not (q.numel() and k.numel() and v.numel()):
         return _forward_dense(q, k, v, custom, attention)
     if attention.bend is None:
-        return attention.launcher.forward(q, k, v, custom)
-    inner, rows = attention.launcher.forward_in_range(q, k, v, custom)
+        return attention.program_kernels.forward(q, k, v, custom)
+    inner, rows = attention.program_kernels.forward_in_range(q, k, v, custom)
     output = bend_output(attention.bend, inner, attention.named_rows(rows), attention.named(custom))
     return output.to(q.dtype), [*rows, inner]
 
@@ -57,7 +57,9 @@ def forward_fake(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str
     """Results of the shapes and dtypes that forward returns."""
     attention = find(key, PairAttention)
     rows = (
-        compute_dtype(q, *[c for c in custom if c.is_floating_point()]) if attention.launcher is None else torch.float32
+        compute_dtype(q, *[c for c in custom if c.is_floating_point()])
+        if attention.program_kernels is None
+        else torch.float32
     )
     output = q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
     made = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=rows) for _ in attention.row_names]
@@ -71,13 +73,13 @@ def backward(
     """given: which rows d_rows are of; wanted: the custom inputs that want a gradient (others get an empty tensor)."""
     attention = find(key, PairAttention)
     d_finals = {attention.row_names[n]: d for n, d in zip(given, d_rows, strict=True)} if given else {}
-    if attention.launcher is not None and q.numel() and k.numel() and v.numel():
+    if attention.program_kernels is not None and q.numel() and k.numel() and v.numel():
         names = [attention.specs[n].name for n in wanted]
         if attention.bend is not None:
             *rows, o = rows
             bent = bent_gradients(attention.bend, o, attention.named_rows(rows), attention.named(custom), d_o)
             d_o, d_finals = bent.output, d_finals | {n: d + d_finals.get(n, 0.0) for n, d in bent.rows.items()}
-        dq, dk, dv, found = attention.launcher.backward(q, k, v, custom, o, rows, d_o, d_finals, names)
+        dq, dk, dv, found = attention.program_kernels.backward(q, k, v, custom, o, rows, d_o, d_finals, names)
         if attention.bend is not None:
             found |= {n: d + found.get(n, 0.0) for n, d in bent.custom.items()}
         d_custom = [
@@ -142,7 +144,7 @@ def differentiable_gradients(
 
 
 def _refuse_rows(attention: PairAttention, given: Sequence[int]) -> None:
-    by_torch = attention.launcher is None and attention.program.backward is None  # autograd knows every gradient
+    by_torch = attention.program_kernels is None and attention.program.backward is None  # autograd knows every gradient
     if attention.maths.backward is None or by_torch:
         return
     reasons = dict(attention.maths.backward.undifferentiated)
@@ -182,7 +184,7 @@ class PairAttention(Attention):
     key: str
     maths: Maths
     specs: Sequence[CustomSpec]
-    launcher: Launcher | None  # None: the reference
+    program_kernels: ProgramKernels | None  # None: the reference
     trained: str | None = None
     bend: Bend | None = None
     row_names: list[str] = field(init=False)  # that the forward op returns: the program's, then what is kept for later
@@ -191,7 +193,7 @@ class PairAttention(Attention):
     def __post_init__(self) -> None:  # attributes, not cached properties: a compiler can't follow their locks
         self.row_names = [n for n, _ in self.maths.forward_schedule.rows]
         self.returned = len(self.program.finals)
-        self.by_kernels = self.launcher is not None
+        self.by_kernels = self.program_kernels is not None
         self.counts = 1, 1 + self.returned
 
     @property
@@ -208,7 +210,7 @@ class PairAttention(Attention):
 
     def inner_dtype(self, q: Tensor) -> torch.dtype:
         """Of the output that `bend` takes, for such queries."""
-        wide = self.launcher is not None and self.launcher.leaves_range(q)
+        wide = self.program_kernels is not None and self.program_kernels.leaves_range(q)
         return torch.float32 if wide else q.dtype
 
     # ---- what the op adapter asks
@@ -224,7 +226,7 @@ class PairAttention(Attention):
 
     def arrived(self, given: Given, kept: Sequence[Tensor], arriving: Given) -> list[Tensor | None]:
         d_o, *d_rows = arriving
-        if self.maths.backward is None and self.launcher is not None:
+        if self.maths.backward is None and self.program_kernels is not None:
             assert self.maths.refusal is not None
             raise self.maths.refusal
         if given_rows := [n for n, d in enumerate(d_rows) if d is not None]:
@@ -243,9 +245,9 @@ class PairAttention(Attention):
 
     def begin_backward(self, given: Given) -> None:
         q, k, v, *custom = [t for t in given if t is not None]
-        if self.launcher is not None:
+        if self.program_kernels is not None:
             wanted = [s.name for s, t in zip(self.specs, custom, strict=True) if t.requires_grad]
-            self.launcher.begin_backward(q, k, v, custom, wanted)
+            self.program_kernels.begin_backward(q, k, v, custom, wanted)
 
     def differentiable(self, given: Given, arriving: Given) -> list[Tensor | None]:
         d_o, *d_rows = arriving

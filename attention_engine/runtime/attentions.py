@@ -38,7 +38,7 @@ class Attention:
     specs: Sequence[CustomSpec]
     by_kernels: bool  # or by the reference?
     counts: tuple[int, int]
-    launcher: Any  # of its kernels; None: the reference
+    program_kernels: Any  # of its kernels; None: the reference
     trained: str | None = None
 
     @property

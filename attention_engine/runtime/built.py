@@ -25,8 +25,8 @@ from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.dropout import SPEC
 from attention_engine.runtime.inputs import BLOCKS, backend_for
-from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.packed import count_sequences, tables_of
+from attention_engine.runtime.program_kernels import ProgramKernels
 from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, choose
 
@@ -110,16 +110,16 @@ class Built(Shown):
         self, key: str, program: Program, specs: Sequence[CustomSpec], backend: str, variant: Variant
     ) -> None:
         maths = analyse(program)
-        launcher, trained = None, None
+        program_kernels, trained = None, None
         if backend != "reference":
-            launcher = self._launcher(maths, specs, backend == "interpret")
-        if maths.bent is not None and launcher is not None:
+            program_kernels = self._program_kernels(maths, specs, backend == "interpret")
+        if maths.bent is not None and program_kernels is not None:
             trained, inner = f"{key} trained", maths.bent.maths
-            of_inner = self._launcher(inner, specs, backend == "interpret")
+            of_inner = self._program_kernels(inner, specs, backend == "interpret")
             ATTENTIONS[trained] = PairAttention(trained, inner, specs, of_inner, bend=maths.bent.bend)
-        ATTENTIONS[key] = PairAttention(key, maths, specs, launcher, trained)
+        ATTENTIONS[key] = PairAttention(key, maths, specs, program_kernels, trained)
 
-    def _launcher(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> Launcher:
+    def _program_kernels(self, maths: Maths, specs: Sequence[CustomSpec], interpret: bool) -> ProgramKernels:
         def choose_tiles(
             wanted: tuple[str, ...], problem: Problem, target: Target, lengths: Lengths,
             device: torch.device, tiles: Tiles, backward: bool, custom: Sequence[Tensor],
@@ -131,4 +131,4 @@ class Built(Shown):
         tuning, deterministic, hints = self.tuning, self.deterministic, self._hints()
         packed = any(spec.name == SEQUENCE_Q for spec in specs)  # trials draw no tables of sequences
         chosen = choose_tiles if tuning.matters and not packed else None
-        return Launcher(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)
+        return ProgramKernels(maths, specs, interpret, self.device, self.deterministic, choose=chosen, hints=hints)

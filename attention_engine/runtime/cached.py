@@ -38,8 +38,8 @@ from attention_engine.runtime.cached_inputs import (
 )
 from attention_engine.runtime.captured import axes_now, check_captured, sizes_of, specs_of, tensors_now
 from attention_engine.runtime.inputs import check_custom, is_cast, order_custom, type_of
-from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
 from attention_engine.runtime.op import unwatched, watched
+from attention_engine.runtime.program_kernels import CUSTOM_NAMES, NAMES, allows_tf32, stride_unit
 from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from attention_engine.frontend.captured import Capture, Captured
 from attention_engine.frontend.custom_io import AxisSpec, CustomSpec
 from attention_engine.frontend.symbols import CAPTURE, Symbol, lift, wrap
 from attention_engine.ir.expr import Type
-from attention_engine.runtime.launch import CUSTOM_NAMES
+from attention_engine.runtime.program_kernels import CUSTOM_NAMES
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # by the names that torch's own functions for them have
     "__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor, "__pow__": operator.pow,

@@ -24,7 +24,7 @@ from attention_engine.runtime.check_terms import errors_of_terms, make_zeros, pr
 from attention_engine.runtime.doubts import doubts_of
 from attention_engine.runtime.dropout import seed_tensor
 from attention_engine.runtime.inputs import check_ranks
-from attention_engine.runtime.launch import allows_tf32
+from attention_engine.runtime.program_kernels import allows_tf32
 from attention_engine.runtime.small_call import cut_call, spell_run, to_run
 
 if TYPE_CHECKING:

@@ -182,8 +182,8 @@ def _compiled(engine: Engine) -> Iterator[str]:
     """The kernels of calls so far, by the functions that make them."""
     for key in engine._keys.values():
         for each in (key, f"{key} trained"):
-            launcher = getattr(ATTENTIONS.get(each), "launcher", None)
-            for kernels in launcher._kernels.values() if launcher is not None else ():
+            program_kernels = getattr(ATTENTIONS.get(each), "program_kernels", None)
+            for kernels in program_kernels._kernels.values() if program_kernels is not None else ():
                 yield from (k.builder for k in kernels._made.values() if "compiled" in vars(k))
 
 

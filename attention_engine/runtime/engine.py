@@ -24,8 +24,8 @@ from attention_engine.runtime.attentions import ATTENTIONS, Given
 from attention_engine.runtime.cached_again import SeenCaches
 from attention_engine.runtime.captured import Axes, capturing, specs_of
 from attention_engine.runtime.inputs import signature
-from attention_engine.runtime.launch import Direct
 from attention_engine.runtime.moved import Starts, moved
+from attention_engine.runtime.program_kernels import Direct
 from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Tuning
 

@@ -40,7 +40,7 @@ from attention_engine.frontend.meta import DTYPES, Heads, Meta, check_heads, che
 from attention_engine.ir.expr import Type
 from attention_engine.ir.program import STARTS
 from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
-from attention_engine.runtime.launch import CUSTOM_NAMES
+from attention_engine.runtime.program_kernels import CUSTOM_NAMES
 
 BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
 ORDERS = {"bshd": "(batch, length, heads, dim)", "bhsd": "(batch, heads, length, dim)"}

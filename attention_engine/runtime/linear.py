@@ -51,8 +51,6 @@ from attention_engine.runtime.inputs import (
     share_keys,
     type_of,
 )
-from attention_engine.runtime.launch import Direct
-from attention_engine.runtime.linear_launch import LinearLauncher
 from attention_engine.runtime.linear_op import LinearAttention
 from attention_engine.runtime.linear_packed import (
     chunked_specs,
@@ -62,10 +60,12 @@ from attention_engine.runtime.linear_packed import (
     refuse_both,
     run_packed,
 )
+from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
 from attention_engine.runtime.linear_shown import RANKS, LinearShown
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.names import declared, either, explains_names
 from attention_engine.runtime.packed import check_starts, sizes_of_packed
+from attention_engine.runtime.program_kernels import Direct
 from attention_engine.runtime.tuning import Tuning, choose
 
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -148,14 +148,16 @@ class LinearAttentionEngine(LinearShown):
     def _register(
         self, key: str, program: LinearProgram, specs: Sequence[CustomSpec], backend: str, variant: int
     ) -> None:
-        launcher = None
+        program_kernels = None
         if backend != "reference":
-            launcher = self._launcher(program, specs, backend == "interpret", variant % PACKED == RANKS["channel"])
-        ATTENTIONS[key] = LinearAttention(key, program, specs, launcher)
+            program_kernels = self._program_kernels(
+                program, specs, backend == "interpret", variant % PACKED == RANKS["channel"]
+            )
+        ATTENTIONS[key] = LinearAttention(key, program, specs, program_kernels)
 
-    def _launcher(
+    def _program_kernels(
         self, program: LinearProgram, specs: Sequence[CustomSpec], interpret: bool, per_channel: bool
-    ) -> LinearLauncher:
+    ) -> LinearProgramKernels:
         def choose_tiles(
             problem: LinearProblem, target: Target, lengths: tuple[int, int], place: str, tiles: LinearTiles,
             backward: bool, wanted: tuple[str, ...], custom: Sequence[Tensor],
@@ -168,13 +170,13 @@ class LinearAttentionEngine(LinearShown):
         if not per_channel:
             packed = any(spec.name == VALID for spec in specs)  # trials draw no chunks of sequences
             chosen = choose_tiles if tuning.matters and not packed else None
-            return LinearLauncher(program, specs, interpret, self.device, choose=chosen)
+            return LinearProgramKernels(program, specs, interpret, self.device, choose=chosen)
         if any(tuning.measure):
             raise NotYetSupported(
                 "this version tunes no linear attention with a decay for each channel.\n"
                 "  Leave tune and tune_bwd out: default tiles are used."
             )
-        return LinearLauncher(program, specs, interpret, self.device, per_channel=True)
+        return LinearProgramKernels(program, specs, interpret, self.device, per_channel=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
                 initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -303,8 +305,12 @@ class LinearAttentionEngine(LinearShown):
         inner = (q, k, v, decay, state, *tensors)
         direct = None
         if alone and op.unwatched():  # nothing that others look at may be kept, nor fakes
-            launcher = ATTENTIONS[key].launcher
-            direct = launcher.direct(q, k, v, decay, state, tensors, steps, returns) if launcher is not None else None
+            program_kernels = ATTENTIONS[key].program_kernels
+            direct = (
+                program_kernels.direct(q, k, v, decay, state, tensors, steps, returns)
+                if program_kernels is not None
+                else None
+            )
             self._remember(form, present, key, direct)
             if q.device.type == "cpu":  # on a GPU to look would be to wait: there check() says it
                 self._warn_of_growth(key, q, k, v, decay, tensors)

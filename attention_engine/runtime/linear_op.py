@@ -21,7 +21,7 @@ from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.linear import recur
 from attention_engine.runtime.attentions import Attention, Given, find, outside_autocast
 from attention_engine.runtime.batched import gradients_of
-from attention_engine.runtime.linear_launch import LinearLauncher
+from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
 
 Backward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
@@ -38,8 +38,8 @@ def forward(
     """The output and, where it ends with one, the last state."""
     attention = find(key, LinearAttention)
     if attention.launches(q, k, v):
-        assert attention.launcher is not None
-        return attention.launcher.forward(q, k, v, decay, initial, custom, ends)
+        assert attention.program_kernels is not None
+        return attention.program_kernels.forward(q, k, v, decay, initial, custom, ends)
     output, last = attention.recur(q, k, v, decay, initial, custom)
     return output.contiguous(), last.clone() if ends else last.new_empty(0)
 
@@ -49,7 +49,7 @@ def forward_fake(
     key: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Results of the shapes and dtypes that forward returns."""
-    by_kernels = find(key, LinearAttention).launcher is not None
+    by_kernels = find(key, LinearAttention).program_kernels is not None
     dtype = torch.float32 if by_kernels else _state_dtype(q, decay, initial, *custom)
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if ends else (0,)
     output = v.new_empty(v.shape, dtype=dtype if dtype is torch.float64 else v.dtype)
@@ -64,10 +64,10 @@ def backward(
     """wanted: the gradients of decay and of each custom input; a tensor that isn't there has an empty one."""
     attention = find(key, LinearAttention)
     if attention.launches(q, k, v):
-        assert attention.launcher is not None
+        assert attention.program_kernels is not None
         asked = {s.name for s, w in zip(attention.specs, wanted[1:], strict=True) if w}
         names = frozenset(asked | ({"decay"} if wanted[0] else set()))
-        found = attention.launcher.backward(q, k, v, decay, initial, custom, d_o, d_last, names)
+        found = attention.program_kernels.backward(q, k, v, decay, initial, custom, d_o, d_last, names)
         d_custom = [
             found.custom[s.name].to(c.dtype).view(c.shape) if s.name in found.custom else torch.zeros_like(c)
             for s, c in zip(attention.specs, custom, strict=True)
@@ -105,8 +105,8 @@ def step(
     """One token: the output and the next state."""
     attention = find(key, LinearAttention)
     if attention.launches(q, k, v):
-        assert attention.launcher is not None
-        return attention.launcher.step(q, k, v, decay, state, custom)
+        assert attention.program_kernels is not None
+        return attention.program_kernels.step(q, k, v, decay, state, custom)
     output, last = attention.recur(q, k, v, decay, state, custom)
     return output.contiguous(), last.clone()
 
@@ -162,10 +162,10 @@ class LinearAttention(Attention):
     key: str
     program: LinearProgram
     specs: Sequence[CustomSpec]
-    launcher: LinearLauncher | None  # None: the reference
+    program_kernels: LinearProgramKernels | None  # None: the reference
 
     def __post_init__(self) -> None:
-        self.by_kernels = self.launcher is not None
+        self.by_kernels = self.program_kernels is not None
         self.counts = 1, 2
 
     @property
@@ -174,7 +174,7 @@ class LinearAttention(Attention):
 
     def launches(self, *tensors: Tensor) -> bool:
         """Do kernels run this call? Nothing is launched for empty tensors."""
-        return self.launcher is not None and all(t.numel() for t in tensors)
+        return self.program_kernels is not None and all(t.numel() for t in tensors)
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, custom: Sequence[Tensor]
@@ -208,12 +208,12 @@ class LinearAttention(Attention):
 
     def begin_backward(self, given: Given) -> None:
         q, k, v, decay, _, *custom = given
-        if self.launcher is None or q is None or k is None or v is None:
+        if self.program_kernels is None or q is None or k is None or v is None:
             return
         tensors = [t for t in custom if t is not None]
         wanted = {s.name for s, t in zip(self.specs, tensors, strict=True) if t.requires_grad}
         wanted |= {"decay"} if decay is not None and decay.requires_grad else set()
-        self.launcher.begin_backward(q, k, v, decay, tensors, frozenset(wanted))
+        self.program_kernels.begin_backward(q, k, v, decay, tensors, frozenset(wanted))
 
     def differentiable(self, given: Given, arriving: Given) -> list[Tensor | None]:
         return differentiable_gradients(self, given, *arriving)

@@ -29,7 +29,7 @@ from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kern
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.linear_check import check_linear_call
-from attention_engine.runtime.linear_launch import LinearLauncher
+from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.small_call import draw
@@ -177,10 +177,10 @@ class LinearShown(Engine):
         wanted += [s.name for s, t in zip(specs, [*tensors, *held], strict=True) if t.requires_grad]
         custom = [as_parameter(torch.empty((1,) * t.ndim, dtype=t.dtype, device=place)) for t in [*tensors, *held]]
         program: LinearProgram = self._trace(types, RANKS[per])
-        launcher = LinearLauncher(program, specs, device is None, device, per_channel=per == "channel")
-        problem = launcher.problem(q, k, v, launcher.decay_of(decay, v), custom)
+        program_kernels = LinearProgramKernels(program, specs, device is None, device, per_channel=per == "channel")
+        problem = program_kernels.problem(q, k, v, program_kernels.decay_of(decay, v), custom)
         on = "cpu" if device is None else "cuda"
-        return LinearAsked(program, specs, problem, launcher.target(q), self._usual(), on, tuple(wanted))
+        return LinearAsked(program, specs, problem, program_kernels.target(q), self._usual(), on, tuple(wanted))
 
     def _usual(self) -> tuple[int, int]:
         """Batch and length of the metas, or usual ones."""

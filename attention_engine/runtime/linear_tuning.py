@@ -16,7 +16,7 @@ from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, LinearTiles
 from attention_engine.plan.targets import Target
 from attention_engine.reference.linear import recur
-from attention_engine.runtime.linear_launch import LinearLauncher
+from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
 from attention_engine.runtime.trials import CHECKED, Tensors
 from attention_engine.runtime.tuning import Tuning, look_up
 from attention_engine.tuner.linear import default_linear_tiles
@@ -152,14 +152,14 @@ class LinearPrepared(Tensors):
     def _run(self, tiles: LinearTiles, given: list[Tensor], custom: list[Tensor]) -> Callable[[], list[Tensor]]:
         """What the tuned direction makes: the output, or the gradients of q, k, v."""
         arch = None if isinstance(self.job.target, str) else self.job.target
-        launcher = LinearLauncher(self.job.program, self.job.specs, arch is None, arch, tiles)
+        program_kernels = LinearProgramKernels(self.job.program, self.job.specs, arch is None, arch, tiles)
         q, k, v, decay, do = given
         own = decay if self.job.problem.decay_dtype else None
         if not self.job.backward:
-            return lambda: [launcher.forward(q, k, v, own, None, custom, False)[0]]
+            return lambda: [program_kernels.forward(q, k, v, own, None, custom, False)[0]]
 
         def backward() -> list[Tensor]:
-            found = launcher.backward(q, k, v, own, None, custom, do, None, frozenset(self.job.wanted))
+            found = program_kernels.backward(q, k, v, own, None, custom, do, None, frozenset(self.job.wanted))
             decays = [] if found.decay is None else [found.decay]
             return [found.q, found.k, found.v, *decays]
 

@@ -262,8 +262,8 @@ class AttentionEngine(Built, Parted, OnCaches):
         self._begin_backward(key, (q, k, v, *tensors))
         direct = None
         if alone and not cast and op.unwatched():  # nothing that others look at may be kept, nor fakes
-            launcher = ATTENTIONS[key].launcher
-            direct = launcher.direct(q, k, v, tensors) if launcher is not None else None
+            program_kernels = ATTENTIONS[key].program_kernels
+            direct = program_kernels.direct(q, k, v, tensors) if program_kernels is not None else None
             self._remember(form, given, key, direct)
         return self._results(op.run(key, return_rowscales, (q, k, v, *tensors), direct), return_rowscales)
 

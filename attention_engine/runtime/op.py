@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from attention_engine.runtime import attention_op, linear_op
 from attention_engine.runtime.attentions import ATTENTIONS, Attention, Given
 from attention_engine.runtime.batched import gradients_of, takes_batches
-from attention_engine.runtime.launch import Direct
+from attention_engine.runtime.program_kernels import Direct
 from attention_engine.runtime.transforms import vmap_rule
 
 LIBRARY = torch.library.Library("attention_engine", "DEF")

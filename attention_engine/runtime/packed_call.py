@@ -70,8 +70,8 @@ def call_packed(
         engine._begin_backward(key, (q, k, v, *tensors))
         direct = None
         if again and op.unwatched():
-            launcher = ATTENTIONS[key].launcher
-            direct = launcher.direct(q, k, v, tensors) if launcher is not None else None
+            program_kernels = ATTENTIONS[key].program_kernels
+            direct = program_kernels.direct(q, k, v, tensors) if program_kernels is not None else None
             engine._remember(form, present, key, direct)
         found = op.run(key, return_rowscales, (q, k, v, *tensors), direct)
     return _results(engine, found, return_rowscales)

@@ -46,7 +46,7 @@ from attention_engine.runtime.inputs import (
     share_keys,
     type_of,
 )
-from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.program_kernels import ProgramKernels
 from attention_engine.runtime.shown import Shown
 
 WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
@@ -79,11 +79,11 @@ _pytree.register_pytree_node(
 
 @dataclass(frozen=True)
 class _Parted:
-    """What runs a part of one program: on kernels, or (launcher: None) on the reference."""
+    """What runs a part of one program: on kernels, or (program_kernels: None) on the reference."""
 
     merge: Merge
     specs: Sequence[CustomSpec]
-    launcher: Launcher | None
+    program_kernels: ProgramKernels | None
 
     @property
     def reads_places(self) -> bool:
@@ -92,10 +92,10 @@ class _Parted:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The sums (batch, queries, heads, DV) and the states."""
-        if self.launcher is None or not (q.numel() and k.numel() and v.numel()):
+        if self.program_kernels is None or not (q.numel() and k.numel() and v.numel()):
             return _densely(q, k, v, custom, self)
-        found = [self.launcher.forward(q, k, each, custom) for each in v.split(parts.width(v.shape[3]), -1)]
-        names = (name for name, _ in self.launcher.maths.forward_schedule.rows)
+        found = [self.program_kernels.forward(q, k, each, custom) for each in v.split(parts.width(v.shape[3]), -1)]
+        names = (name for name, _ in self.program_kernels.maths.forward_schedule.rows)
         outputs = [output for output, _ in found]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1), dict(zip(names, found[0][1], strict=True))
 
@@ -226,11 +226,11 @@ class Parted(Shown):
             moved = with_starts(program, how)
             if any(map(is_start, moved.loads())):
                 program, specs = moved, [*specs, CustomSpec(STARTS, how.axes_of_starts)]
-            merge, launcher = self._merge_of(program), None
+            merge, program_kernels = self._merge_of(program), None
             if backend != "reference":
                 maths = analyse_part(merge.part_program)
-                launcher = Launcher(maths, specs, backend == "interpret", self.device, self.deterministic)
-            self._parted[asked] = _Parted(merge, specs, launcher)
+                program_kernels = ProgramKernels(maths, specs, backend == "interpret", self.device, self.deterministic)
+            self._parted[asked] = _Parted(merge, specs, program_kernels)
         return self._parted[asked]
 
     def _combine_of(self, program: Program) -> Expr | None:
@@ -279,7 +279,7 @@ def _starts(q: Tensor, q_starts: Starts, kv_starts: Starts) -> Tensor:
 
 
 def _refuse_gradient(parted: _Parted, *tensors: Tensor) -> None:
-    if parted.launcher is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if parted.program_kernels is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise NotYetSupported(
             "a part of a row has no gradient through kernels. Call it under torch.no_grad(), or build the engine with\n"
             '  backend="reference". A call with all keys, engine(q, k, v), has gradients.'

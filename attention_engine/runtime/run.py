@@ -149,7 +149,7 @@ class _Launch:
             (b.place, template(b.shape_of(lengths), getattr(torch, b.dtype), device), b.role is Role.ZEROED)
             for b in made
         ]
-        shapes = tuple(like.shape for _, like, _ in self.made)  # heads too: engines alike but for them share a launcher
+        shapes = tuple(like.shape for _, like, _ in self.made)  # heads too: engines alike but for them share kernels
         self.key = (launch.name, launch.given, shapes, *lengths.values(), device)
 
     def run(self, memory: Memory) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_engine.runtime.launch import Direct
+from attention_engine.runtime.program_kernels import Direct
 
 try:
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards

@@ -33,10 +33,10 @@ from attention_engine.runtime.dropout import SPEC, seed_tensor
 from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
-from attention_engine.runtime.launch import Launcher
 from attention_engine.runtime.packed import Packed, count_sequences, packing_of, sizes_of_packed, tables_of
 from attention_engine.runtime.packed_tables import tables_kernel
 from attention_engine.runtime.pictures import MaskPicture, ScorePicture
+from attention_engine.runtime.program_kernels import ProgramKernels
 from attention_engine.runtime.program_text import Part, program_text
 from attention_engine.runtime.showing import Choice, draw_mask, draw_scores, mask_of_engine
 from attention_engine.runtime.small_call import draw
@@ -183,9 +183,9 @@ class Shown(Engine):
         tensors += seeds
         tensors += [torch.empty(1, dtype=t.dtype, device=place, requires_grad=t.requires_grad) for t in held]
         custom = [as_parameter(t) for t in tensors]
-        launcher = Launcher(maths, specs, interpret, device, self.deterministic)
+        program_kernels = ProgramKernels(maths, specs, interpret, device, self.deterministic)
         lengths = lengths_of(metas, USUAL)
-        problem, target = launcher.problem(q, k, v, custom), launcher.target(q)
+        problem, target = program_kernels.problem(q, k, v, custom), program_kernels.target(q)
         wanted = tuple(spec.name for spec, t in zip(specs, tensors, strict=True) if t.requires_grad)
         return Asked(
             maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,

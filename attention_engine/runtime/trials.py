@@ -24,7 +24,7 @@ from attention_engine.plan.attention import Tiles
 from attention_engine.plan.forms import KernelName, Tile
 from attention_engine.plan.targets import Target, as_arch
 from attention_engine.reference.dense import attend, attend_backward
-from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.program_kernels import ProgramKernels
 from attention_engine.tuner.entries import AnyTile
 from attention_engine.tuner.measure import TF32_TOLERANCE, TOLERANCES, median_time_us, worst_difference
 from attention_engine.tuner.search import Outcome, Trial
@@ -170,9 +170,9 @@ class Prepared(Tensors):
         super().__init__(job.specs, custom, job.device, job.problem.dtype, job.problem.tf32)
         self.job, self.maths = job, analyse(job.program)
 
-    def _launcher(self, tiles: Tiles) -> Launcher:
+    def _program_kernels(self, tiles: Tiles) -> ProgramKernels:
         arch = None if isinstance(self.job.target, str) else self.job.target
-        return Launcher(self.maths, self.job.specs, arch is None, arch, self.job.deterministic, tiles)
+        return ProgramKernels(self.maths, self.job.specs, arch is None, arch, self.job.deterministic, tiles)
 
     def _tensors(self, batch: int, q_len: int, kv_len: int) -> tuple[list[Tensor], list[Tensor]]:
         """q, k, v, do as (batch, length, heads, dim), and the custom inputs cut to the lengths."""
@@ -186,17 +186,17 @@ class Prepared(Tensors):
         self, tiles: Tiles, given: list[Tensor], custom: list[Tensor], ahead: tuple[Tensor, list[Tensor]] | None
     ) -> Callable[[], list[Tensor]]:
         """What the tuned direction makes: the output, or the gradients of q, k, v."""
-        launcher = self._launcher(tiles)
+        program_kernels = self._program_kernels(tiles)
         q, k, v, do = given
         if self.job.kernel == "forward":
-            return lambda: [launcher.forward(q, k, v, custom)[0]]
+            return lambda: [program_kernels.forward(q, k, v, custom)[0]]
         assert ahead is not None
-        return lambda: list(launcher.backward(q, k, v, custom, *ahead, do, {}, self.job.wanted)[:3])
+        return lambda: list(program_kernels.backward(q, k, v, custom, *ahead, do, {}, self.job.wanted)[:3])
 
     def _ahead(self, given: list[Tensor], custom: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
         """The forward pass that a backward pass needs before it."""
         q, k, v, _ = given
-        return None if self.job.kernel == "forward" else self._launcher(self.job.tiles).forward(q, k, v, custom)
+        return None if self.job.kernel == "forward" else self._program_kernels(self.job.tiles).forward(q, k, v, custom)
 
     @functools.cached_property
     def _small(self) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, list[Tensor]] | None, list[Tensor]]:

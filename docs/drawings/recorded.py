@@ -22,7 +22,7 @@ from attention_engine.library import OnlineSoftmax, scale
 from attention_engine.passes.maths import analyse
 from attention_engine.plan.attention import Tiles
 from attention_engine.plan.forms import Tile
-from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.program_kernels import ProgramKernels
 
 GROUP = 128  # threads of a warpgroup
 OPERANDS = {
@@ -121,14 +121,14 @@ class Recorded:
 def attend(forward: Tile, backward: Tile, queries: int, keys: int, heads: int = 1) -> Recorded:
     """Softmax at head dims 128, without a mask, by kernels with these tiles."""
     maths = analyse(trace(scale(0.1), None, OnlineSoftmax(), CustomIO()))
-    launcher = Launcher(maths, [], interpret=True, device=None, deterministic=False,
+    program_kernels = ProgramKernels(maths, [], interpret=True, device=None, deterministic=False,
                         tiles=Tiles(forward, backward, backward))  # fmt: skip
     random = torch.Generator().manual_seed(0)
     q, k, v, d_output = (
         torch.randn(1, length, heads, 128, generator=random).half() for length in (queries, keys, keys, queries)
     )
     with recording() as events:
-        output, rows = launcher.forward(q, k, v, [])
+        output, rows = program_kernels.forward(q, k, v, [])
         end = len(events)
-        launcher.backward(q, k, v, [], output, rows, d_output, {}, ())
+        program_kernels.backward(q, k, v, [], output, rows, d_output, {}, ())
     return Recorded(events[:end], events[end:])

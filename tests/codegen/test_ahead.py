@@ -137,8 +137,8 @@ def test_the_backward_pass_is_begun_with_a_forward_pass_that_wants_gradients(com
     metas = [meta_tensor(1, 4, 256, 64, dtype=torch.float16)] * 3
     engine = AttentionEngine(metas, CustomIO({}), None, causal, OnlineSoftmax(), device=H100)
     q = torch.empty(1, 256, 4, 64, dtype=torch.float16, requires_grad=True)
-    launcher = called(engine, q, q, q).launcher
-    kernels = launcher.kernels(q, q, q, [], (), True)
+    program_kernels = called(engine, q, q, q).program_kernels
+    kernels = program_kernels.kernels(q, q, q, [], (), True)
     compile_all([*kernels.of_forward.values(), *kernels.of_backward.values()])
     assert {name.rsplit(".", 1)[1] for name in compiled} == {"forward", "preprocess", "backward", "postprocess"}
     assert all(thread is not threading.current_thread() for thread in compiled.values())
@@ -150,7 +150,7 @@ def test_the_backward_pass_of_a_linear_attention_is_begun_too(compiled):
     decay = torch.zeros(1, 256, 2, requires_grad=True)
     key = engine._key("tilelang", (), 3, ())
     ATTENTIONS[key].begin_backward((q, q, q, decay, None))
-    launcher = ATTENTIONS[key].launcher
-    kernels = launcher.kernels(q, q, q, decay, [], "backward", frozenset({"decay"}))
+    program_kernels = ATTENTIONS[key].program_kernels
+    kernels = program_kernels.kernels(q, q, q, decay, [], "backward", frozenset({"decay"}))
     compile_all(kernels.of_backward(1, 256, frozenset({"decay"})).values())
     assert any("gradients" in name for name in compiled)

@@ -25,7 +25,7 @@ from attention_engine.ir.expr import Type
 from attention_engine.library import OnlineSoftmax, alibi, causal, dilated, document, scale
 from attention_engine.passes.maths import analyse
 from attention_engine.plan.forms import Tile
-from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.program_kernels import ProgramKernels
 from tests.codegen.text_compiler import H100, KEY, Compiler
 from tests.test_structure import imports
 
@@ -335,9 +335,9 @@ def test_compile_for_knows_custom_inputs_as_calls_give_them(monkeypatch):
     ids, slopes = document_ids([100, 156]), torch.ones(4)
     made.compile_for(H100, slopes=slopes, documents=ids)
     program = made._trace({"documents": Type.INT, "slopes": Type.FLOAT}, made.ORDINARY)
-    launcher = Launcher(analyse(program), list(made.custom_io.specs.values()), False, H100, False)
+    program_kernels = ProgramKernels(analyse(program), list(made.custom_io.specs.values()), False, H100, False)
     q = torch.empty(1, 1, 4, 64, dtype=torch.float16)
-    called = launcher.kernels(q, q, q, [ids, slopes])
+    called = program_kernels.kernels(q, q, q, [ids, slopes])
     kernels = [*called.of_forward.values(), *called.of_backward.values()]
     assert wanted == {kernel._key.digest for kernel in kernels} and len(wanted) == len(kernels)
     wanted.clear()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attention_engine import arch, compiler
-from attention_engine.runtime import built, cached, launch, linear, linear_launch
+from attention_engine.runtime import built, cached, linear, linear_program_kernels, program_kernels
 from tests import linear_cases, plain
 
 ARCH = "ATTENTION_ENGINE_TEST_ARCH"  # for the worker processes
@@ -72,7 +72,7 @@ def silence(monkeypatch: pytest.MonkeyPatch, device: arch.Arch) -> None:
     monkeypatch.setattr(compiler.Kernel, "compiled", silent)
     for user in (built, linear):
         monkeypatch.setattr(user, "backend_for", lambda given, _: "tilelang" if given == "auto" else given)
-    for user in (launch, linear_launch, cached):
+    for user in (program_kernels, linear_program_kernels, cached):
         monkeypatch.setattr(user, "detect", lambda *_: device)
 
 

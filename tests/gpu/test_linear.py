@@ -69,17 +69,17 @@ def test_warps_that_copy_a_head_ahead_change_no_bit(name):
     ahead = engine_results(engine, inputs)
     again = engine_results(engine, inputs)
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
-    launcher = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
-    tiles = launcher.kernels(*tensors, custom).tiles
+    program_kernels = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].program_kernels
+    tiles = program_kernels.kernels(*tensors, custom).tiles
     assert all(tiles.rows[role].specialize for role in ("dq", "dk"))
     stepping = {role: replace(tiles.rows[role], stages=0, specialize=False, blocks=1) for role in ("dq", "dk")}
-    launcher.tiles = replace(tiles, rows={**tiles.rows, **stepping})
-    launcher._kernels.clear()
+    program_kernels.tiles = replace(tiles, rows={**tiles.rows, **stepping})
+    program_kernels._kernels.clear()
     try:
         in_step = engine_results(engine, inputs)
     finally:
-        launcher.tiles = None
-        launcher._kernels.clear()
+        program_kernels.tiles = None
+        program_kernels._kernels.clear()
     for key, value in ahead.items():
         assert torch.equal(value, in_step[key]) and torch.equal(value, again[key]), key
 

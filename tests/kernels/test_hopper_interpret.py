@@ -22,7 +22,7 @@ from attention_engine.library import (
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.plan import attention as attention_plan
 from attention_engine.plan.forms import HopperForward, HopperKeys, Straight, Tile
-from attention_engine.runtime import launch, op
+from attention_engine.runtime import op, program_kernels
 from tests import plain
 from tests.cases import CASES, Case, Shape, engine_for, errors
 
@@ -73,15 +73,15 @@ def kernels(monkeypatch):
     def choose(problem, maths, target, hints):
         return replace(default(problem, maths, target, hints), **chosen)
 
-    default = launch.default_tiles
-    monkeypatch.setattr(launch, "default_tiles", choose)
+    default = program_kernels.default_tiles
+    monkeypatch.setattr(program_kernels, "default_tiles", choose)
     yield chosen
     op.ATTENTIONS.clear()
 
 
 def ran(part):
     """Was the hand-placed kernel of this direction run?"""
-    made = [getattr(k, part) for a in op.ATTENTIONS.values() for k in a.launcher._kernels.values()]
+    made = [getattr(k, part) for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
     scripts = [kernel.prim_func.script() for kernel in made if "compiled" in vars(kernel)]
     return [script.count("set_max_nreg") for script in scripts] == [2] * len(scripts) != []
 
@@ -455,7 +455,7 @@ def test_deterministic_engines_use_it_for_keys_alone(kernels):
     kernels.update(backward=key_tile(80))
     shape = Shape(1, 130, 140, 2, 2, 128, 128)
     assert errors(CASES["softmax"], shape, torch.float16, True, backend="interpret", deterministic=True)
-    (made,) = [k for a in op.ATTENTIONS.values() for k in a.launcher._kernels.values()]
+    (made,) = [k for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
     assert ran("backward") and "atomic" not in made.backward.prim_func.script()
 
 

@@ -126,7 +126,7 @@ def test_blocks_store_dq_of_units_that_are_done(mask, together, ahead, stored, k
     for persistent in (False, True):
         asked = attend(mask, kernels, 64, persistent)
         (attention,) = op.ATTENTIONS.values()
-        for made in attention.launcher._kernels.values():
+        for made in attention.program_kernels._kernels.values():
             launched = made.plan.postprocess
             after = made._made[launched.builder, launched.given] = Noted(made.kernel(launched))
         found.append(torch.autograd.grad(*asked))
@@ -140,7 +140,7 @@ def script_over_keys():
     """The kernel over keys that ran."""
     (script,) = [
         kernel.backward.prim_func.script()
-        for attention in op.ATTENTIONS.values() for kernel in attention.launcher._kernels.values()
+        for attention in op.ATTENTIONS.values() for kernel in attention.program_kernels._kernels.values()
         if "compiled" in vars(kernel.backward)
     ]  # fmt: skip
     return script

@@ -18,7 +18,7 @@ from attention_engine.kernels.items import HeadTile
 from attention_engine.kernels.warps import WARP
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, scale
 from attention_engine.plan import attention as attention_plan
-from attention_engine.runtime import launch, op
+from attention_engine.runtime import op, program_kernels
 from tests import plain
 from tests.cases import Shape
 from tests.kernels.test_hopper_interpret import kernels, key_tile
@@ -85,14 +85,14 @@ def of_documents():
 
     with pytest.MonkeyPatch.context() as patch:
         op.ATTENTIONS.clear()
-        chosen, default = {}, launch.default_tiles
-        patch.setattr(launch, "default_tiles", lambda *given: replace(default(*given), **chosen))
+        chosen, default = {}, program_kernels.default_tiles
+        patch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
         patch.setattr(attention_plan, "units_ahead", lambda *_: 1)
         patch.setattr(Interpreter, "__call__", note)
         o, leaves, do, _ = documents(chosen, Shape(1, 300, 300, 6, 3, 128, 128), [100, 40, 160])
         torch.autograd.grad(o, leaves, do)
         assert walks()
-        (kernel,) = [k.backward for a in op.ATTENTIONS.values() for k in a.launcher._kernels.values()]
+        (kernel,) = [k.backward for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
         op.ATTENTIONS.clear()
     (given,) = [arguments for interpreter, arguments in found if interpreter is kernel.compiled]
     return kernel.prim_func, given

@@ -46,14 +46,14 @@ def with_tiles(case, shape, change, **inputs_changed):
     engine = engine_for(case, shape, FP32, backend="interpret")
     inputs = {**shape.inputs(case, FP32), **inputs_changed}
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
-    launcher = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
-    launcher.tiles = change(launcher.kernels(*tensors, custom).tiles)
-    launcher._kernels.clear()
+    program_kernels = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].program_kernels
+    program_kernels.tiles = change(program_kernels.kernels(*tensors, custom).tiles)
+    program_kernels._kernels.clear()
     try:
         return engine_results(engine, inputs)
     finally:
-        launcher.tiles = None
-        launcher._kernels.clear()
+        program_kernels.tiles = None
+        program_kernels._kernels.clear()
 
 
 def by_chunk(chunk):
@@ -150,22 +150,22 @@ def test_gradients_by_walks_and_by_chunks_agree(name):
     case, shape = CASES[name], Shape(2, 150, 2, 2, 2, 40, 96)
     engine, inputs = engine_for(case, shape, FP32, backend="interpret"), shape.inputs(case, FP32)
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
-    launcher = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].launcher
-    tile, tiles = LinearTile(64, 0, 32, 128, 0), launcher.kernels(*tensors, custom).tiles
+    program_kernels = ATTENTIONS[engine._check(*tensors, inputs["initial_state"], custom)].program_kernels
+    tile, tiles = LinearTile(64, 0, 32, 128, 0), program_kernels.kernels(*tensors, custom).tiles
     found = []
     for plan in ("walk", "chunks"):
         walks = dict.fromkeys(("dq", "dk", "dv"), tile)
-        launcher.tiles = dataclasses.replace(tiles, plan=plan, walks=walks)
-        launcher._kernels.clear()
+        program_kernels.tiles = dataclasses.replace(tiles, plan=plan, walks=walks)
+        program_kernels._kernels.clear()
         given = (*tensors, inputs["initial_state"], custom, inputs["d_o"], inputs["d_last"])
-        made = launcher.backward(*given, frozenset(case.axes))
-        (kernels,) = launcher._kernels.values()
+        made = program_kernels.backward(*given, frozenset(case.axes))
+        (kernels,) = program_kernels._kernels.values()
         builders = {builder for builder, _ in kernels._made}
         assert builders >= ({"linear.token.walk.walk"} if plan == "walk" else {"linear.token.chunk.chunk_rows"})
         assert ("linear.token.chunk.chunk_rows" in builders) is (plan == "chunks")
         found.append({"q": made.q, "k": made.k, "v": made.v, "initial": made.initial, **made.custom})
-    launcher.tiles = None
-    launcher._kernels.clear()
+    program_kernels.tiles = None
+    program_kernels._kernels.clear()
     for key, value in found[0].items():
         assert (value - found[1][key]).abs().mean() <= 1e-5 * value.abs().mean(), key
 
@@ -206,20 +206,20 @@ def test_fp16_states_beyond_its_range_are_right(plan, channels):
         (o * inputs["do"].to(o.dtype)).sum().backward()
         return {"o": o, **{n: x.grad for n, x in leaves.items()}, "decay": a.grad}
 
-    launcher = launcher_of(engine, inputs["q"], inputs["k"], inputs["v"], decay, first)
-    tiles = launcher.kernels(*(inputs[n] for n in "qkv"), decay, ()).tiles
-    launcher.tiles = dataclasses.replace(tiles, plan=plan)
-    launcher._kernels.clear()
+    program_kernels = program_kernels_of(engine, inputs["q"], inputs["k"], inputs["v"], decay, first)
+    tiles = program_kernels.kernels(*(inputs[n] for n in "qkv"), decay, ()).tiles
+    program_kernels.tiles = dataclasses.replace(tiles, plan=plan)
+    program_kernels._kernels.clear()
     try:
         ours = results(None, lambda *x: engine(*x[:4], initial_state=x[4], output_final_state=True))
     finally:
-        launcher.tiles = None
-        launcher._kernels.clear()
+        program_kernels.tiles = None
+        program_kernels._kernels.clear()
     expected = results(torch.float64, recurrence)
     for name, value in expected.items():
         error = (ours[name].double() - value).abs().mean()
         assert error <= 2e-3 * value.abs().mean(), name
 
 
-def launcher_of(engine, q, k, v, decay, first):
-    return ATTENTIONS[engine._check(q, k, v, decay, first, [])].launcher
+def program_kernels_of(engine, q, k, v, decay, first):
+    return ATTENTIONS[engine._check(q, k, v, decay, first, [])].program_kernels

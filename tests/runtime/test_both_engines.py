@@ -101,7 +101,7 @@ def test_a_seen_call_looks_nothing_up(monkeypatch):
     token = [t if t.ndim == 1 else t[:, :1] for t in tensors]
     stepped = engine.step(*token, state=state())
     for name in ("forward", "step", "kernels"):
-        monkeypatch.setattr(f"attention_engine.runtime.linear_launch.LinearLauncher.{name}", None)
+        monkeypatch.setattr(f"attention_engine.runtime.linear_program_kernels.LinearProgramKernels.{name}", None)
     assert torch.equal(engine(*tensors), o)
     same(list(engine.step(*token, state=state())), list(stepped))
     found, last = engine(*leaves(tensors), output_final_state=True)

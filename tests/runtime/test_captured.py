@@ -38,7 +38,7 @@ from attention_engine.errors import (
 )
 from attention_engine.library import OnlineSoftmax
 from attention_engine.runtime.captured import axes_now, sizes_of, specs_of, tensors_now
-from attention_engine.runtime.linear_launch import LinearLauncher
+from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
 from tests.runtime.engines import BACKENDS, DIM, HEADS, build, close, qkv
 
 both = pytest.mark.parametrize("backend", BACKENDS)
@@ -558,9 +558,9 @@ def test_kernels_of_captured_tensors_are_compiled_ahead_as_calls_launch_them(per
     assert len(learned) == 3
     program = engine._trace(engine._types, True)
     specs = specs_of(captured, axes_now(captured, held, sizes_of(v, v)))
-    launcher = LinearLauncher(program, specs, False, arch.H100(), per_channel=per == "channel")
-    launcher.forward(q, k, v, decay, None, held, False)
-    launcher.backward(q, k, v, decay, None, held, v, None, learned)
+    program_kernels = LinearProgramKernels(program, specs, False, arch.H100(), per_channel=per == "channel")
+    program_kernels.forward(q, k, v, decay, None, held, False)
+    program_kernels.backward(q, k, v, decay, None, held, v, None, learned)
     assert asked and {(k.builder, k.given, tuple(k.configs.items())) for k in asked} <= ahead
 
 

@@ -104,7 +104,7 @@ def test_gradients_that_nobody_asks_for_cost_no_kernel():
     results(engine, *qkv(Q_LEN, KV_LEN), x, y)
     results(engine, *qkv(Q_LEN, KV_LEN), x.requires_grad_(), y)
     ((_, attention),) = op.ATTENTIONS.items()
-    plain, with_x = (kernels.plan for kernels in attention.launcher._kernels.values())
+    plain, with_x = (kernels.plan for kernels in attention.program_kernels._kernels.values())
     assert not (plain.over_queries or plain.custom_sums.pairs or plain.row_sums.sums)
     assert len(with_x.custom_sums.pairs) == 1 and not with_x.over_queries
 
@@ -311,8 +311,8 @@ def test_a_bias_of_whole_16_byte_rows_is_staged(axes):
     for deterministic in (False, True):
         op.ATTENTIONS.clear()
         agrees({"x": axes}, *inputs, x, score_mod=biased, deterministic=deterministic)
-        launchers = [a.launcher for a in op.ATTENTIONS.values() if a.launcher is not None]
-        assert [k.problem.staged for k in launchers[0]._kernels.values()] == [("x",)] * 2
+        found = [a.program_kernels for a in op.ATTENTIONS.values() if a.program_kernels is not None]
+        assert [k.problem.staged for k in found[0]._kernels.values()] == [("x",)] * 2
 
 
 class Exponentials(OnlineFunc):

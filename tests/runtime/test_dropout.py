@@ -14,7 +14,7 @@ from attention_engine.errors import BadInput, UnknownArgument, UnknownOption
 from attention_engine.ir.chance import chance, threshold
 from attention_engine.library import OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal
 from attention_engine.plan.forms import HopperForward, HopperKeys, Tile
-from attention_engine.runtime import launch, op
+from attention_engine.runtime import op, program_kernels
 from attention_engine.runtime.moved import Portion, call_portion
 from tests.runtime.engines import CLOSE, build, close, exactly, qkv, results, same
 
@@ -39,8 +39,8 @@ def tiles(monkeypatch):
     """Chooses tiles for the interpreter."""
     op.ATTENTIONS.clear()
     chosen = {}
-    default = launch.default_tiles
-    monkeypatch.setattr(launch, "default_tiles", lambda *given: replace(default(*given), **chosen))
+    default = program_kernels.default_tiles
+    monkeypatch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
     yield chosen
     op.ATTENTIONS.clear()
 

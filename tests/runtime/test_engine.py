@@ -8,7 +8,7 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, SymbolScalar, Var, arch, meta_tensor
 from attention_engine.errors import NotOnline
 from attention_engine.library import OnlineSoftmax, and_masks, document, softcap
-from attention_engine.runtime.launch import Launcher, with_strides
+from attention_engine.runtime.program_kernels import ProgramKernels, with_strides
 from tests import plain
 from tests.runtime.engines import (
     BACKENDS,
@@ -166,7 +166,7 @@ def test_the_gradient_of_the_output_may_have_any_strides():
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 0, 0)], ids=str)
 def test_nothing_gives_nothing(backend, sizes, monkeypatch):
     for name in ("forward", "backward"):
-        monkeypatch.setattr(Launcher, name, None)  # a GPU can't be asked for a grid of no blocks
+        monkeypatch.setattr(ProgramKernels, name, None)  # a GPU can't be asked for a grid of no blocks
     batch, q_len, kv_len = sizes
     inputs = qkv(q_len, kv_len, batch=batch)
     slopes = torch.ones(HEADS, requires_grad=True)

@@ -6,7 +6,7 @@ import torch
 from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.compiler import Kernel
 from attention_engine.errors import BadInput, BadMeta, HeadsDoNotGroup, NoDevice, UnknownOption
-from attention_engine.runtime.linear_launch import LinearLauncher
+from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
 from tests.linear_cases import CASES, Shape, engine_for, engine_results
 
 FP32 = torch.float32
@@ -351,8 +351,8 @@ def test_compiling_ahead_compiles_what_calls_launch(name, decay, monkeypatch):
     case, inputs = CASES[name], SHAPE.inputs(CASES[name], torch.bfloat16)
     tensors, custom = [inputs[n] for n in ("q", "k", "v", "decay")], [inputs[n] for n in case.axes]
     program, specs = engine._trace(engine._types, True), list(engine.custom_io.specs.values())
-    launcher = LinearLauncher(program, specs, False, arch.H100(), per_channel=decay == "channel")
-    launcher.forward(*tensors, None, custom, False)
-    launcher.backward(*tensors, None, custom, inputs["d_o"], None, frozenset(["decay", *case.axes]))
-    launcher.forward(*tensors, inputs["initial_state"], custom, True)
+    program_kernels = LinearProgramKernels(program, specs, False, arch.H100(), per_channel=decay == "channel")
+    program_kernels.forward(*tensors, None, custom, False)
+    program_kernels.backward(*tensors, None, custom, inputs["d_o"], None, frozenset(["decay", *case.axes]))
+    program_kernels.forward(*tensors, inputs["initial_state"], custom, True)
     assert {(k.builder, k.given, tuple(k.configs.items())) for k in asked} <= ahead

@@ -130,11 +130,11 @@ def test_maps_of_index_masks_are_kept_for_their_lengths():
             engine(q, k, v).double(), exact(q.double(), k.double(), v.double()), atol=2e-3, rtol=2e-3
         )
     key = engine._key("interpret", (), engine._variant(None, DIM), ())
-    assert len(op.ATTENTIONS[key].launcher._kept.found) == 3
+    assert len(op.ATTENTIONS[key].program_kernels._kept.found) == 3
 
 
 def test_maps_of_engines_alike_but_for_their_heads_are_apart():
-    """Such engines share a launcher: what is kept of one has too few heads for the other."""
+    """Such engines share kernels: what is kept of one has too few heads for the other."""
 
     def by_head(b, h, q_idx, kv_idx):
         return (q_idx // 64 + kv_idx // 64 + h) % 3 > 0

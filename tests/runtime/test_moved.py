@@ -63,7 +63,7 @@ def test_no_start_compiles_anything_and_bounds_stay_bounds():
         found = call_portion(engine, Portion(starts, ("seq_len", "seq_len_kv"), {}), q, k, v, [])
         torch.testing.assert_close(found, engine(q, k, v))  # a window knows distances alone
     (key,) = (key for asked, key in engine._keys.items() if asked[-1] is not None)
-    (kernels,) = ATTENTIONS[key].launcher._kernels.values()
+    (kernels,) = ATTENTIONS[key].program_kernels._kernels.values()
     assert not kernels.plan.tile_plan.mapped and all(bound.starts for bound in kernels.plan.tile_plan.bounds.bounds)
 
 

@@ -290,8 +290,8 @@ def test_what_is_shown_and_compiled_ahead_is_what_a_packed_call_runs(name):
     run(engine, case, qkv, custom)
     new = set(ATTENTIONS) - before
     assert len(new) <= 1
-    for launcher in (ATTENTIONS[key].launcher for key in new):
-        (kernels,) = launcher._kernels.values()
+    for program_kernels in (ATTENTIONS[key].program_kernels for key in new):
+        (kernels,) = program_kernels._kernels.values()
         assert kernels.problem == asked.problem and kernels.maths.program == asked.maths.program
     assert "_packed_sequence_q[q_idx] == _packed_sequence_k[kv_idx]" in engine.program(packed)
     assert "forward: " in engine.explain(packed)

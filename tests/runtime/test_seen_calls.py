@@ -57,7 +57,7 @@ def test_a_seen_call_runs_no_check_and_gives_the_same(monkeypatch):
 def test_a_seen_call_launches_without_a_look_at_its_problem(monkeypatch):
     engine, given = build(dtype=torch.float16), qkv(dtype=torch.float16)
     first = results(engine, *given)
-    monkeypatch.setattr("attention_engine.runtime.launch.Launcher.forward", None)
+    monkeypatch.setattr("attention_engine.runtime.program_kernels.ProgramKernels.forward", None)
     same(results(engine, *given), first)
     with torch.no_grad():
         assert torch.equal(engine(*given), first[0])
@@ -158,10 +158,10 @@ def test_the_switch_for_tf32_is_followed_after_calls_without_it_and_the_reverse(
         switch.allow_tf32 = allowed
         engine(*given)
         engine(*given)
-        launcher = op.ATTENTIONS[next(iter(engine._keys.values()))].launcher
-        assert launcher.bound(*given, []).kernels.problem.tf32 is allowed
-        assert launcher.kernels(*given, []).problem.tf32 is allowed
-    assert {kernels.problem.tf32 for kernels in launcher._kernels.values()} == {False, True}
+        program_kernels = op.ATTENTIONS[next(iter(engine._keys.values()))].program_kernels
+        assert program_kernels.bound(*given, []).kernels.problem.tf32 is allowed
+        assert program_kernels.kernels(*given, []).problem.tf32 is allowed
+    assert {kernels.problem.tf32 for kernels in program_kernels._kernels.values()} == {False, True}
 
 
 def test_autocast_is_followed_after_calls_without_it_and_the_reverse():
@@ -227,14 +227,14 @@ def test_rows_are_returned_where_they_are_asked_for_only():
 
 def test_too_many_signatures_are_forgotten_not_kept(monkeypatch):
     monkeypatch.setattr("attention_engine.runtime.engine.MOST_SEEN", 3)
-    monkeypatch.setattr("attention_engine.runtime.launch.MOST_PLANS", 3)
+    monkeypatch.setattr("attention_engine.runtime.program_kernels.MOST_PLANS", 3)
     engine = build()
     for length in range(1, 9):
         q, k, v = (t.detach() for t in qkv(length))
         assert torch.equal(engine(q, k, v), engine(q, k, v))
     assert len(engine._seen) <= 3
     (key,) = engine._keys.values()
-    assert len(op.ATTENTIONS[key].launcher._bound) <= 3
+    assert len(op.ATTENTIONS[key].program_kernels._bound) <= 3
 
 
 def test_a_template_allocates_what_it_shows():
@@ -249,7 +249,7 @@ def test_a_plan_copies_only_what_does_not_fit():
     q, k, v = (t.detach() for t in qkv(dtype=torch.float16))
     engine(q, k, v)
     (key,) = engine._keys.values()
-    bound = op.ATTENTIONS[key].launcher.bound(q, k, v, [])
+    bound = op.ATTENTIONS[key].program_kernels.bound(q, k, v, [])
     assert [bound.memory(q, k, v, [])[name][3] for name in "qkv"] == [q, k, v]
     storage = torch.zeros(q.numel() + 1, dtype=torch.float16)
     shifted = storage[1:].view(q.shape)

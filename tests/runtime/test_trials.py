@@ -9,7 +9,7 @@ from attention_engine import arch
 from attention_engine.codegen.compile import Resources
 from attention_engine.plan.forms import Tile
 from attention_engine.runtime import trials
-from attention_engine.runtime.launch import Launcher
+from attention_engine.runtime.program_kernels import ProgramKernels
 from attention_engine.runtime.trials import Job, LocalBench, WorkerBench, compiled, judged
 from attention_engine.tuner import measure
 from attention_engine.tuner.defaults import default_tiles
@@ -96,7 +96,7 @@ def job(kernel, lengths=(2, 40, 40)):
 
 def bend(monkeypatch, change, only_large=False):
     """Kernels of TILE make something else of their results."""
-    honest = {name: getattr(Launcher, name) for name in ("forward", "backward")}
+    honest = {name: getattr(ProgramKernels, name) for name in ("forward", "backward")}
 
     def bent(name):
         def run(self, q, *rest):
@@ -107,7 +107,7 @@ def bend(monkeypatch, change, only_large=False):
         return run
 
     for name in honest:
-        monkeypatch.setattr(Launcher, name, bent(name))
+        monkeypatch.setattr(ProgramKernels, name, bent(name))
 
 
 def one_entry_off(tensor):

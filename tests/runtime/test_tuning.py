@@ -11,7 +11,8 @@ import torch
 from attention_engine import arch, compiler
 from attention_engine.codegen import interpreter
 from attention_engine.errors import TuneFileUnreadable, UnknownOption
-from attention_engine.runtime import launch, tuning
+from attention_engine.runtime import tuning
+from attention_engine.runtime.program_kernels import ProgramKernels
 from attention_engine.tuner import entries, measure, search
 from attention_engine.tuner.search import Budget
 from tests.runtime.benches import SecondIsBest
@@ -46,7 +47,7 @@ def tiles_of(made):
 def launch_of(key):
     from attention_engine.runtime import op
 
-    return op.ATTENTIONS[key].launcher
+    return op.ATTENTIONS[key].program_kernels
 
 
 def inputs(length=11, dtype=HALF):
@@ -229,17 +230,17 @@ def test_explain_says_where_a_tile_comes_from_and_why_others_fell(tmp_path):
     assert "tried by this process: 3 ok" in text
 
 
-def test_launch_asks_for_tiles_of_each_direction_once_a_bucket():
+def test_tiles_of_each_direction_are_asked_for_once_a_bucket():
     seen = []
     made = build(dtype=HALF, tune_file="unused.json")
     made(*inputs())
-    launcher = launch_of(*made._keys.values())
-    honest = launcher.choose
-    launcher.choose = lambda *given: seen.append(given[3:4] + given[6:7]) or honest(*given)
+    program_kernels = launch_of(*made._keys.values())
+    honest = program_kernels.choose
+    program_kernels.choose = lambda *given: seen.append(given[3:4] + given[6:7]) or honest(*given)
     for length in (12, 13, 14, 15, 16, 17, 31, 32):
         made(*inputs(length))
     assert seen == [((2, 17, 17), False)]  # 12 to 16 share the bucket of 11
-    assert isinstance(launcher, launch.Launcher)
+    assert isinstance(program_kernels, ProgramKernels)
 
 
 @pytest.mark.parametrize(("changed", "reason"), [

@@ -143,7 +143,7 @@ class Bound:
 
 
 @dataclass
-class Launcher:
+class ProgramKernels:
     """The kernels of one program on one kind of device, for every problem that comes.
 
     tiles: those to use, whatever the problem; choose(wanted, problem, target, (batch, queries, keys), device,

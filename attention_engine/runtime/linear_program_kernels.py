@@ -24,7 +24,7 @@ from attention_engine.plan.verify import verify_steps
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
-from attention_engine.runtime.launch import CUSTOM_NAMES, NAMES, Direct, allows_tf32, stride_unit
+from attention_engine.runtime.program_kernels import CUSTOM_NAMES, NAMES, Direct, allows_tf32, stride_unit
 from attention_engine.runtime.run import Kept, Memory, Ready, sum_parts, tensor_of
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
@@ -44,7 +44,7 @@ class LinearGradients:
 
 
 @dataclass
-class LinearLauncher:
+class LinearProgramKernels:
     """The kernels of one program on one kind of device, for every problem that comes.
 
     tiles: those to use, whatever the problem; choose(problem, target, (batch, length), device, default tiles, backward,
@@ -257,30 +257,30 @@ class _Direct:
     """A forward pass or a step of tensors of one signature."""
 
     def __init__(
-        self, launcher: LinearLauncher, ready: Ready, strides: Sequence[tuple[int, ...] | None], decay: Tensor | None,
-        ends: bool, steps: bool,
+        self, program_kernels: LinearProgramKernels, ready: Ready, strides: Sequence[tuple[int, ...] | None],
+        decay: Tensor | None, ends: bool, steps: bool,
     ) -> None:  # fmt: skip
-        self.launcher, self.ready, self.ends, self.steps = launcher, ready, ends, steps
+        self.program_kernels, self.ready, self.ends, self.steps = program_kernels, ready, ends, steps
         self.strides, self.of_decay = strides, None if decay is None else _decay_steps(decay)
-        self.custom = [f"custom_{s.name}" for s in launcher.specs]
+        self.custom = [f"custom_{s.name}" for s in program_kernels.specs]
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, *custom: Tensor
     ) -> tuple[Tensor, ...]:
         """The output and, where it ends with one, the state."""
-        launcher, (of_q, of_k, of_v) = self.launcher, self.strides
+        program_kernels, (of_q, of_k, of_v) = self.program_kernels, self.strides
         assert of_q is not None and of_k is not None and of_v is not None
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
             if self.steps:
-                return launcher.step(q, k, v, decay, initial, custom)
-            return launcher.forward(q, k, v, decay, initial, custom, self.ends)
+                return program_kernels.step(q, k, v, decay, initial, custom)
+            return program_kernels.forward(q, k, v, decay, initial, custom, self.ends)
         memory: Memory = {"q": (*of_q, q), "k": (*of_k, k), "v": (*of_v, v)}
         if custom:
             memory |= zip(self.custom, map(as_parameter, custom), strict=True)
         if initial is not None:
             memory["initial"] = initial.to(torch.float32).contiguous()
         if self.of_decay is not None:
-            of_decay = launcher.decay_of(decay, v)
+            of_decay = program_kernels.decay_of(decay, v)
             assert of_decay is not None
             memory["decay"] = (*self.of_decay, of_decay)
         self.ready(memory)
