@@ -221,7 +221,8 @@ class AttentionPlan:
         arguments = buffers.list_sequence_tiles(self.problem, tile)
         given = (self.forward_schedule.mask, tile)
         writes = frozenset([buffers.SEQUENCE_TILES])
-        return Launch("tiles of sequences", "sequence_tiles.sequence_tiles", given, arguments, writes)
+        builder = "sequence_tiles.sequence_tiles"
+        return Launch("tiles of sequences", builder, given, arguments, writes, of_sequences=True)
 
     @cached_property
     def forward(self) -> Launch:

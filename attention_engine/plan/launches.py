@@ -15,7 +15,8 @@ class Launch:
     name: what users call it. builder, given: the function in kernels/ that makes it, "straight.forward.forward", and
     that function's arguments after the problem. rules: what TileLang is told, and what is done to the text that it
     prints. writes: the places that it fills or adds to. lasting: it reads no tensor, so that a later call of the same
-    lengths and heads may use what it wrote.
+    lengths and heads may use what it wrote. of_sequences: it reads the tables of packed sequences alone, so that a call
+    that shares them may.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Launch:
     writes: frozenset[str]
     rules: tuple[str, ...] = ()
     lasting: bool = False
+    of_sequences: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.packing import SEQUENCES, TABLES, Packing
+from attention_engine.runtime.packed_shared import share_tables
 from attention_engine.runtime.packed_tables import tables_by_kernel
 
 ROWS = "(rows, heads, dim)"
@@ -81,9 +82,10 @@ def refuse_lengths(cu_seqlens_k: object, max_seqlen_q: object, max_seqlen_k: obj
 
 def pack(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, blocks: Tensor | None = None,
-    by_kernel: bool = False,
+    by_kernel: bool = False, shares: bool = False,
 ) -> PackedRows:  # fmt: skip
-    """The call as one of a single batch. by_kernel: may a kernel make the tables? Raises BadInput."""
+    """The call as one of a single batch. by_kernel: may a kernel make the tables? shares: may other calls of the same
+    starts use them? Raises BadInput."""
     if blocks is not None:
         raise OptionsClash("block_mask says which blocks of a batch exist, and packed sequences have no such blocks.")
     for name, tensor in zip("qkv", (q, k, v), strict=True):
@@ -108,7 +110,8 @@ def pack(
             f"cu_seqlens_q is of {starts_q.shape[0] - 1} sequences and cu_seqlens_k of {starts_k.shape[0] - 1}."
         )
     packing = Packing.ALIKE if alike else Packing.UNLIKE
-    tables = _make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0], by_kernel)
+    given = (cu_seqlens_q,) if alike or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+    tables = _make_tables(packing, given, (starts_q, starts_k), (q.shape[0], k.shape[0]), by_kernel, shares)
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return PackedRows(q, k, v, packing, tuple(TABLES[packing]), tables, starts_q.shape[0] - 1)
 
@@ -118,13 +121,17 @@ def packed_alike(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> bool:
     return cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
 
 
-def repeat_tables(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor, ...]:
+def repeat_tables(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, shares: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The tables of a call like one that passed every check; on a CPU the numbers are still looked at."""
     alike = packed_alike(cu_seqlens_q, cu_seqlens_k)
     starts_q = check_starts("cu_seqlens_q", cu_seqlens_q, q)
     starts_k = starts_q if alike or cu_seqlens_k is None else check_starts("cu_seqlens_k", cu_seqlens_k, k)
     packing = Packing.ALIKE if alike else Packing.UNLIKE
-    return _make_tables(packing, starts_q, starts_k, q.shape[0], k.shape[0], starts_q.is_cuda)
+    given = (cu_seqlens_q,) if alike or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+    rows = q.shape[0], k.shape[0]
+    return _make_tables(packing, given, (starts_q, starts_k), rows, starts_q.is_cuda, shares)
 
 
 def check_starts(name: str, starts: Tensor, rows: Tensor) -> Tensor:
@@ -154,10 +161,16 @@ def _check_numbers(name: str, starts: Sequence[int], rows: int) -> None:
 
 
 def _make_tables(
-    packing: Packing, starts_q: Tensor, starts_k: Tensor, queries: int, keys: int, by_kernel: bool
+    packing: Packing, given: tuple[Tensor, ...], starts: tuple[Tensor, Tensor], rows: tuple[int, int],
+    by_kernel: bool, shares: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found = tables_by_kernel(packing, starts_q, starts_k, queries, keys) if by_kernel else None
-    return make_tables(packing, starts_q, starts_k, queries, keys) if found is None else found
+    """given: the caller's tensors, which say whose the tables are; starts: those of queries and of keys, as int32."""
+
+    def make() -> tuple[Tensor, ...]:
+        found = tables_by_kernel(packing, *starts, *rows) if by_kernel else None
+        return make_tables(packing, *starts, *rows) if found is None else found
+
+    return share_tables(given, rows, make) if shares else make()
 
 
 def make_tables(

@@ -43,14 +43,15 @@ def call_packed(
     form = "packed", packed_alike(*starts), None if seed is None else engine.dropout_p
     seen = engine._seen.get((form, signature(*present))) if again else None
     if seen is not None and not torch.is_autocast_enabled(seen.device):
-        tables = repeat_tables(q, k, *starts)
+        tables = repeat_tables(q, k, *starts, shares=_shares_tables(q, k, v, *custom, *captured))
         tables = tables if seed is None else (*tables, seed)
         given = (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), *custom, *tables, *captured)
         return _results(engine, op.run(seen.key, return_rowscales, given, seen.direct), return_rowscales)
     again = again and isinstance(q, Tensor) and not is_cast(q)
     tensors = order_custom(engine.custom_io, custom, named)
     by_kernel = isinstance(q, Tensor) and q.is_cuda and op.unwatched() and engine._backend_for(q.device) != "reference"
-    rows = pack(q, k, v, *starts, engine.block_mask if block_mask is None else block_mask, by_kernel)
+    shares = by_kernel and _shares_tables(q, k, v, *tensors, *captured)
+    rows = pack(q, k, v, *starts, engine.block_mask if block_mask is None else block_mask, by_kernel, shares)
     q, k, v = follow_autocast(rows.q, rows.k, rows.v)
     backend = engine._backend_for(q.device)
     check_qkv(engine.qkv_meta, "bshd", backend != "reference", q, k, v)
@@ -75,6 +76,11 @@ def call_packed(
             engine._remember(form, present, key, direct)
         found = op.run(key, return_rowscales, (q, k, v, *tensors), direct)
     return _results(engine, found, return_rowscales)
+
+
+def _shares_tables(*tensors: Tensor) -> bool:
+    """May other calls use the tables of this one? Where autograd follows it, as it counts what torch writes."""
+    return op.follows([t for t in tensors if isinstance(t, Tensor)]) and op.unwatched()
 
 
 def _results(engine: Shown, found: Sequence[Tensor], return_rowscales: bool) -> Tensor | WithRows:

@@ -26,6 +26,7 @@ from attention_engine.plan.buffers import own_length
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
 from attention_engine.runtime.custom_gradients import CustomGradients
+from attention_engine.runtime.packed_shared import share_results
 from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
 from attention_engine.tuner.defaults import default_tiles
 from attention_engine.tuner.problems import bucket
@@ -125,13 +126,20 @@ class Bound:
         assert of_q is not None and of_k is not None and of_v is not None, "`direct` asked"
         run, list_tiles = self.kernels.forward.run, self.kernels.kernel(self.kernels.plan.sequence_tiles).run
         (tiles,) = self.ready.results([SEQUENCE_TILES])
-        places = self.custom.index(f"custom_{PLACES}")
+        name = f"custom_{PLACES}"
+        places, key = self.custom.index(name), (tiles.shape, list_tiles)
 
         def launch(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
             if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & misaligned:
                 return self._flat(q, k, v, *custom)
-            listed, found = empty_like(tiles), (empty_like(output), *[empty_like(row) for row in rows])
-            list_tiles(q.shape[1], k.shape[1], custom[places], listed)
+
+            def make() -> dict[str, Tensor]:
+                listed = empty_like(tiles)
+                list_tiles(q.shape[1], k.shape[1], custom[places], listed)
+                return {SEQUENCE_TILES: listed}
+
+            listed = share_results({name: custom[places]}, key, make)[SEQUENCE_TILES]
+            found = (empty_like(output), *[empty_like(row) for row in rows])
             run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), listed, *found)
             return found
 

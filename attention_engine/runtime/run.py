@@ -18,6 +18,7 @@ from attention_engine.compiler import Kernel, begin_all
 from attention_engine.plan.buffers import Buffer, Role, buffers_of
 from attention_engine.plan.launches import Launch, Step, Sum, Trim
 from attention_engine.runtime.arguments import template
+from attention_engine.runtime.packed_shared import is_capturing, share_results, stream_of
 
 Value: TypeAlias = Tensor | int | list[int | Tensor] | tuple[int | Tensor, ...]
 Memory: TypeAlias = dict[str, Value]
@@ -154,9 +155,10 @@ class _Launch:
 
     def run(self, memory: Memory) -> None:
         """Allocates and launches."""
-        if self.launch.lasting and not _is_capturing(self.device):  # a graph owns what it was captured on
-            stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-            memory.update(self.kept((*self.key, stream), lambda: self._made(memory)))
+        if self.launch.lasting and not is_capturing(self.device):
+            memory.update(self.kept((*self.key, stream_of(self.device)), lambda: self._made(memory)))
+        elif self.launch.of_sequences:
+            memory.update(share_results(memory, self.key, lambda: self._made(memory)))
         else:
             memory.update(self._made(memory))
 
@@ -172,7 +174,3 @@ class _Launch:
     def _kernel(self) -> Kernel:
         """Its kernel, found at the first run: a launch's hash is that of all that its kernel is made of."""
         return self.kernel_of(self.launch)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
