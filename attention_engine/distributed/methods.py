@@ -10,16 +10,21 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attention_engine.distributed.block_gradients import wanted_of
 from attention_engine.distributed.exchange import Range, Ranks, Tokens, gather, gather_ranges, to_heads, to_tokens
 from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.placements import Placement
+from attention_engine.distributed.ring import Ring, RingAttention, RingFunction
 from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.starts import Dimension
+from attention_engine.runtime.captured import tensors_now
+from attention_engine.runtime.inputs import share_keys
 from attention_engine.runtime.module import AttentionEngine
-from attention_engine.runtime.moved import Portion, call_portion
+from attention_engine.runtime.moved import Portion, call_portion, prepare_portion
 
-METHODS = ("gather", "heads")
+METHODS = ("gather", "ring", "heads")
+PAIRS = tuple(pair for each in METHODS[:2] for pair in ((each, "heads"), ("heads", each)))  # on two dimensions
 AXES = ("batch", "heads", "seq_len", "seq_len_kv")
 ALIGNED = 128  # keys: tiles of a part begin where those of the whole do
 Rows = dict[str, Tensor]
@@ -28,10 +33,12 @@ Rows = dict[str, Tensor]
 @dataclass(frozen=True)
 class Split:
     """Who shares a sequence. heads: ranks that exchange tokens for heads; gather: ranks that get all keys. With both,
-    each rank is one of either: those that exchange hold neighbours in a layout, and gather as one."""
+    each rank is one of either: those that exchange hold neighbours in a layout, and gather as one. ring: do keys go
+    round, one rank's at a time?"""
 
     heads: Ranks | None
     gather: Ranks | None
+    ring: bool = False
 
     @property
     def size(self) -> int:
@@ -107,6 +114,7 @@ class Call:
     keys: Layout
     sizes: Mapping[str, int]
     starts: dict[object, Tensor]
+    rings: dict[object, RingAttention | None]
     returns_rows: bool
     seed: Tensor | None  # of dropped weights
     bounds: Sequence[Bound]  # of the mask
@@ -135,15 +143,19 @@ class Call:
         first = min(first, self.keys.length - 1) // ALIGNED * ALIGNED
         return first, max(stop, first + 1)
 
-    def attend(
-        self, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
-    ) -> tuple[Tensor, Rows]:  # fmt: skip
-        """Output and rows of a part that starts there; tensors are (batch, length, heads, dim)."""
+    def portion(self, starts: Mapping[str, int], q: Tensor) -> Portion:
+        """What starts there."""
         known = tuple(starts.items()), q.device
         if known not in self.starts:
             at = [starts.get(axis, 0) for axis in AXES]
             self.starts[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
-        part = Portion(self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes)
+        return Portion(self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes)
+
+    def attend(
+        self, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+    ) -> tuple[Tensor, Rows]:  # fmt: skip
+        """Output and rows of a part that starts there; tensors are (batch, length, heads, dim)."""
+        part = self.portion(starts, q)
         turn = self.engine.layout == "bhsd"
         q, k, v = (t.transpose(1, 2) if turn else t for t in (q, k, v))
         found = call_portion(
@@ -169,6 +181,8 @@ def attend_together(
     queries, keys = split.gathered(call.queries), split.gathered(call.keys)
     if queries is None or keys is None:
         o, rows = call.attend(starts, q, k, v, custom)
+    elif split.ring and (made := _by_ring(call, starts, q, k, v, custom, placed, queries, keys)) is not None:
+        o, rows = made
     else:
         runs = queries.layout.runs[queries.ranks.rank]
         ranges = [call.seen(run) for run in runs]
@@ -183,6 +197,53 @@ def attend_together(
         rows = {n: to_tokens(r.transpose(1, 2)[..., None], of_q)[..., 0].transpose(1, 2) for n, r in rows.items()}
         o = to_tokens(o, of_q)
     return o, rows
+
+
+def _by_ring(
+    call: Call, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
+    placed: Sequence[Placement], queries: Tokens, keys: Tokens,
+) -> tuple[Tensor, Rows] | None:  # fmt: skip
+    """The same as keys go round. None where gradients, or the rows, need all of a row's keys at once."""
+    engine, runs, count = call.engine, queries.layout.runs[queries.ranks.rank], len(custom)
+    if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
+        k, v = share_keys(q, k, v)
+    given = [*custom, *tensors_now(engine._captured)]
+    names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
+
+    def prepare(
+        first: int, key: int, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+    ) -> tuple[str, list[Tensor]]:  # fmt: skip
+        part = call.portion({**starts, "seq_len": first, "seq_len_kv": key}, q)
+        return prepare_portion(engine, part, q, k, v, custom[:count], custom[count:], call.seed)
+
+    follows = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *given))
+    wanted = wanted_of(names, given) if follows else None
+    seen = {run: call.seen(run) for run in runs}
+    (run, *_), (first, _) = runs, seen[runs[0]]
+    key, _ = prepare(run.start, first, q[:, run.here], k[:, :1], v[:, :1], _of_one_key(given, placed, run))
+    known = key, None if wanted is None else tuple(wanted)
+    if known not in call.rings:
+        call.rings[known] = RingAttention.of(key, wanted, engine.device, engine.deterministic)
+    attention = call.rings[known]
+    if attention is None:
+        return None
+    for n, placement in enumerate(placed):
+        if placement.keys is not None:
+            (given[n],) = gather(keys, placement.keys, given[n])
+    ring = Ring(keys, runs, seen, placed, attention, names, lambda *block: prepare(*block)[1])
+    output, *rows = RingFunction.apply(ring, q, k, v, *given)  # type: ignore[no-untyped-call]
+    return output, dict(zip(attention.row_names, rows, strict=False)) if call.returns_rows else {}
+
+
+def _of_one_key(custom: Sequence[Tensor], placed: Sequence[Placement], run: Run) -> list[Tensor]:
+    """Custom inputs of a run of queries and any one key: what kernels are known by asks for no more."""
+    found = list(custom)
+    for n, placement in enumerate(placed):
+        if placement.queries is not None:
+            found[n] = found[n].narrow(placement.queries, run.at, run.count)
+        if placement.columns is not None:
+            found[n] = found[n].narrow(placement.columns, 0, 1)
+    return found
 
 
 def _of_runs(

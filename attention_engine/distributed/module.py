@@ -15,8 +15,9 @@ from attention_engine.distributed.agree import check_agreement
 from attention_engine.distributed.deal import kept_pairs
 from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import PIECES_OF_A_RANK, Layout
-from attention_engine.distributed.methods import METHODS, Call, Split, attend_together, by_fewest_bytes
+from attention_engine.distributed.methods import METHODS, PAIRS, Call, Split, attend_together, by_fewest_bytes
 from attention_engine.distributed.placements import Placement, placements
+from attention_engine.distributed.ring import RingAttention
 from attention_engine.distributed.states import attend_by_states
 from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption
 from attention_engine.ir.program import H
@@ -28,11 +29,13 @@ from attention_engine.runtime.inputs import check_ranks, check_type, follow_auto
 from attention_engine.runtime.linear import LinearAttentionEngine
 from attention_engine.runtime.module import AttentionEngine
 
-Method: TypeAlias = Literal["auto", "gather", "heads", "states"] | tuple[Literal["gather", "heads"], ...]
+Method: TypeAlias = (
+    Literal["auto", "gather", "ring", "heads", "states"] | tuple[Literal["gather", "ring", "heads"], ...]
+)
 Balance: TypeAlias = Literal["auto", "contiguous", "zigzag"] | Layout
 BALANCES = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag}
 METHODS_OF: dict[tuple[bool, int], tuple[Any, ...]] = {  # (a linear engine?, dimensions of the mesh)
-    (False, 1): ("auto", *METHODS), (False, 2): ("auto", METHODS, METHODS[::-1]), (True, 1): ("auto", "states"),
+    (False, 1): ("auto", *METHODS), (False, 2): ("auto", *PAIRS), (True, 1): ("auto", "states"),
 }  # fmt: skip
 MOST_LENGTHS = 64  # that are remembered
 
@@ -48,9 +51,10 @@ class ContextParallel(torch.nn.Module):
     Args:
         engine: any AttentionEngine, or any LinearAttentionEngine.
         mesh: a DeviceMesh of one dimension, as `init_device_mesh("cuda", (8,))` or `mesh["cp"]`, or of two.
-        method: "gather" brings all keys to each rank, "heads" brings all tokens of some heads. "auto" is which of them
-            sends fewer bytes. Of two dimensions a pair, in their order; "auto" is ("gather", "heads"), for nodes of
-            several GPUs. Linear engines have "states" alone, and one dimension.
+        method: "gather" brings all keys to each rank, "ring" those of one rank at a time, "heads" all tokens of some
+            heads. "auto" is "gather" or "heads", which sends fewer bytes. Of two dimensions a pair, in their order, one
+            of them "heads"; "auto" is ("gather", "heads"), for nodes of several GPUs. Linear engines have "states"
+            alone, and one dimension.
         balance: "contiguous" gives a rank neighbours, "zigzag" a piece and its mirror image. "auto" is "zigzag" for
             masks that show later queries more keys. Or a Layout, as `deal` makes of a mask's own counts.
 
@@ -87,11 +91,13 @@ class ContextParallel(torch.nn.Module):
         self.engine, self.method, self.balance = engine, method, balance
         dims = [Ranks(mesh.get_group(n), mesh.size(n), mesh.get_local_rank(n)) for n in range(mesh.ndim)]
         roles = ("gather",) if mesh.ndim == 1 else ("gather", "heads") if method == "auto" else tuple(method)
-        self.split = Split(**{"heads": None, "gather": None, **dict(zip(roles, dims, strict=True))})
+        held = {"gather" if role == "ring" else role: ranks for role, ranks in zip(roles, dims, strict=True)}
+        self.split = Split(held.get("heads"), held.get("gather"), "ring" in roles)
         self.device_type = mesh.device_type
         self._layouts: dict[int, Layout] = {}  # by length, the newest last
         self._agreed: set[object] = set()
         self._starts: dict[object, Tensor] = {}
+        self._rings: dict[object, RingAttention | None] = {}
         self._found: tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]] | None = None
         if isinstance(balance, Layout):
             self._know(balance)
@@ -208,6 +214,7 @@ class ContextParallel(torch.nn.Module):
             of_k,
             sizes,
             self._starts,
+            self._rings,
             return_rowscales,
             self._seed(dropout_seed, q),
             bounds,
@@ -235,7 +242,7 @@ class ContextParallel(torch.nn.Module):
         if more:
             return self.split
         method = by_fewest_bytes(sizes, kv_heads, ranks.size) if self.method == "auto" else self.method
-        return Split(ranks, None) if method == "heads" else Split(None, ranks)
+        return Split(ranks, None) if method == "heads" else Split(None, ranks, method == "ring")
 
     def _seed(self, given: int | Tensor | None, q: Tensor) -> Tensor | None:
         """Of a call's dropped weights, one for all of its launches; None where none are dropped."""

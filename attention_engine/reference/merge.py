@@ -20,6 +20,27 @@ def merge_parts(
 
     outputs: of each part, the sum of weights times values; states: by name, of each part, (batch, heads, queries).
     """
+    evaluate, _ = _joined(merge, outputs, states, custom)
+    shape = outputs[0].shape
+    rows = [evaluate(row).expand(*shape[:3], 1)[..., 0] for _, row in merge.finals]
+    return evaluate(merge.output).expand(shape), rows
+
+
+def join_parts(
+    merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same parts as one: its sum of weights times values, and its states. Not where parts are finished."""
+    assert not merge.finished
+    evaluate, total = _joined(merge, outputs, states, custom)
+    rows = total.shape[:3]
+    found = {name: evaluate.done[whole_variable(name)] for name in merge.read}
+    return total, {name: state.expand(*rows, 1)[..., 0] for name, state in found.items()}
+
+
+def _joined(
+    merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor]
+) -> tuple[Evaluator, Tensor]:
+    """What knows the states of the whole, and their OUTPUT."""
     first = outputs[0]
     known = _indices(first)
     known |= {part_variable(name): torch.stack(list(each), -1) for name, each in states.items()}
@@ -33,8 +54,7 @@ def merge_parts(
         here = factor[..., number : number + 1] if Axis.KEY in merge.factor.axes else factor
         total = torch.addcmul(total, here.to(total.dtype), output)
     evaluate.done[OUTPUT] = total
-    rows = [evaluate(row).expand(*first.shape[:3], 1)[..., 0] for _, row in merge.finals]
-    return evaluate(merge.output).expand(first.shape), rows
+    return evaluate, total
 
 
 def _indices(output: Tensor) -> dict[Expr, Tensor]:

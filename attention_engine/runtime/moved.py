@@ -81,17 +81,30 @@ def call_portion(
             "the engine has a block_mask that is a tensor, and a call with a part of an attention can't take it.\n"
             "  Write it as a function: block_mask=lambda b, h, q_idx, kv_idx: ..."
         )
-    tensors, captured = order_custom(engine.custom_io, custom, named or {}), engine._captured
+    tensors = order_custom(engine.custom_io, custom, named or {})
     check_ranks(engine.layout, q, k, v)
     q, k, v = follow_autocast(q, k, v)
     if engine.layout == "bhsd":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
         k, v = share_keys(q, k, v)
-    backend = engine._backend_for(q.device)
+    held = tensors_now(engine._captured) if engine._captured else []
+    key, given = prepare_portion(engine, part, q, k, v, tensors, held, dropout_seed)
+    if ATTENTIONS[key].by_kernels and v.shape[3] > parts.WIDEST:
+        return engine._results(parts.run(key, q, k, v, given, return_rowscales), return_rowscales)
+    engine._begin_backward(key, (q, k, v, *given))
+    return engine._results(op.run(key, return_rowscales, (q, k, v, *given)), return_rowscales)
+
+
+def prepare_portion(
+    engine: AttentionEngine, part: Portion, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor],
+    held: Sequence[Tensor], dropout_seed: int | Tensor | None = None,
+) -> tuple[str, list[Tensor]]:  # fmt: skip
+    """The key of what runs a portion, and what it takes behind q, k, v, (batch, length, heads, dim); raises what does
+    not fit. held: what the engine's functions capture."""
+    captured, backend = engine._captured, engine._backend_for(q.device)
     metas = None if "heads" in part.moved else engine.qkv_meta
     check_qkv(metas, engine.layout, backend != "reference", q, k, v)
-    held = tensors_now(captured) if captured else []
     check_captured(captured, held, q)
     sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": q.shape[1], "seq_len_kv": k.shape[1]}
     known = {axis: WHOLE if axis in part.moved else size for axis, size in sizes.items()}
@@ -101,10 +114,5 @@ def call_portion(
     types = tuple((n, type_of(t)) for n, t in zip(names, [*tensors, *seeds, *held], strict=True))
     starts = part.moved, part.starts.shape[0] != 1
     key = engine._key(backend, types, variant, axes_now(captured, held, known) if captured else (), starts)
-    specs = ATTENTIONS[key].specs
-    check_custom(specs[: len(tensors)], tensors, q, k, part.whole)
-    given = [*tensors, *seeds, *held, part.starts]
-    if backend != "reference" and v.shape[3] > parts.WIDEST:
-        return engine._results(parts.run(key, q, k, v, given, return_rowscales), return_rowscales)
-    engine._begin_backward(key, (q, k, v, *given))
-    return engine._results(op.run(key, return_rowscales, (q, k, v, *given)), return_rowscales)
+    check_custom(ATTENTIONS[key].specs[: len(tensors)], tensors, q, k, part.whole)
+    return key, [*tensors, *seeds, *held, part.starts]

@@ -78,7 +78,7 @@ _pytree.register_pytree_node(
 
 
 @dataclass(frozen=True)
-class _Parted:
+class PartRunner:
     """What runs a part of one program: on kernels, or (program_kernels: None) on the reference."""
 
     merge: Merge
@@ -107,7 +107,7 @@ class _Parted:
 
 @outside_autocast
 def _densely(
-    q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], parted: _Parted
+    q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], parted: PartRunner
 ) -> tuple[Tensor, dict[str, Tensor]]:
     named = {s.name: c for s, c in zip(parted.specs, custom, strict=True)}
     wide = q.to(compute_dtype(q, *(c for c in custom if c.is_floating_point())))
@@ -121,7 +121,7 @@ class Parted(Shown):
 
     def _begin(self) -> None:
         super()._begin()
-        self._parted: dict[object, _Parted] = {}
+        self._parted: dict[object, PartRunner] = {}
 
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, q_starts: Starts = 0, kv_starts: Starts = 0,
                 **named: Tensor) -> Part:  # fmt: skip
@@ -211,7 +211,7 @@ class Parted(Shown):
         output = output.transpose(1, 2) if self.layout == "bhsd" else output
         return Part(output, states, parted.inputs(given), parted.merge, q.dtype)
 
-    def _parted_of(self, backend: str, q: Tensor, tensors: Sequence[Tensor]) -> _Parted:
+    def _parted_of(self, backend: str, q: Tensor, tensors: Sequence[Tensor]) -> PartRunner:
         """What runs the parts of such calls, made when first needed."""
         captured, variant = self._captured, self._variant(None, heads_of(q)[1], drops="")
         names = [*self.custom_io.specs, *(c.name for c in captured)]
@@ -230,7 +230,7 @@ class Parted(Shown):
             if backend != "reference":
                 maths = analyse_part(merge.part_program)
                 program_kernels = ProgramKernels(maths, specs, backend == "interpret", self.device, self.deterministic)
-            self._parted[asked] = _Parted(merge, specs, program_kernels)
+            self._parted[asked] = PartRunner(merge, specs, program_kernels)
         return self._parted[asked]
 
     def _combine_of(self, program: Program) -> Expr | None:
@@ -278,7 +278,7 @@ def _starts(q: Tensor, q_starts: Starts, kv_starts: Starts) -> Tensor:
     return found
 
 
-def _refuse_gradient(parted: _Parted, *tensors: Tensor) -> None:
+def _refuse_gradient(parted: PartRunner, *tensors: Tensor) -> None:
     if parted.program_kernels is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise NotYetSupported(
             "a part of a row has no gradient through kernels. Call it under torch.no_grad(), or build the engine with\n"

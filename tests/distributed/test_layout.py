@@ -94,7 +94,7 @@ def test_a_run_gets_the_keys_that_it_may_see(mask):
     keep = create_mask(mask, 1, 1, 1024, 1024)[0, 0]
     for layout in layouts(1024, 4):
         bounds = plan_tiles(AttentionEngine(mask_mod=mask)._program.mask).bounds.bounds
-        call = Call(None, None, layout, layout, {}, {}, False, None, bounds, ())
+        call = Call(None, None, layout, layout, {}, {}, {}, False, None, bounds, ())
         for run in (run for runs in layout.runs for run in runs):
             first, stop = call.seen(run)
             of_run = keep[run.start : run.start + run.count].any(0)

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine
 from attention_engine import library as lib
 from attention_engine.distributed import ContextParallel, Layout, methods
+from attention_engine.distributed.block_gradients import OfRun
 from attention_engine.distributed.exchange import Ranks, Tokens
 from attention_engine.distributed.methods import Call
+from attention_engine.distributed.ring import Ring, RingAttention
 from attention_engine.errors import AttentionEngineError
 from tests.distributed.attentions import BATCH, DIM, DIM_V, LENGTH, Shared, attentions
 from tests.distributed.ranks import run_ranks
@@ -79,13 +81,15 @@ def far(mine: Tensor, exact: Tensor) -> float:
     return ((mine.double() - exact.double()).abs().max() / exact.double().abs().max().clamp(min=1e-3)).item()
 
 
-def compare_all(mesh) -> dict[str, float]:
-    """The error of each attention, layout and method in float64, beside one process."""
+def compare_all(mesh, every: bool = True) -> dict[str, float]:
+    """The error of each attention, layout and method in float64, beside one process; or each in one of the layouts."""
     found = {}
-    for name, shared in attentions().items():
+    for number, (name, shared) in enumerate(attentions().items()):
         o, rows, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
-        for layout, balance in LAYOUTS.items():
-            for method in ("gather", "heads"):
+        for turn, (layout, balance) in enumerate(LAYOUTS.items()):
+            for shift, method in enumerate(methods.METHODS):
+                if not every and (number + shift) % 3 != turn:
+                    continue
                 with patch.object(methods, "ALIGNED", 8):  # so that so short a sequence has keys that a run leaves out
                     mine = of_ranks(shared, mesh, method, balance, torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(mine[1][n], r) for n, r in rows.items())]
@@ -101,7 +105,7 @@ def compare_kernels(mesh) -> dict[str, tuple[float, float]]:
         shared = attentions()[name]
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         one = of_one(shared, torch.float32, "interpret")
-        for method in ("gather", "heads"):
+        for method in ("gather", "ring", "heads"):
             mine = of_ranks(shared, mesh, method, "auto", torch.float32, "interpret", d_o, d_rows)
             for n, exact in enumerate([o, *grads]):
                 errors = [(each[0] if n == 0 else each[2][n - 1]).double() - exact for each in (mine, one)]
@@ -118,7 +122,7 @@ def other_calls(mesh) -> dict[str, float]:
     torch.manual_seed(3)
     draw, found = torch.randn, {}
     q, k, v = (draw(1, n, h, 8, dtype=torch.float64) for n, h in ((37, 4), (53, 2), (53, 2)))
-    for method in ("gather", "heads"):
+    for method in ("gather", "ring", "heads"):
         engine = AttentionEngine(mask_mod=lib.causal_from(16), backend="reference")
         attention = ContextParallel(engine, mesh, method)
         mine = attention(attention.shard(q), attention.shard(k), attention.shard(v))
@@ -141,13 +145,13 @@ def compare_more(mesh) -> dict[str, float]:
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         for shape in ((2, 1), (1, 2)):
             of_two = init_device_mesh("cpu", shape, mesh_dim_names=("between", "within"))
-            for method in (("gather", "heads"), ("heads", "gather")):
+            for method in methods.PAIRS:
                 mine = of_ranks(shared, of_two, method, "zigzag", torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(a, b) for a, b in zip(mine[2], grads, strict=True))]
                 found[f"{name}, {shape}, {method}"] = max(errors)
     q, k, v = torch.randn(3, 1, 53, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     engine = AttentionEngine(mask_mod=lib.causal, dropout_p=0.4)
-    for method in ("gather", "heads"):
+    for method in ("gather", "ring", "heads"):
         attention = ContextParallel(engine, mesh, method)
         mine = attention(*(attention.shard(t) for t in (q, k, v)), dropout_seed=7)
         found[f"dropout, {method}"] = far(attention.unshard(mine), engine(q, k, v, dropout_seed=7))
@@ -256,6 +260,18 @@ def as_sent(_):
     return lambda tokens, gathered: gathered[: tokens.layout.length]
 
 
+def of_last(finish):
+    return lambda attention, parts, *rest: finish(attention, parts[-1:], *rest)
+
+
+def own_alone(added):
+    return lambda ring, mine, sums: added(ring, mine, None)
+
+
+def with_rows(of_block):
+    return lambda run, *rest: of_block(run, *rest[:-1], True)
+
+
 def with_wrong_laws(mesh) -> dict[str, float]:
     """The errors when a law is broken: a comparison that doesn't see it would be none."""
     broken = {
@@ -264,6 +280,10 @@ def with_wrong_laws(mesh) -> dict[str, float]:
         "sums of gradients": (Ranks, "begin_sum", alone, "causal, grouped heads", "gather"),
         "order of keys": (Tokens, "in_order", as_sent, "causal, grouped heads", "gather"),
         "order of tokens": (Tokens, "in_order", as_sent, "sinks, window", "heads"),
+        "starts of keys": (Call, "portion", from_zero, "causal, grouped heads", "ring"),
+        "a row of all parts": (RingAttention, "finish", of_last, "full, one key head", "ring"),
+        "sums that go round": (Ring, "added", own_alone, "full, one key head", "ring"),
+        "rows once": (OfRun, "of_block", with_rows, "sinks, window", "ring"),
     }
     found = {}
     for law, (owner, name, wrong, attention, method) in broken.items():
@@ -277,7 +297,7 @@ def with_wrong_laws(mesh) -> dict[str, float]:
 
 def everything(mesh):
     return (
-        compare_all(mesh),
+        compare_all(mesh, every=False),
         compare_kernels(mesh),
         {**other_calls(mesh), **compare_more(mesh)},
         mistakes(mesh),
@@ -293,7 +313,7 @@ def compare_nodes(mesh) -> dict[str, float]:
         shared = attentions()[name]
         o, rows, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         for layout in ("contiguous", "zigzag"):
-            for method in (("gather", "heads"), ("heads", "gather")):
+            for method in methods.PAIRS:
                 mine = of_ranks(shared, nodes, method, layout, torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(mine[1][n], r) for n, r in rows.items())]
                 errors += [far(a, b) for a, b in zip(mine[2], grads, strict=True)]
@@ -304,7 +324,7 @@ def compare_nodes(mesh) -> dict[str, float]:
 @pytest.mark.slow
 def test_four_processes_on_two_nodes():
     for errors in run_ranks(4, compare_nodes):
-        assert len(errors) == 12 and max(errors.values()) <= EXACT, errors
+        assert len(errors) == 24 and max(errors.values()) <= EXACT, errors
 
 
 @pytest.fixture(scope="module")
@@ -313,21 +333,27 @@ def found():
     return run_ranks(2, everything)
 
 
+@pytest.mark.slow
+def test_any_attention_in_every_layout_by_every_method():
+    for errors in run_ranks(2, compare_all):
+        assert len(errors) == 90 and max(errors.values()) <= EXACT, errors
+
+
 def test_any_attention_in_any_layout_by_any_method(found):
     for errors, *_ in found:
-        assert len(errors) == 60
+        assert len(errors) == 30
         assert max(errors.values()) <= EXACT, {n: e for n, e in errors.items() if e > EXACT}
 
 
 def test_kernels_are_as_exact_as_in_one_process(found):
     for _, errors, *_ in found:
-        assert len(errors) == 2 * (5 + 5 + 7)
+        assert len(errors) == 3 * (5 + 5 + 7)
         assert all(mine <= 1.5 * one for mine, one in errors.values()), errors
 
 
 def test_other_lengths_layouts_captured_tensors_meshes_and_dropout(found):
     for _, _, errors, *_ in found:
-        assert len(errors) == 4 + 8 + 2 and max(errors.values()) <= EXACT, errors
+        assert len(errors) == 6 + 16 + 3 and max(errors.values()) <= EXACT, errors
 
 
 def test_mistakes_are_told_on_every_rank(found):
@@ -350,7 +376,7 @@ def test_mistakes_are_told_on_every_rank(found):
         assert said["shape"].startswith(
             "RanksDisagree: ranks that share a sequence differ in shapes, lengths aside: rank 0 has"
         )
-        assert "Choose 'auto', 'gather', 'heads' for AttentionEngine on a mesh of 1." in said["method"]
+        assert "Choose 'auto', 'gather', 'ring', 'heads' for AttentionEngine on a mesh of 1." in said["method"]
         assert "Choose 'auto', 'contiguous', 'zigzag', or give a Layout." in said["balance"]
 
 
@@ -362,4 +388,4 @@ def test_linear_attention_by_states(found):
 
 def test_a_broken_law_is_seen(found):
     for *_, errors in found:
-        assert len(errors) == 5 and min(errors.values()) > 1e-3, errors
+        assert len(errors) == 9 and min(errors.values()) > 1e-3, errors
