@@ -236,7 +236,8 @@ class AttentionPlan:
             return Launch("forward", builder, (schedule, tile), arguments, writes, self._one_role)
         places = (places_of(self.target),) if tile.persistent else ()
         rules = (UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else []))
-        return Launch("forward", "hopper.forward.forward", (schedule, tile, *places), arguments, writes, rules)
+        builder = "hopper.forward.forward_of_part" if self.maths.unfinished else "hopper.forward.forward"
+        return Launch("forward", builder, (schedule, tile, *places), arguments, writes, rules)
 
     def extremes(self, over_keys: bool) -> Launch:
         """Rows of extremes for the kernel over keys, or for those over queries and pairs."""

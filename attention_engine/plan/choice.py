@@ -42,13 +42,13 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
     """The forms of a problem's kernels. straight: the tiles of those that run everywhere. hints: likely lengths."""
     if not isinstance(target, Arch) or not target.has_wgmma:
         return Choice(straight, {})
-    if maths.unfinished:
-        return Choice(straight, {"forward": "not for Hopper: its output is stored in fp32, as it was summed"})
     within = _within_sequences(problem, maths)
     if within is None:
         forward, why_forward = _forward(problem, maths.forward_of(problem.dtype), target, straight.forward, hints)
     else:
         forward, why_forward = within, "each block of queries lies in one of the packed sequences"
+    if maths.unfinished and forward.hopper:
+        forward = forward.in_form(queries_ahead=False)
     why: dict[KernelName, str] = {"forward": why_forward}
     backward, schedule = straight.backward, maths.backward_schedule
     if schedule is not None:

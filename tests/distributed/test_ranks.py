@@ -105,7 +105,9 @@ def compare_kernels(mesh) -> dict[str, tuple[float, float]]:
         shared = attentions()[name]
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         one = of_one(shared, torch.float32, "interpret")
-        for method in ("gather", "ring", "heads"):
+        for method in methods.METHODS:
+            if method == "ring" and name != "sinks, window":  # the gradients of others need all keys at once
+                continue
             mine = of_ranks(shared, mesh, method, "auto", torch.float32, "interpret", d_o, d_rows)
             for n, exact in enumerate([o, *grads]):
                 errors = [(each[0] if n == 0 else each[2][n - 1]).double() - exact for each in (mine, one)]
@@ -145,7 +147,7 @@ def compare_more(mesh) -> dict[str, float]:
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         for shape in ((2, 1), (1, 2)):
             of_two = init_device_mesh("cpu", shape, mesh_dim_names=("between", "within"))
-            for method in methods.PAIRS:
+            for method in methods.PAIRS[2 * (name == "sinks, window") :][:2]:
                 mine = of_ranks(shared, of_two, method, "zigzag", torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(a, b) for a, b in zip(mine[2], grads, strict=True))]
                 found[f"{name}, {shape}, {method}"] = max(errors)
@@ -347,13 +349,13 @@ def test_any_attention_in_any_layout_by_any_method(found):
 
 def test_kernels_are_as_exact_as_in_one_process(found):
     for _, errors, *_ in found:
-        assert len(errors) == 3 * (5 + 5 + 7)
+        assert len(errors) == 2 * (5 + 5 + 7) + 5
         assert all(mine <= 1.5 * one for mine, one in errors.values()), errors
 
 
 def test_other_lengths_layouts_captured_tensors_meshes_and_dropout(found):
     for _, _, errors, *_ in found:
-        assert len(errors) == 6 + 16 + 3 and max(errors.values()) <= EXACT, errors
+        assert len(errors) == 6 + 8 + 3 and max(errors.values()) <= EXACT, errors
 
 
 def test_mistakes_are_told_on_every_rank(found):

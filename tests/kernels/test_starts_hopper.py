@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from attention_engine import AttentionEngine
+from attention_engine import library as lib
 from tests.cases import Shape
 from tests.kernels.test_hopper_interpret import forward_tile, kernels, key_tile, ran, skew  # noqa: F401 - a fixture
 from tests.moved_cases import Rectangle, errors
@@ -34,3 +36,19 @@ def test_kernels_of_a_part_keep_the_rule(name, kernels):  # noqa: F811
         part, floor = (PART, LATE)[turn], 2e-3
         assert errors(score, mask, WHOLE, part, torch.float16, floor, dims=dims, backend="interpret")
     assert ran("forward" if "forward" in tiles else "backward")
+
+
+@pytest.mark.parametrize("tile", [forward_tile(128), forward_tile(128, persistent=True)], ids=["grid", "persistent"])
+def test_parts_of_rows_join(tile, kernels):  # noqa: F811
+    """Their sums leave in fp32, so that nothing but what an output loses once is lost."""
+    kernels.update(forward=tile)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, 128, dtype=torch.float16) for n, h in ((150, 4), (310, 2), (310, 2)))
+    given = {"mask_mod": lib.causal_from(160), "online_func": lib.OnlineSoftmaxOne(), "scale": 0.1}
+    engine = AttentionEngine(**given, backend="interpret")
+    parts = [engine.partial(q, k[:, a:b], v[:, a:b], kv_starts=a) for a, b in ((0, 130), (130, 310))]
+    built = [each.forward.builder for one in engine._parted.values() for each in one.launcher._kernels.values()]
+    assert built == ["hopper.forward.forward_of_part"] and parts[0].o.dtype is torch.float32
+    exact = AttentionEngine(**given, backend="reference")(q.double(), k.double(), v.double())
+    for mine in (engine.merge(parts), engine(q, k, v)):
+        assert (mine.double() - exact).norm() / exact.norm() < 3e-4

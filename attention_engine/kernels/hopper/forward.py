@@ -52,11 +52,21 @@ def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: in
 
     at_once: how many blocks the GPU runs at once, of a persistent form.
     """
+    return _forward(problem, schedule, tile, at_once, unfinished=False)
+
+
+def forward_of_part(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: int = 1) -> Any:
+    """The same over a part of each row's keys: o is stored as it was summed, in fp32."""
+    assert not tile.queries_ahead, "whose tiles are handed back when their output has left by them"
+    return _forward(problem, schedule, tile, at_once, unfinished=True)
+
+
+def _forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: int, unfinished: bool) -> Any:
     assert why_not_forward(problem, schedule) is None, "plan/choice.py asks first"
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile))
-    form = ForwardForm(problem, schedule, tile, sizes, plan, at_once)
+    parameters = sizes.declare(attention_buffers.forward(problem, schedule, tile, unfinished=unfinished))
+    form = ForwardForm(problem, schedule, tile, sizes, plan, at_once, unfinished)
     return build("forward", parameters, bind(run_items if tile.persistent else run_item, form))
 
 

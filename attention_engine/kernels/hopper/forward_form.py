@@ -43,6 +43,7 @@ class ForwardForm(Form):
     sizes: Sizes
     plan: TilePlan
     at_once: int  # blocks that the GPU runs at once, of a persistent form
+    unfinished: bool = False  # is the output stored in fp32, as it was summed?
 
     @cached_property
     def blocks(self) -> Any:

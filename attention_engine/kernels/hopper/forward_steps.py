@@ -54,7 +54,7 @@ class ForwardMemory:
     def allocate(form: ForwardForm) -> ForwardMemory:
         """Made in the kernel."""
         problem, schedule, tile, stages = form.problem, form.schedule, form.tile, form.tile.stages
-        queries = QueryTiles(problem, tile, GROUP // WARP * form.drops_apart)
+        queries = QueryTiles(problem, tile, GROUP // WARP * form.drops_apart, form.unfinished)
         k = named("k", T.alloc_shared([stages, tile.kv, form.dim], problem.dtype))
         v = named("v", T.alloc_shared([stages, tile.kv, form.dim_v], problem.dtype))
         weights = named("weights", T.alloc_fragment([tile.q, tile.kv], problem.dtype))

@@ -45,13 +45,15 @@ class QueryTiles:
     left? Items take the tiles in turn: which tile an item has, its round says.
     """
 
-    def __init__(self, problem: Problem, tile: Tile, others: int = 0) -> None:
-        """others: how many warps beside those that compute read notes, and hand their tiles back."""
+    def __init__(self, problem: Problem, tile: Tile, others: int = 0, unfinished: bool = False) -> None:
+        """others: how many warps beside those that compute read notes, and hand their tiles back. unfinished: the output
+        leaves in fp32, and so from registers."""
         dim, dim_v = padded(problem.dim), padded(problem.dim_v)
         self.tile, self.dim, self.dim_v, self.groups = tile, dim, dim_v, tile.threads // GROUP
-        room = tile.persistent and output_fits(problem, tile)
+        room = tile.persistent and output_fits(problem, tile) and not unfinished
         self.count = 2 if tile.queries_ahead and keeps_queries_ahead(problem, tile) else 1
-        self.through = dim == dim_v and (self.count == 2 or not room)  # the output leaves by its queries' tile
+        by_queries = dim == dim_v and (self.count == 2 or not room)
+        self.through = by_queries and not unfinished  # the output leaves by its queries' tile
         self.next_are_there = tile.persistent and (self.count == 2 or not self.through)
         self.tiles = named("q_tile", T.alloc_shared([self.count, tile.q, dim], problem.dtype))
         own = room and not self.through
