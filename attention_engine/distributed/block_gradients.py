@@ -47,7 +47,7 @@ class BlockGradients:
         assert of_rows is not None and attention.maths.backward is not None
         backward, program_kernels, known = replace(attention.maths.backward, row_gradients=()), None, attention.program_kernels
         if known is not None:
-            maths = replace(attention.maths, backward=backward)
+            maths = replace(attention.maths, backward=backward, in_blocks=True)
             program_kernels = ProgramKernels(maths, attention.specs, known.interpret, device, deterministic)
         return BlockGradients(attention, wanted, backward, of_rows, program_kernels)
 

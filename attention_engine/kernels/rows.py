@@ -219,16 +219,17 @@ class _Before:
 
 
 def postprocess(
-    problem: Problem, tile: Tile, scale: float, vectors: bool, longest_first: bool = False, threads: int = 256
-) -> Any:
+    problem: Problem, tile: Tile, scale: float, vectors: bool, longest_first: bool = False, wide: bool = False,
+    threads: int = 256,
+) -> Any:  # fmt: skip
     """The PrimFunc: (dq, workspace, [counters, [pairs_of_a_unit], [units_ahead]]): dQ = scale * the sums, in the
-    tensors' dtype and layout. After a kernel over keys for Hopper, whose blocks start as KeyBlocks says
+    tensors' dtype (wide: in fp32) and layout. After a kernel over keys for Hopper, whose blocks start as KeyBlocks says
     (longest_first), a block waits for the unit that adds to its sums alone: the first heads' dQ leaves while the last
     heads' blocks end, where they leave room. Persistent ones leave none, and only the last units' dQ to this kernel.
     """
     sizes = Sizes(problem)
     dim = padded(problem.dim)
-    parameters = sizes.declare(attention_buffers.postprocess(problem, tile, longest_first))
+    parameters = sizes.declare(attention_buffers.postprocess(problem, tile, longest_first, wide))
     blocks = KeyBlocks.of(problem, tile, sizes, longest_first)
 
     @T.macro
@@ -239,7 +240,7 @@ def postprocess(
                 wait_until_finished(buffers, unit)
             T.sync_threads()
         sums = T.alloc_fragment([tile.q * dim], FLOAT)
-        gradient = T.alloc_shared([tile.q, dim], problem.dtype)
+        gradient = T.alloc_shared([tile.q, dim], FLOAT if wide else problem.dtype)
         row, first = batch * problem.heads + head, block * (tile.q * dim)
         take_sums_for_granted(buffers, row, first, tile.q * dim)
         T.copy(buffers["workspace"][row, first : first + tile.q * dim], sums)

@@ -48,7 +48,7 @@ def bring_to_rows(
     """Rows of dQ = scale * sums, which stand in a tile from `first` on: those that threads hold."""
     for x in T.Parallel(int(sums.shape[0])):
         query, d = workspace_entry(first + x, tile, padded(problem.dim), vectors)
-        rows[query, d] = T.cast(sums[x] * scale, problem.dtype)
+        rows[query, d] = T.cast(sums[x] * scale, rows.dtype)
 
 
 def transposes_dq(tile: Tile, dim: int) -> bool:

@@ -29,6 +29,7 @@ class Maths:
 
     bent: where the epilogue is no factor of the output, what runs in place of this program when gradients are wanted.
     unfinished: is it the forward pass over a part of a row, whose output is stored as it was summed, in fp32?
+    in_blocks: does its backward pass store gradients of q, k, v in fp32, as others are added to them?
     """
 
     program: Program
@@ -38,6 +39,7 @@ class Maths:
     backward_schedule: BackwardSchedule | None
     bent: Bent | None = None
     unfinished: bool = False
+    in_blocks: bool = False
 
     @property
     def trained(self) -> Maths:

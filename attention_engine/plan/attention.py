@@ -194,6 +194,11 @@ class AttentionPlan:
     def _sums(self) -> tuple[Expr, ...]:
         return self.row_sums.sums if self.row_sums else ()
 
+    @property
+    def _in_blocks(self) -> tuple[bool, ...]:
+        """What tells kernels to store gradients in fp32; nothing where they don't."""
+        return (True,) if self.maths.in_blocks else ()
+
     # ---- each launch
 
     def _map(self, of: str, tile: Tile, over_keys: bool) -> list[Launch]:
@@ -286,26 +291,31 @@ class AttentionPlan:
         tile, with_dq = self.tiles.backward, not self.over_queries
         arguments = buffers.over_keys(
             self.problem, self._schedule, self._backward, tile, with_dq, self.custom_sums, self.stores_dq,
-            "tile map of backward",
+            "tile map of backward", self.maths.in_blocks,
         )  # fmt: skip
-        given = (self._schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
+        given: tuple[object, ...] = (self._schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
         sums = (b.place for b in buffers.custom_sums(self.problem, tile, self.custom_sums))
         made = {"dk", "dv", "workspace", "counters", *(["dq"] if self.stores_dq else []), *sums}
         writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
         if not tile.hopper:
+            given = (*given, *self._in_blocks)
             return Launch("backward", "straight.backward.backward", given, arguments, writes, self._exact)
-        places = (places_of(self.target),) if self.stores_dq else ()
+        places = (places_of(self.target),) if self.stores_dq else (0,) * len(self._in_blocks)
         rules = (UNIFORM_GROUPS, HELD_THREADS)
-        return Launch("backward", "hopper.backward.backward", (*given, *places), arguments, writes, rules)
+        return Launch(
+            "backward", "hopper.backward.backward", (*given, *places, *self._in_blocks), arguments, writes, rules
+        )
 
     @cached_property
     def queries(self) -> Launch:
         """dQ, and what rows add to gradients of custom inputs."""
         tile, sums = self.tiles.queries, self._sums
         arguments = buffers.over_queries(
-            self.problem, self._schedule, self._backward, sums, tile, self.row_pad, lists="tile map of queries"
-        )
-        given = (self._schedule, self._backward, sums, tile, self.row_pad)
+            self.problem, self._schedule, self._backward, sums, tile, self.row_pad, lists="tile map of queries",
+            wide=self.maths.in_blocks,
+        )  # fmt: skip
+        given: tuple[object, ...] = (self._schedule, self._backward, sums, tile, self.row_pad)
+        given = (*given, True, True) if self.maths.in_blocks else given
         writes = frozenset(["dq", *(f"sum{n}" for n in range(len(sums)))])
         rules = (*self._exact, *self._one_role)
         return Launch("queries", "straight.queries.backward_queries", given, arguments, writes, rules)
@@ -314,8 +324,8 @@ class AttentionPlan:
     def postprocess(self) -> Launch:
         """dQ from its sums."""
         tile = self.tiles.backward
-        arguments = buffers.postprocess(self.problem, tile, self.longest_first)
-        given = (tile, self._schedule.scale, self.vectors, self.longest_first)
+        arguments = buffers.postprocess(self.problem, tile, self.longest_first, self.maths.in_blocks)
+        given = (tile, self._schedule.scale, self.vectors, self.longest_first, *self._in_blocks)
         return Launch("postprocess", "rows.postprocess", given, arguments, frozenset(["dq"]))
 
     def pairs(self, read: Expr, expr: Expr, dtype: str) -> Launch:

@@ -217,14 +217,15 @@ def custom_sums(problem: Problem, tile: Tile, summed: CustomSums) -> list[Buffer
 
 def over_keys(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums,
-    persistent: bool = False, lists: str = "",
+    persistent: bool = False, lists: str = "", wide: bool = False,
 ) -> Arguments:  # fmt: skip
-    """Of the kernels over keys, which make dK, dV and the sums of dQ. persistent: their blocks store dQ too."""
+    """Of the kernels over keys, which make dK, dV and the sums of dQ. persistent: their blocks store dQ too; wide: dK
+    and dV are fp32."""
     plan = plan_tiles(schedule.mask)
     found: list[Argument] = [*inputs(problem), *tile_lists(plan, problem, tile, False, lists)]
     found += [output_gradient(problem), *(row(name, problem, tile.row_pad) for name, _ in rows.rows)]
-    found += [tensor("dk", KEYS, problem.kv_heads, problem.dim, problem)]
-    found += [tensor("dv", KEYS, problem.kv_heads, problem.dim_v, problem)]
+    found += [gradient("dk", KEYS, problem.kv_heads, problem.dim, problem, wide)]
+    found += [gradient("dv", KEYS, problem.kv_heads, problem.dim_v, problem, wide)]
     if tile.hopper:
         found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
         found += [Number(AHEAD)] if with_dq else []
@@ -236,20 +237,26 @@ def over_keys(
     return (*found, *custom_sums(problem, tile, summed))
 
 
-def dq(problem: Problem) -> Buffer:
+def gradient(name: str, size: Expr, heads: int, dim: int, problem: Problem, wide: bool) -> Buffer:
+    """The gradient of q, k or v; wide: in fp32."""
+    found = tensor(name, size, heads, dim, problem)
+    return replace(found, dtype="float32") if wide else found
+
+
+def dq(problem: Problem, wide: bool = False) -> Buffer:
     """The gradient of q."""
-    return tensor("dq", QUERIES, problem.heads, problem.dim, problem)
+    return gradient("dq", QUERIES, problem.heads, problem.dim, problem, wide)
 
 
 def over_queries(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, sums: Sequence[Expr], tile: Tile, pad: int,
-    with_dq: bool = True, lists: str = "", exact: str = "",
+    with_dq: bool = True, lists: str = "", exact: str = "", wide: bool = False,
 ) -> Arguments:  # fmt: skip
     """Of the kernel over queries, which makes dQ and sums of rows. exact: the place of the only sum, if it is delta."""
     plan = plan_tiles(schedule.mask)
     return (
         *inputs(problem), *tile_lists(plan, problem, tile, True, lists), output_gradient(problem),
-        *(row(name, problem, pad) for name, _ in rows.rows), *([dq(problem)] if with_dq else []),
+        *(row(name, problem, pad) for name, _ in rows.rows), *([dq(problem, wide)] if with_dq else []),
         *(row(f"sum{n}", problem).at(exact) for n in range(len(sums))),
     )  # fmt: skip
 
@@ -263,9 +270,9 @@ def pairs(problem: Problem, rows: Backward, read: Expr, pad: int, dtype: str) ->
     )  # fmt: skip
 
 
-def postprocess(problem: Problem, tile: Tile, longest_first: bool) -> Arguments:
+def postprocess(problem: Problem, tile: Tile, longest_first: bool, wide: bool = False) -> Arguments:
     """Of the kernel that makes dQ of its sums."""
-    found: list[Argument] = [dq(problem), workspace(problem, tile.row_pad)]
+    found: list[Argument] = [dq(problem, wide), workspace(problem, tile.row_pad)]
     if tile.hopper:
         found += [counters(problem), *([Number(TOGETHER)] if longest_first else [])]
     found += [Number(AHEAD)] if tile.persistent else []

@@ -53,6 +53,8 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
     backward, schedule = straight.backward, maths.backward_schedule
     if schedule is not None:
         backward, why["backward"] = _over_keys(problem, schedule, target, backward)
+        if maths.in_blocks and backward.persistent:
+            backward = backward.in_form(persistent=False)  # whose spare warps store dQ in 16 bits
     return Choice(replace(straight, forward=forward, backward=backward), why)
 
 

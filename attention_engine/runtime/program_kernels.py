@@ -304,6 +304,8 @@ class ProgramKernels:
             return self._backward(q, k, v, *given)
         wide = (custom, output.float(), rows, d_output.float(), d_finals, wanted)
         dq, dk, dv, found = self._backward(q.float(), k.float(), v.float(), *wide)
+        if self.maths.in_blocks:
+            return dq, dk, dv, found
         return dq.half(), dk.half(), dv.half(), found
 
     def _backward(

@@ -1,10 +1,14 @@
 """The hand-placed kernels for Hopper on a part of an attention, in the warp simulator: starts in bounds and scores."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention_engine import AttentionEngine
 from attention_engine import library as lib
+from attention_engine.passes.maths import analyse
+from attention_engine.runtime.program_kernels import ProgramKernels
 from tests.cases import Shape
 from tests.kernels.test_hopper_interpret import forward_tile, kernels, key_tile, ran, skew  # noqa: F401 - a fixture
 from tests.moved_cases import Rectangle, errors
@@ -47,8 +51,26 @@ def test_parts_of_rows_join(tile, kernels):  # noqa: F811
     given = {"mask_mod": lib.causal_from(160), "online_func": lib.OnlineSoftmaxOne(), "scale": 0.1}
     engine = AttentionEngine(**given, backend="interpret")
     parts = [engine.partial(q, k[:, a:b], v[:, a:b], kv_starts=a) for a, b in ((0, 130), (130, 310))]
-    built = [each.forward.builder for one in engine._parted.values() for each in one.launcher._kernels.values()]
+    built = [each.forward.builder for one in engine._parted.values() for each in one.program_kernels._kernels.values()]
     assert built == ["hopper.forward.forward_of_part"] and parts[0].o.dtype is torch.float32
     exact = AttentionEngine(**given, backend="reference")(q.double(), k.double(), v.double())
     for mine in (engine.merge(parts), engine(q, k, v)):
         assert (mine.double() - exact).norm() / exact.norm() < 3e-4
+
+
+@pytest.mark.parametrize("tile", [key_tile(80), None], ids=["hopper", "straight"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_blocks_are_rounded_by_nobody(tile, deterministic, kernels):  # noqa: F811
+    """They are those of other calls, before these round them."""
+    kernels.update({} if tile is None else {"backward": tile})
+    torch.manual_seed(0)
+    shapes = ((140, 4), (200, 2), (200, 2), (140, 4))
+    q, k, v, d_o = (torch.randn(1, n, h, 128, dtype=torch.float16) for n, h in shapes)
+    maths = analyse(AttentionEngine(mask_mod=lib.causal_from(60), scale=0.1)._program)
+    found = []
+    for in_blocks in (False, True):
+        program_kernels = ProgramKernels(replace(maths, in_blocks=in_blocks), [], True, None, deterministic)
+        o, rows = program_kernels.forward(q, k, v, [])
+        found.append(program_kernels.backward(q, k, v, [], o, rows, d_o, {}, [])[:3])
+    for rounded, wide in zip(*found, strict=True):
+        assert wide.dtype is torch.float32 and torch.equal(wide.half(), rounded)

@@ -47,21 +47,22 @@ from attention_engine.plan.hopper import backward_persists, starts_longest_first
 
 def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
-    summed: CustomSums = NOTHING, at_once: int = 0,
+    summed: CustomSums = NOTHING, at_once: int = 0, wide: bool = False,
 ) -> Any:  # fmt: skip
     """The PrimFunc of straight/backward.py, with dk, dv, [pairs_of_a_unit], [units_ahead, [units_given, o], [dq]],
     [workspace, counters], sums too.
 
-    at_once: how many persistent blocks run at once, which store dQ but for the last units; 0 for a grid.
+    at_once: how many persistent blocks run at once, which store dQ but for the last units; 0 for a grid. wide: dk
+    and dv are fp32, and leave from registers.
     """
     assert why_not_over_keys(problem, schedule, summed) is None, "plan/choice.py asks first"
     assert not at_once or (with_dq and backward_persists(problem, tile)), "default tiles ask first"
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
     blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once)
-    form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors)
+    form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
     parameters = sizes.declare(
-        attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent)
+        attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent, wide=wide)
     )
     return build("backward", parameters, bind(run_items if form.persistent else run_item, form))
 

@@ -52,15 +52,16 @@ from attention_engine.plan.forms import Tile
 
 def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
-    summed: CustomSums = NOTHING,
+    summed: CustomSums = NOTHING, wide: bool = False,
 ) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., dk, dv, [workspace], custom sums...).
 
+    wide: dk and dv are fp32.
     custom sums: key_sum (batch, heads or key heads, keys), diagonal (batch, heads, strips, queries + keys), where entry
     query - key + keys - 1 is a diagonal's, and d_custom, like the custom inputs.
     """
     sizes = Sizes(problem)
-    parameters = sizes.declare(attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed))
+    parameters = sizes.declare(attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, wide=wide))
     kernel = _OverKeys(problem, schedule, rows, tile, sizes, summed, with_dq, vectors)
     return build("backward", parameters, kernel.run)
 

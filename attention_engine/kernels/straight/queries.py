@@ -45,14 +45,16 @@ from attention_engine.plan.forms import Tile
 
 def backward_queries(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, summed: tuple[Expr, ...], tile: Tile,
-    row_pad: int, with_dq: bool = True,
+    row_pad: int, with_dq: bool = True, wide: bool = False,
 ) -> Any:  # fmt: skip
-    """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., [dq], sums...).
+    """The PrimFunc: (q, k, v, custom..., [tile_lists], do, rows..., [dq], sums...). wide: dq is fp32.
 
     sums: fp32 (batch, heads, queries), the row sums of the expressions `summed` over kept pairs. row_pad: of the rows.
     """
     sizes = Sizes(problem)
-    parameters = sizes.declare(attention_buffers.over_queries(problem, schedule, rows, summed, tile, row_pad, with_dq))
+    parameters = sizes.declare(
+        attention_buffers.over_queries(problem, schedule, rows, summed, tile, row_pad, with_dq, wide=wide)
+    )
     kernel = _OverQueries(problem, schedule, rows, tile, sizes, summed, with_dq)
     return build("backward_queries" if with_dq else "exact_delta", parameters, kernel.run)
 

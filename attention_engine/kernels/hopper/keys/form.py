@@ -30,7 +30,7 @@ class KeyForm(Form):
     """A problem, its maths in order, the tile, and the walks of blocks; what the parts of a kernel ask of them.
 
     rows: the rows of numbers that pairs read. summed: the sums that make gradients of custom inputs. with_dq: do blocks
-    add to dQ? vectors: are four sums of dQ added at once?
+    add to dQ? vectors: are four sums of dQ added at once? wide: are dK and dV fp32?
     """
 
     problem: Problem
@@ -43,6 +43,7 @@ class KeyForm(Form):
     summed: CustomSums
     with_dq: bool
     vectors: bool
+    wide: bool = False
 
     @cached_property
     def persistent(self) -> bool:

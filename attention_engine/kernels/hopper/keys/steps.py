@@ -230,23 +230,27 @@ def finish_results(work: Work) -> None:
 
 @T.macro
 def store(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem) -> None:
-    """dK and dV leave by the tiles of keys and values."""
+    """dK and dV leave: by the tiles of keys and values, or in fp32 from registers."""
     k, v, tile, results = memory.keys.tile, memory.values.tile, form.tile, memory.results
     batch, kv_head, thread = item.batch, item.kv_head, T.get_thread_binding()
     kv0 = item.block * tile.kv
     T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more, nor adds to dQ
     if form.with_dq and thread == GROUP:
         T.barrier_arrive(memory.added[item.round.items % NOTES])
-    T.copy(results.dv, v)
-    T.copy(results.dk, k)
-    T.fence_proxy_async()
-    if form.persistent:
-        leave_by_groups(v, buffers["dv"], item, tile)
-        leave_by_groups(k, buffers["dk"], item, tile)
-        arrive_when_read(thread, [(memory.values.empty, 0), (memory.keys.empty, 0)])
+    if form.wide:
+        T.copy(results.dv, window(buffers["dv"], batch, kv_head, kv0, tile.kv, form.dim_v))
+        T.copy(results.dk, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
     else:
-        T.sync_threads(COMPUTE, tile.threads)
-        T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, form.dim_v))
-        T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
-        if thread % GROUP == 0:
-            T.tma_store_wait(0)  # has read: the memory may go
+        T.copy(results.dv, v)
+        T.copy(results.dk, k)
+        T.fence_proxy_async()
+        if form.persistent:
+            leave_by_groups(v, buffers["dv"], item, tile)
+            leave_by_groups(k, buffers["dk"], item, tile)
+            arrive_when_read(thread, [(memory.values.empty, 0), (memory.keys.empty, 0)])
+        else:
+            T.sync_threads(COMPUTE, tile.threads)
+            T.copy(v, window(buffers["dv"], batch, kv_head, kv0, tile.kv, form.dim_v))
+            T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
+            if thread % GROUP == 0:
+                T.tma_store_wait(0)  # has read: the memory may go
