@@ -46,8 +46,8 @@ class QueryTiles:
     """
 
     def __init__(self, problem: Problem, tile: Tile, others: int = 0, unfinished: bool = False) -> None:
-        """others: how many warps beside those that compute read notes, and hand their tiles back. unfinished: the output
-        leaves in fp32, and so from registers."""
+        """others: how many warps beside those that compute read notes, and hand their tiles back. unfinished: is
+        the output stored in fp32, and so from registers?"""
         dim, dim_v = padded(problem.dim), padded(problem.dim_v)
         self.tile, self.dim, self.dim_v, self.groups = tile, dim, dim_v, tile.threads // GROUP
         room = tile.persistent and output_fits(problem, tile) and not unfinished
