@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TIMEOUT = 600.0  # for a machine that does much else
+AFTER_A_FAILURE = 20.0
 
 
 def run_ranks(size: int, work: Callable[[DeviceMesh], Any]) -> list[Any]:
@@ -26,14 +28,21 @@ def run_ranks(size: int, work: Callable[[DeviceMesh], Any]) -> list[Any]:
     started = [context.Process(target=_run, args=(rank, size, port, work, found)) for rank in range(size)]
     for process in started:
         process.start()
+    results: dict[int, Any] = {}
     try:
-        results = dict(found.get(timeout=TIMEOUT) for _ in started)
+        for _ in started:  # those that wait for a rank which raised send nothing more
+            failed = any(text for text, _ in results.values())
+            rank, result = found.get(timeout=AFTER_A_FAILURE if failed else TIMEOUT)
+            results[rank] = result
+    except queue.Empty:
+        pass
     finally:
         for process in started:
             process.join(5)
             process.kill()
     failed = [text for _, text in sorted((r, text) for r, (text, _) in results.items()) if text]
     assert not failed, "\n".join(failed)
+    assert len(results) == size, f"only ranks {sorted(results)} came to an end within {TIMEOUT} s"
     return [results[rank][1] for rank in range(size)]
 
 

@@ -267,7 +267,8 @@ def of_last(finish):
 
 
 def own_alone(added):
-    return lambda ring, mine, sums: added(ring, mine, None)
+    """What comes is waited for, as its memory is in use till then, and forgotten."""
+    return lambda ring, mine, sums: added(ring, mine, None if sums is None else sums.wait() and None)
 
 
 def with_rows(of_block):
