@@ -17,7 +17,7 @@ from attention_engine.ir.program import DELTA, Q_IDX, B, Backward, H, final_grad
 from attention_engine.reference.dense import attend_backward, compute_dtype
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.runtime.attention_op import PairAttention
-from attention_engine.runtime.launch import ProgramKernels
+from attention_engine.runtime.program_kernels import ProgramKernels
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class BlockGradients:
         """Of an attention whose backward pass was derived. wanted: the custom inputs that want gradients."""
         of_rows = attention.maths.wanting(wanted).backward
         assert of_rows is not None and attention.maths.backward is not None
-        backward, program_kernels, known = replace(attention.maths.backward, row_gradients=()), None, attention.program_kernels
+        backward, program_kernels = replace(attention.maths.backward, row_gradients=()), None
+        known = attention.program_kernels
         if known is not None:
             maths = replace(attention.maths, backward=backward, in_blocks=True)
             program_kernels = ProgramKernels(maths, attention.specs, known.interpret, device, deterministic)

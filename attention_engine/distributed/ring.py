@@ -27,8 +27,8 @@ from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.merge import join_parts, merge_parts
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import find
-from attention_engine.runtime.launch import ProgramKernels
 from attention_engine.runtime.parted import PartRunner
+from attention_engine.runtime.program_kernels import ProgramKernels
 
 Given = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # q, k, v, and what comes behind them
 MOST_PARTS = 4  # of a row that wait to be joined
@@ -49,17 +49,17 @@ class RingAttention:
         attention = find(key, PairAttention)
         if attention.trained is not None and wanted is not None:
             return None
-        maths, interpret = attention.maths, attention.program_kernels is not None and attention.program_kernels.interpret
-        if wanted is not None and not _goes_block_by_block(maths, wanted, attention.program_kernels is not None):
+        maths, known = attention.maths, attention.program_kernels
+        if wanted is not None and not _goes_block_by_block(maths, wanted, known is not None):
             return None
         try:
             merge = derive_merge(maths.program.returning(maths.forward_schedule.rows))
         except NoMerge:
             return None
         program_kernels = None
-        if attention.program_kernels is not None:
+        if known is not None:
             part = analyse_part(merge.part_program)
-            program_kernels = ProgramKernels(part, attention.specs, interpret, device, deterministic)
+            program_kernels = ProgramKernels(part, attention.specs, known.interpret, device, deterministic)
         gradients = None if wanted is None else BlockGradients.of(attention, wanted, device, deterministic)
         return RingAttention(attention, PartRunner(merge, attention.specs, program_kernels), gradients)
 
