@@ -30,6 +30,7 @@ from attention_engine.codegen.patches import PATCHES, ended_reads, patched, prin
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from tests.codegen import flash  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
+from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -218,7 +219,8 @@ def test_every_change_of_ours_names_its_proof_here():
     folder = Path(patches.__file__).parent
     no_changes = {"__init__", "scope", "declarations", "kept_macros", "collector"}
     modules = {path.stem for path in folder.glob("*.py")} - no_changes
-    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs", "ended_reads", "headers"}
+    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs", "ended_reads", "headers",
+                       "host_code"}  # fmt: skip
     found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
 
@@ -254,6 +256,15 @@ def test_tilelang_prints_what_our_rules_rewrite(rule):
 
 def test_tilelang_includes_more_than_a_kernel_needs():
     assert "#include <tl_templates/cuda/scan.h>" in theirs() and "cumsum" not in theirs().lower()
+
+
+@needs_compilers
+def test_tilelang_compiles_host_code_last(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    started, target = watched(monkeypatch), {"kind": "cuda", "arch": "sm_90a"}
+    tilelang.compile(flash.largest_scores(keys=80), target=target, execution_backend="tvm_ffi")
+    assert ["--cubin" in words for words in started] == [True, False]
+    assert {"lib0.c", "devc.c"} <= set(started[-1])
 
 
 def test_tilelang_rewrites_a_macro_each_time_that_it_is_defined(monkeypatch):
