@@ -37,8 +37,9 @@ class GPT(nn.Module):
         self.last = nn.LayerNorm(width)
         self.apply(start)
 
-    def forward(self, tokens):
-        x = self.bytes(tokens) + self.places.weight[: tokens.shape[1]]
+    def forward(self, tokens, places=None):
+        """places: where the tokens stand in their sequence, of a part of it."""
+        x = self.bytes(tokens) + (self.places.weight[: tokens.shape[1]] if places is None else self.places(places))
         return functional.linear(self.last(self.blocks(x)), self.bytes.weight)
 
     @torch.no_grad()
