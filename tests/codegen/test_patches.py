@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import json
 import logging
+import random
 import re
 import subprocess
 import sys
@@ -21,12 +22,12 @@ import tilelang.language as T  # noqa: E402
 import tvm_ffi  # noqa: E402
 from tilelang import tvm  # noqa: E402
 from tilelang.language.eager import builder, utils  # noqa: E402
-from tvm import tirx  # noqa: E402
+from tvm import ir, tirx  # noqa: E402
 
 from attention_engine import arch  # noqa: E402
 from attention_engine.codegen import patches  # noqa: E402
 from attention_engine.codegen.compile import lower_kernel  # noqa: E402
-from attention_engine.codegen.patches import PATCHES, ended_reads, patched, printed, proofs, quiet  # noqa: E402
+from attention_engine.codegen.patches import PATCHES, ended_reads, patched, printed, proofs, quiet, shared_names  # noqa: E402
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from tests.codegen import flash  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
@@ -220,7 +221,7 @@ def test_every_change_of_ours_names_its_proof_here():
     no_changes = {"__init__", "scope", "declarations", "kept_macros", "collector"}
     modules = {path.stem for path in folder.glob("*.py")} - no_changes
     assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs", "ended_reads", "headers",
-                       "host_code"}  # fmt: skip
+                       "host_code", "shared_names"}  # fmt: skip
     found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
 
@@ -334,6 +335,41 @@ def test_tilelang_gives_tiles_back_before_reads_have_ended():
     kernel = flash.weighted_sums()
     assert tiles_given_back_unfenced(by_tilelang(kernel, "sm_90a")) == ["weights"]
     assert tiles_given_back_unfenced(lower_kernel(kernel, arch.H100()).cuda) == []
+
+
+def equal_tiles(among: int, alignment: int | None = None):
+    """Eight tiles of one name and size, used by some threads; which of many variables they are, `among` chooses."""
+    in_shared, x = ir.PointerType(ir.PrimType("float32"), "shared.dyn"), tirx.Var("threadIdx.x", "int32")
+    variables = random.Random(among).sample([tirx.Var("tile", in_shared) for _ in range(200)], 8)
+    tiles = [tirx.decl_buffer((8,), "float32", "tile", data=data, scope="shared.dyn") for data in variables]
+    used = [tirx.BufferStore(tile, tirx.FloatImm("float32", float(n)), [x]) for n, tile in enumerate(tiles)]
+    body = tirx.SeqStmt([*map(tirx.AllocBuffer, tiles), tirx.IfThenElse(x < 8, tirx.SeqStmt(used), None)])
+    threads = tirx.AttrStmt(tirx.IterVar((0, 32), x, 1, "threadIdx.x"), "thread_extent", 32, body)
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+    function = tirx.PrimFunc([], threads).with_attr("target", target)
+    return function if alignment is None else function.with_attr(shared_names.ALIGNMENTS, {"tile": alignment})
+
+
+def laid_out(function):
+    with function.attrs["target"]:
+        return tilelang.transform.MergeSharedMemoryAllocations()(tvm.IRModule({"main": function}))["main"]
+
+
+def test_tilelang_lays_out_tiles_of_one_name_by_address():
+    """By ours, by where the kernel declares them: each tile then follows the one before."""
+    assert len({laid_out(equal_tiles(among)).script() for among in range(6)}) > 1
+    with patched():
+        (text,) = {laid_out(equal_tiles(among)).script() for among in range(6)}
+    places = dict(re.findall(r"(\w+): T.handle.* = T.handle_add_byte_offset\(buf_dyn_shmem.data, (\d+)\)", text))
+    data = dict(re.findall(r"(\w+) = T.Buffer\(.*data=(\w+),", text))
+    written = [places[data[name]] for name in re.findall(r"(\w+)\[threadIdx_x\] = T.float32", text)]
+    assert written == [str(32 * number) for number in range(8)]
+
+
+def test_a_tile_with_a_name_of_its_own_keeps_its_alignment():
+    with patched():
+        text = laid_out(equal_tiles(0, 128)).script()
+    assert re.findall(r"buf_dyn_shmem.data, (\d+)\)", text) == [str(128 * number) for number in range(8)]
 
 
 @pytest.mark.slow

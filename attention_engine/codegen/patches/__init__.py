@@ -4,11 +4,20 @@ All tracing and compiling of kernels goes through `patched`. Who else uses TileL
 later, finds it as it is.
 """
 
-from attention_engine.codegen.patches import fences, headers, host_code, printed, quiet, remembered, wait_groups
+from attention_engine.codegen.patches import (
+    fences,
+    headers,
+    host_code,
+    printed,
+    quiet,
+    remembered,
+    shared_names,
+    wait_groups,
+)
 from attention_engine.codegen.patches.scope import Patch, Scope
 
 PATCHES: tuple[Patch, ...] = (
-    remembered.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH, headers.PATCH,
+    remembered.PATCH, shared_names.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH, headers.PATCH,
     host_code.PATCH,
 )  # fmt: skip
 patched = Scope(PATCHES)
