@@ -35,6 +35,14 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))}?" if shown else ""
 
 
+def as_given(value: object) -> str:
+    """A value as messages show what was found: one line of its repr, at most 80 characters; a tensor by its shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    line, *more = repr(value).splitlines()
+    return f"{line[:77]}..." if more or len(line) > 80 else line
+
+
 def message_of(error: AttentionEngineError) -> str:
     """The error as a traceback ends with it: its class, what it says, and its notes."""
     return "\n".join([f"{type(error).__name__}: {error}", *error.__notes__])

@@ -19,7 +19,7 @@ from attention_engine.distributed.methods import METHODS, PAIRS, Call, Split, at
 from attention_engine.distributed.placements import Placement, placements
 from attention_engine.distributed.ring import RingAttention
 from attention_engine.distributed.states import attend_by_states
-from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption
+from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption, as_given
 from attention_engine.ir.program import H
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.starts import Dimension, own_rows
@@ -79,10 +79,10 @@ class ContextParallel(torch.nn.Module):
         methods = METHODS_OF[linear, mesh.ndim]
         if (tuple(method) if isinstance(method, list) else method) not in methods:
             of = f"{type(engine).__name__} on a mesh of {mesh.ndim}"
-            raise UnknownOption(f"method is {method!r}. Choose {', '.join(map(repr, methods))} for {of}.")
+            raise UnknownOption(f"method is {as_given(method)}. Choose {', '.join(map(repr, methods))} for {of}.")
         if not isinstance(balance, Layout) and balance not in ("auto", *BALANCES):
             known = ", ".join(map(repr, ("auto", *BALANCES)))
-            raise UnknownOption(f"balance is {balance!r}. Choose {known}, or give a Layout.")
+            raise UnknownOption(f"balance is {as_given(balance)}. Choose {known}, or give a Layout.")
         if not linear and engine.block_mask is not None:
             raise OptionsClash(
                 "the engine has a block_mask that is a tensor, which can't be split.\n"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attention_engine.errors import BadInput, NotAFunction, NotYetSupported, WrongArity
+from attention_engine.errors import BadInput, NotAFunction, NotYetSupported, WrongArity, as_given
 from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.tracing import place_of
 from attention_engine.runtime import masks
@@ -178,10 +178,10 @@ class BlockMask:
             if isinstance(at, int):
                 at = slice(at % size, at % size + 1) if -size <= at < size else slice(size, size)
             if not isinstance(at, slice) or at.step not in (None, 1):
-                raise NotYetSupported(f"a BlockMask is indexed by {at!r}. Give ints, or slices without a step.")
+                raise NotYetSupported(f"a BlockMask is indexed by {as_given(at)}. Give ints, or slices without a step.")
             start, stop, _ = at.indices(size)
             if stop <= start:
-                raise BadInput(f"a BlockMask of shape {self.shape} is indexed by {index!r}, where nothing is.")
+                raise BadInput(f"a BlockMask of shape {self.shape} is indexed by {as_given(index)}, where nothing is.")
             first.append(start)
             last.append(stop)
         block = self.BLOCK_SIZE[0]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from attention_engine.errors import UnknownOption, did_you_mean
+from attention_engine.errors import UnknownOption, as_given, did_you_mean
 from attention_engine.runtime.inputs import check_options
 
 
@@ -47,7 +47,7 @@ def _read(items: tuple[tuple[str, Any, type], ...]) -> Options:
     backend, deterministic = given.get("backend", "auto"), given.get("deterministic", False)
     check_options(backend, "bhsd", None, None, (1, 1))
     if not isinstance(deterministic, bool):
-        raise UnknownOption(f"kernel_options['deterministic'] is {deterministic!r}. Give True or False.")
+        raise UnknownOption(f"kernel_options['deterministic'] is {as_given(deterministic)}. Give True or False.")
     return Options(backend, deterministic)
 
 
@@ -67,8 +67,8 @@ def _check(name: str, value: object) -> None:
         raise UnknownOption(f"{found} is for FlexAttention's Triton kernels. Leave it out.")
     if name == "BACKEND":
         raise UnknownOption(
-            f'{found} is {value!r}, one of FlexAttention\'s kernels. Leave it out, or give "AUTO". Which of this '
-            'package\'s backends runs is kernel_options={"backend": "reference"}.'
+            f'{found} is {as_given(value)}, one of FlexAttention\'s kernels. Leave it out, or give "AUTO". '
+            'Which of this package\'s backends runs is kernel_options={"backend": "reference"}.'
         )
     known = [*OURS, *HOLDS_ANYWAY, "BACKEND"]
     raise UnknownOption(f"{found} is unknown.{did_you_mean(name, known)} Choose {', '.join(map(repr, sorted(known)))}.")

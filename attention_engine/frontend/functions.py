@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from attention_engine.errors import UnsupportedOperation
+from attention_engine.errors import UnsupportedOperation, as_given
 from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.symbols import (
     Symbol,
@@ -142,7 +142,9 @@ def _gelu(a: object, approximate: str = "none") -> Symbol:
             inner = math.sqrt(2.0 / math.pi) * (value + 0.044715 * value * value * value)
             return 0.5 * value * (1.0 + TANH(inner))
         case _:
-            raise UnsupportedOperation(f"{where_from()}gelu's approximate is {approximate!r}. Choose 'none' or 'tanh'.")
+            raise UnsupportedOperation(
+                f"{where_from()}gelu's approximate is {as_given(approximate)}. Choose 'none' or 'tanh'."
+            )
 
 
 def _elu(a: object, alpha: float = 1.0, inplace: bool = False) -> Symbol:

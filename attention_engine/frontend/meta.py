@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attention_engine.errors import BadMeta, HeadDimsDiffer, HeadsDoNotGroup
+from attention_engine.errors import BadMeta, HeadDimsDiffer, HeadsDoNotGroup, as_given
 
 Length = int | str | None
 Lengths = tuple[int, int, int]  # batch, queries, keys
@@ -52,7 +52,8 @@ def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any 
     for name, value in (("heads", heads), ("dim", dim)):
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise BadMeta(
-                f"meta_tensor: {name} is {value!r}. Give a positive int: meta_tensor(batch, heads, length, dim)."
+                f"meta_tensor: {name} is {as_given(value)}. "
+                "Give a positive int: meta_tensor(batch, heads, length, dim)."
             )
     for name, hint in (("batch", batch), ("length", length)):
         if isinstance(hint, int) and hint < 0:
@@ -110,7 +111,7 @@ def _check_share(many: str, count: int, few: str, number: int) -> None:
 def check_linear_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     """q, k and v of a linear attention: v's heads are the heads, and those of q and of k divide them."""
     if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
-        raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
+        raise BadMeta(f"qkv_meta is {as_given(metas)}. Give three descriptions: (meta_tensor(...),) * 3.")
     q, k, v = metas
     check_linear_heads(*((m.heads, m.dim) for m in metas))
     if len({m.length for m in metas if isinstance(m.length, int)}) > 1:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attention_engine.errors import BadInitialValue
+from attention_engine.errors import BadInitialValue, as_given
 from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor
 
@@ -28,7 +28,7 @@ class Var:
             self.value = math.nan
         if math.isnan(self.value):
             raise BadInitialValue(
-                f"{where_from()}Var({value!r}) is no number. Write Var('-inf'), Var('0.0') or Var(1.0)."
+                f"{where_from()}Var({as_given(value)}) is no number. Write Var('-inf'), Var('0.0') or Var(1.0)."
             )
 
     def __repr__(self) -> str:

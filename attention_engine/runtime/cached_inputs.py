@@ -18,6 +18,7 @@ from attention_engine.errors import (
     WrongCache,
     WrongDtype,
     WrongRank,
+    as_given,
 )
 from attention_engine.frontend.meta import DTYPES, Meta
 from attention_engine.plan.cached import MOST_PARTS
@@ -105,8 +106,8 @@ def check_parts(parts: object) -> None:
     if parts is None or (whole and 1 <= parts <= MOST_PARTS):  # type: ignore[operator] # whole says that it is a number
         return
     raise UnknownOption(
-        f"num_splits is {parts!r}. Give 1 to {MOST_PARTS}, or None: chosen from the shapes. With a number a request's "
-        "bits don't depend on its neighbours."
+        f"num_splits is {as_given(parts)}. Give 1 to {MOST_PARTS}, or None: chosen from the shapes. "
+        "With a number a request's bits don't depend on its neighbours."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention_engine.errors import UnknownOption
+from attention_engine.errors import UnknownOption, as_given
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.chance import MOST_SEED
 from attention_engine.passes.drop_weights import SEED
@@ -17,7 +17,9 @@ def check_probability(probability: object) -> float:
     """UnknownOption unless it is a number from 0 up to, but not, 1."""
     number = isinstance(probability, (int, float)) and not isinstance(probability, bool)
     if not number or not 0 <= probability < 1:  # type: ignore[operator]
-        raise UnknownOption(f"dropout_p is {probability!r}. Give a number from 0 up to, but not including, 1: 0.1.")
+        raise UnknownOption(
+            f"dropout_p is {as_given(probability)}. Give a number from 0 up to, but not including, 1: 0.1."
+        )
     return float(probability)  # type: ignore[arg-type]
 
 
@@ -31,7 +33,9 @@ def check_seed(seed: object) -> None:
     elif seed is not None and (
         isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)) or not 0 <= seed <= MOST_SEED
     ):
-        raise UnknownOption(f"dropout_seed is {seed!r}. Give an integer from 0 to 2^63 - 1, or a tensor of one.")
+        raise UnknownOption(
+            f"dropout_seed is {as_given(seed)}. Give an integer from 0 to 2^63 - 1, or a tensor of one."
+        )
 
 
 def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch, detect
 from attention_engine.compiler import Kernel
-from attention_engine.errors import NoDevice, SizesUnknown, UnknownOption
+from attention_engine.errors import NoDevice, SizesUnknown, UnknownOption, as_given
 from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.frames import briefly
@@ -234,7 +234,7 @@ def device_to_show(engine: Engine, form: str) -> Arch | None:
     """The GPU whose kernels are shown as "tilelang" or "cuda": the engine's, else this machine's; None: the
     interpreter's. Raises UnknownOption, NoDevice."""
     if form not in ("tilelang", "cuda"):
-        raise UnknownOption(f'form is {form!r}. Choose "tilelang" or "cuda".')
+        raise UnknownOption(f'form is {as_given(form)}. Choose "tilelang" or "cuda".')
     if (found := gpu_of(engine)) is not None:
         return found
     if form == "cuda":
@@ -248,5 +248,5 @@ def device_to_show(engine: Engine, form: str) -> Arch | None:
 def kernel_of(kernels: Mapping[str, Kernel], name: str) -> Kernel:
     """The kernel of this name; UnknownOption where there is none."""
     if name not in kernels:
-        raise UnknownOption(f"no kernel is called {name!r}. Choose {', '.join(map(repr, kernels))}.")
+        raise UnknownOption(f"no kernel is called {as_given(name)}. Choose {', '.join(map(repr, kernels))}.")
     return kernels[name]

@@ -33,6 +33,7 @@ from attention_engine.errors import (
     WrongHeads,
     WrongRank,
     WrongResult,
+    as_given,
     did_you_mean,
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
@@ -52,22 +53,23 @@ def check_options(backend: str, layout: str, mask_value: object, device: object,
     """Options whose values are few; UnknownOption for another."""
     if backend not in BACKENDS:
         raise UnknownOption(
-            f"backend is {backend!r}.{did_you_mean(backend, BACKENDS)} Choose {', '.join(map(repr, BACKENDS))}."
+            f"backend is {as_given(backend)}.{did_you_mean(backend, BACKENDS)} Choose {', '.join(map(repr, BACKENDS))}."
         )
     if layout not in ORDERS:
         known = " or ".join(f'"{name}" {order}' for name, order in ORDERS.items())
-        raise UnknownOption(f"layout is {layout!r}.{did_you_mean(layout, ORDERS)} Choose {known}.")
+        raise UnknownOption(f"layout is {as_given(layout)}.{did_you_mean(layout, ORDERS)} Choose {known}.")
     if mask_value not in (None, "-inf", "0"):
         raise UnknownOption(
-            f'mask_value is {mask_value!r}. Choose "-inf" or "0"; both mean that a masked pair is left out.'
+            f'mask_value is {as_given(mask_value)}. Choose "-inf" or "0"; both mean that a masked pair is left out.'
         )
     if device is not None and not isinstance(device, Arch):
         raise UnknownOption(
-            f"device is {device!r}. Give an architecture, attention_engine.arch.H100(), or None for the tensors' own."
+            f"device is {as_given(device)}. "
+            "Give an architecture, attention_engine.arch.H100(), or None for the tensors' own."
         )
     sizes = block_size if isinstance(block_size, (tuple, list)) else ()
     if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise UnknownOption(f"block_size is {block_size!r}. Give (queries, keys) of a block: (128, 128).")
+        raise UnknownOption(f"block_size is {as_given(block_size)}. Give (queries, keys) of a block: (128, 128).")
 
 
 def check_scale(scale: object) -> None:
@@ -75,7 +77,8 @@ def check_scale(scale: object) -> None:
     if scale is None or (isinstance(scale, numbers.Real) and not isinstance(scale, bool) and math.isfinite(scale)):
         return
     raise UnknownOption(
-        f"scale is {scale!r}. Give a finite number, as 64 ** -0.5, or None: dim ** -0.5 where there is no score_mod.\n"
+        f"scale is {as_given(scale)}. "
+        "Give a finite number, as 64 ** -0.5, or None: dim ** -0.5 where there is no score_mod.\n"
         "  A learned scale belongs in score_mod: score * temperature."
     )
 
@@ -86,7 +89,7 @@ def check_tuning(backend: str, **options: object) -> None:
         kind = bool if name in ("tune", "tune_bwd") else (str, os.PathLike, type(None))
         if not isinstance(value, kind):
             way_out = "True or False" if kind is bool else "the path of a JSON file, or None"
-            raise UnknownOption(f"{name} is {value!r}. Give {way_out}.")
+            raise UnknownOption(f"{name} is {as_given(value)}. Give {way_out}.")
         if value is True and backend == "reference":
             raise UnknownOption(f'{name}=True with backend="reference", which has no tiles. Leave one of them out.')
 
@@ -139,8 +142,7 @@ def check_type(name: str, value: object, kind: type, optional: bool = False) -> 
     if isinstance(value, kind) or (optional and value is None):
         return
     hint = f" (is it missing brackets: {value.__name__}()?)" if isinstance(value, type) else ""
-    shown, *more = repr(value).splitlines()
-    raise UnknownOption(f"{name} is {shown}{'...' if more else ''}. Give an instance of {kind.__name__}{hint}.")
+    raise UnknownOption(f"{name} is {as_given(value)}. Give an instance of {kind.__name__}{hint}.")
 
 
 def type_of(tensor: Tensor) -> Type:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attention_engine.arch import Arch, detect
 from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, compile_all
-from attention_engine.errors import UnknownOption
+from attention_engine.errors import UnknownOption, as_given
 from attention_engine.frontend.signatures import DecayOf, Form
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.runtime.arguments import as_parameter
@@ -161,7 +161,7 @@ class LinearShown(Engine):
     def _asked_of(self, device: Arch | None, per: str | None, given: Sequence[Tensor] = ()) -> LinearAsked:
         """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
         if per not in RANKS:
-            raise UnknownOption(f"decay is {per!r}. Choose 'token', 'channel' or None.")
+            raise UnknownOption(f"decay is {as_given(per)}. Choose 'token', 'channel' or None.")
         place, held = torch.device("meta"), tensors_now(self._captured)
         metas = self._metas()
         dtype = getattr(torch, metas[0].dtype_name)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from attention_engine.errors import OptionsClash, UnknownArgument, UnknownOption, did_you_mean
+from attention_engine.errors import OptionsClash, UnknownArgument, UnknownOption, as_given, did_you_mean
 from attention_engine.frontend.custom_io import CustomIO
 
 Self = TypeVar("Self")
@@ -63,11 +63,11 @@ def declared(custom_io: Any, functions: Iterable[str]) -> CustomIO:
         return custom_io
     if isinstance(custom_io, type):
         raise UnknownOption(
-            f"custom_io is {custom_io!r}. Give an instance of CustomIO (is it missing brackets: "
+            f"custom_io is {as_given(custom_io)}. Give an instance of CustomIO (is it missing brackets: "
             f"{custom_io.__name__}()?)."
         )
     if callable(custom_io):
         shown, places = getattr(custom_io, "__qualname__", repr(custom_io)), ", ".join(f"{n}=..." for n in functions)
         raise UnknownOption(f"custom_io is {shown}, a function. Give functions by name: {places}")
     way_out = f"Write CustomIO({custom_io!r})." if isinstance(custom_io, dict) else "Give an instance of CustomIO."
-    raise UnknownOption(f"custom_io is {custom_io!r}. {way_out}")
+    raise UnknownOption(f"custom_io is {as_given(custom_io)}. {way_out}")

@@ -23,6 +23,7 @@ from attention_engine.errors import (
     UnknownOption,
     WrongRank,
     WrongSequences,
+    as_given,
 )
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.packing import SEQUENCES, TABLES, Packing
@@ -39,7 +40,8 @@ def packing_of(packed: str | None) -> Packing | None:
         return None
     if packed not in ("alike", "unlike"):
         raise UnknownOption(
-            f'packed is {packed!r}. Choose "alike", where queries and keys have the same cu_seqlens, "unlike", or None.'
+            f"packed is {as_given(packed)}. "
+            'Choose "alike", where queries and keys have the same cu_seqlens, "unlike", or None.'
         )
     return Packing[packed.upper()]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attention_engine import library
-from attention_engine.errors import UnknownOption
+from attention_engine.errors import UnknownOption, as_given
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.signatures import DeclaredAxis
 from attention_engine.runtime.module import AttentionEngine
@@ -22,7 +22,9 @@ Reach = tuple[int | None, int | None]  # keys to the left and to the right; None
 def reach_of(window: Window, causal: bool) -> Reach:
     """flash-attn's window_size and causal. Raises UnknownOption."""
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(isinstance(n, int) for n in window):
-        raise UnknownOption(f"window_size is {window!r}. Give two numbers of keys, (left, right); -1 is any number.")
+        raise UnknownOption(
+            f"window_size is {as_given(window)}. Give two numbers of keys, (left, right); -1 is any number."
+        )
     left, right = (None if n < 0 else n for n in window)
     return left, 0 if causal else right
 

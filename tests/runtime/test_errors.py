@@ -228,6 +228,14 @@ def test_the_layout_is_named_in_its_order():
     assert said(WrongRank, engine, Q[0], K, V) == "q has 3 dimensions, (11, 4, 16). Give (batch, heads, length, dim)."
 
 
+def test_what_was_found_is_shown_in_one_line():
+    engine = build()
+    assert said(UnknownOption, engine.explain, torch.zeros(2, 3)).startswith(
+        "packed is a tensor of shape (2, 3) and torch.float32. Choose"
+    )
+    assert said(UnknownOption, build, backend="cuda" * 99).startswith(f"backend is 'cuda{'cuda' * 18}.... Choose")
+
+
 def test_lengths_that_kernels_cannot_count_are_refused():
     q, k, v = (t[:1, :1].expand(1, 2**26 + 1, *t.shape[2:]) for t in (Q, K, V))
     message = "a length is 67108865, and kernels count to 67108864 (2^26).\n" \
