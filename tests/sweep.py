@@ -2,9 +2,9 @@
 
     python -m tests.sweep --arch H100 --part 3/8 -n 2
 
-A program that the constructor accepts must compile for every architecture. One line for each problem that does not,
-then how many had each outcome, and the slowest. `--lower` stops before nvcc, in seconds a
-problem instead of a minute; `--only TEXT` takes the problems whose name holds it; `--list` names them.
+A program that the constructor accepts must compile for every architecture. One line for each problem that does not
+(`--each`: for each problem, as it ends), then how many had each outcome, and the slowest. `--lower` stops before nvcc,
+in seconds a problem instead of a minute; `--only TEXT` takes the problems whose name holds it; `--list` names them.
 """
 
 from __future__ import annotations
@@ -123,18 +123,40 @@ def sweep(chosen: list[Job], arch_name: str, workers: int, lower: bool, limit: i
             yield chosen[number], *answer
 
 
-def main() -> int:
+def processes(text: str) -> int:
+    """How many processes, as the command line says it."""
+    if not text.strip().removeprefix("-").isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is a number of processes, of 1 or more; it was {text!r}.")
+    return int(text)
+
+
+def part(text: str) -> slice:
+    """The problems of the Kth of N parts, of a text K/N."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"it is K/N, the Kth of N parts, K from 1 to N; it was {text!r}.")
+    return slice(int(number) - 1, None, int(of))
+
+
+def read_arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="H100", help="of attention_engine.arch")
-    parser.add_argument("--part", default="1/1", metavar="K/N", help="the Kth of N parts, from 1")
-    parser.add_argument("-n", type=int, default=worker_count(64), help="processes; default: as many as cores serve")
+    parser.add_argument("--part", type=part, default="1/1", metavar="K/N", help="the Kth of N parts, from 1")
+    parser.add_argument(
+        "-n", type=processes, default=worker_count(64), help="processes; default: as many as cores serve"
+    )
     parser.add_argument("--lower", action="store_true", help="without nvcc")
     parser.add_argument("--limit", type=int, default=60, help="seconds of a core for each kernel (default 60)")
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name holds this")
+    parser.add_argument("--each", action="store_true", help="a line for each problem, as it ends")
     parser.add_argument("--list", action="store_true", help="name the problems, compile nothing")
-    args = parser.parse_args()
-    part, of = map(int, args.part.split("/"))
-    chosen = [job for job in jobs() if args.only in str(job)][part - 1 :: of]
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = read_arguments()
+    chosen = [job for job in jobs() if args.only in str(job)][args.part]
     if args.list:
         print(*chosen, sep="\n")
         return 0
@@ -145,8 +167,8 @@ def main() -> int:
         kind = outcome.split(":")[0].split(" in ")[0]
         outcomes[kind] += 1
         times.append((seconds, job))
-        if kind != "ok":
-            print(f"{job}: {outcome}", flush=True)
+        if args.each or kind != "ok":
+            print(f"{job}: {outcome}" + (f", {seconds:.0f} s of a core" if args.each else ""), flush=True)
     print(f"{args.arch}, {len(chosen)} problems in {time.perf_counter() - started:.0f} s:", dict(outcomes))
     for seconds, job in sorted(times, key=lambda timed: -timed[0])[:3]:
         print(f"  {seconds:.0f} s of a core: {job}")
