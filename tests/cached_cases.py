@@ -347,12 +347,13 @@ def plain_rows(
     return {name: torch.stack(values) for name, values in found.items()}
 
 
-def errors(
-    name: str, shape: Shape, dtype: torch.dtype, backend: str = "auto", parts: int | None = None, device: str = "cpu"
-) -> list[plain.Error]:  # fmt: skip
-    """The errors of an attention, held to the rule."""
+Given = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]  # q and the caches, and custom inputs
+
+
+def inputs(name: str, shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Given:
+    """The tensors of an attention; keys lie one after the other, those behind a length too."""
     case = CASES[name]
-    torch.manual_seed(len(name) + shape.queries)
+    torch.manual_seed(len(name) + shape.queries + seed)
     batch, most = len(shape.lengths), max(shape.lengths) + 3
     capacity = most if not shape.page else (-(-most // shape.page) + 1) * shape.page
     q = torch.randn(1 if shape.packed else batch, shape.rows, shape.heads, shape.dim, dtype=dtype)
@@ -361,15 +362,26 @@ def errors(
     custom = {n: t.to(device) for n, t in case.draws(sizes, shape.lengths).items()}
     if case.dim_v:
         v = k[..., : case.dim_v]
-    q, k, v = (t.to(device) for t in (q, k, v))
-    of_q = q[0].split(shape.packed) if shape.packed else q
-    given = case, of_q, k, v, shape.lengths, custom
+    return (q.to(device), k.to(device), v.to(device)), custom
+
+
+def judge(name: str, shape: Shape, given: Given, ours: dict[str, Tensor]) -> list[plain.Error]:
+    """The errors of results, held to the rule."""
+    (q, k, v), custom = given
+    of_q, dtype = q[0].split(shape.packed) if shape.packed else q, q.dtype
     exact, eager = (
-        plain_rows(*given, *dtypes, packed=bool(shape.packed))
+        plain_rows(CASES[name], of_q, k, v, shape.lengths, custom, *dtypes, packed=bool(shape.packed))
         for dtypes in ((torch.float64, torch.float64), (dtype, torch.float32))
     )
-    ours = run(case, shape, (q, k, v), custom, backend, parts)
     return plain.compare(ours, *(_finite(found) for found in (exact, eager)), dtype, floor=1e-7)
+
+
+def errors(
+    name: str, shape: Shape, dtype: torch.dtype, backend: str = "auto", parts: int | None = None, device: str = "cpu"
+) -> list[plain.Error]:  # fmt: skip
+    """The errors of an attention, held to the rule."""
+    given = inputs(name, shape, dtype, device)
+    return judge(name, shape, given, caller(name, shape, given, backend, parts)())
 
 
 def _finite(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -377,12 +389,11 @@ def _finite(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.masked_fill(value < -1e29, 0.0) for name, value in found.items()}
 
 
-def run(
-    case: Case, shape: Shape, tensors: tuple[Tensor, Tensor, Tensor], custom: dict[str, Tensor], backend: str,
-    parts: int | None,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Output and rows of the package, from a cache whose unused entries are NaN."""
-    q, k, v = tensors
+def caller(
+    name: str, shape: Shape, given: Given, backend: str, parts: int | None
+) -> Callable[[], dict[str, Tensor]]:  # fmt: skip
+    """A call of the package, which has output and rows, from a cache whose unused entries are NaN."""
+    case, ((q, k, v), custom) = CASES[name], given
     device, scale = q.device, shape.dim**-0.5
     lengths = torch.tensor(shape.lengths, dtype=torch.int32)
     k, v = k.cpu().clone(), v.cpu().clone()
@@ -409,9 +420,13 @@ def run(
     cu = None
     if shape.packed:
         q, cu = q[0], torch.tensor([0, *itertools.accumulate(shape.packed)], dtype=torch.int32, device=device)
-    output, rows = engine.with_cache(
-        q, k.to(device), None if case.dim_v else v.to(device), **custom, kv_lengths=lengths.to(device),
-        page_table=table, cu_seqlens_q=cu, q_starts=starts, num_splits=parts, return_rowscales=True,
-    )  # fmt: skip
-    kept = {n: t for n, t in rows.items() if n in ("lse", "entropy", "n")}
-    return _finite({"o": output, **kept})
+    k, v, lengths = k.to(device), None if case.dim_v else v.to(device), lengths.to(device)
+
+    def call() -> dict[str, Tensor]:
+        output, rows = engine.with_cache(
+            q, k, v, **custom, kv_lengths=lengths, page_table=table, cu_seqlens_q=cu, q_starts=starts,
+            num_splits=parts, return_rowscales=True,
+        )  # fmt: skip
+        return _finite({"o": output, **{n: t for n, t in rows.items() if n in ("lse", "entropy", "n")}})
+
+    return call

@@ -5,8 +5,10 @@ import threading
 import pytest
 import torch
 
+from tests.cached_cases import CASES
 from tests.gpu.soak import workers
 from tests.gpu.soak.__main__ import main
+from tests.gpu.soak.cached import Cached
 from tests.gpu.soak.check import Measured, run
 from tests.gpu.soak.draws import HARD, PACKINGS, Draw, draw
 from tests.gpu.soak.parts import lengths_of
@@ -75,13 +77,36 @@ def test_one_wrong_row_is_seen_in_a_mean_that_hides_it():
 
 
 def test_draws_are_the_same_in_every_process_and_come_in_the_shapes_that_hung():
-    draws = [draw(3, number) for number in range(400)]
-    assert draws == [draw(3, number) for number in range(400)]
-    packed = [found for found in draws if found.of == PACKED]
-    assert 0.15 < len(packed) / len(draws) < 0.35
+    draws = [draw(3, number) for number in range(1000)]
+    assert draws == [draw(3, number) for number in range(1000)]
+    of_tensors = [found for found in draws if not isinstance(found.of, Cached)]
+    packed = [found for found in of_tensors if found.of == PACKED]
+    assert 0.15 < len(packed) / len(of_tensors) < 0.35
     assert {(d.batch, d.queries, d.packing, d.documents) for d in packed} > {*HARD}
     assert {d.program for d in draws} == {*range(len(PROGRAMS))}
-    assert all(1 <= d.batch <= 8 and 1024 <= d.queries <= 65536 and 1 <= d.documents <= 200 for d in draws)
+    assert all(1 <= d.batch <= 8 and 1024 <= d.queries <= 65536 and 1 <= d.documents <= 200 for d in of_tensors)
+
+
+def test_draws_of_caches_have_few_queries_and_lengths_of_all_sizes():
+    drawn = [found for found in (draw(3, number) for number in range(1000)) if isinstance(found.of, Cached)]
+    assert {d.of.case for d in drawn} == {*CASES} and {d.of.page for d in drawn} == {0, 16, 64, 256}
+    shapes = [d.of.shape(d) for d in drawn]
+    lengths = [n for shape, _ in shapes for n in shape.lengths]
+    assert 0 in lengths and 1 in lengths and max(lengths) > 30000
+    assert {1, 2, 5, 16, 33} <= {shape.queries for shape, _ in shapes} and {None, 1, 2, 128} <= {p for _, p in shapes}
+
+
+@pytest.mark.parametrize("case", ["softmax", "tree", "entropy"])
+@pytest.mark.parametrize("backend", ["interpret", "reference"])
+def test_calls_with_a_cache_are_held_to_the_same_rule(case, backend):
+    place = next(n for n, program in enumerate(PROGRAMS) if isinstance(program, Cached) and program.case == case)
+    drawn = Draw(place, 3, 2, 90, seed=5, small=True)
+    assert run(drawn, backend, "cpu").outcome == "right"
+
+    def spoil(found):
+        found["o"][1, 0] *= 1.05
+
+    assert run(drawn, backend, "cpu", spoil).outcome == "wrong"
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

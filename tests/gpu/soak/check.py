@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from tests.gpu.soak import linear_yardstick, yardstick
+from tests.gpu.soak import cached, linear_yardstick, yardstick
 from tests.gpu.soak.draws import Draw
 from tests.gpu.soak.parts import SCORES
 from tests.gpu.soak.programs import Linear, Program
@@ -52,7 +52,8 @@ def run(
     change: writes on results, so that a fault is found. judging: called when our kernels are done.
     """
     try:
-        return (_linear if draw.of.linear else _softmax)(draw, backend, device, change, judging)
+        run_it = _linear if draw.of.linear else _cached if isinstance(draw.of, cached.Cached) else _softmax
+        return run_it(draw, backend, device, change, judging)
     except torch.OutOfMemoryError as error:
         return Outcome("no room", detail=str(error).splitlines()[0])
 
@@ -221,6 +222,15 @@ def _linear(draw: Draw, backend: str, device: str, change: Change, judging: Call
         mine = linear_yardstick.of_group(program, ours, batch, group)
         measured += [Measured.of(n, mine[n], exact[n], eager[n], program.dtype) for n in exact]
     return _judged(faults, measured, spent)
+
+
+# ---- attention to a cache
+
+
+def _cached(draw: Draw, backend: str, device: str, change: Change, judging: Callable[[], None]) -> Outcome:
+    with torch.no_grad():
+        faults, worst, name, spent = cached.measure(draw, backend, device, change, judging)
+    return Outcome("wrong" if faults else "right", worst, name, 1000 * spent, "\n".join(faults))
 
 
 # ---- the rule

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from attention_engine import arch, compiler
+from tests import cached_cases
 from tests.gpu.compile import silence
+from tests.gpu.soak.cached import Cached
 from tests.gpu.soak.check import inputs_of, linear_inputs, linear_results, softmax_results
 from tests.gpu.soak.draws import MOST_BATCHES, Draw
 from tests.gpu.soak.programs import PROGRAMS
@@ -32,6 +34,9 @@ def compile_one(place: int, device: str) -> tuple[int, float, list[str], str]:
         silence(monkeypatch, getattr(arch, device)())
         _note(monkeypatch, made)
         try:
+            if isinstance(program, Cached):
+                _launch_cached(program)
+                return place, time.perf_counter() - started, list(made), fault
             for batch, length in LINEAR_SHAPES if program.linear else SHAPES:
                 _launch(Draw(place, batch, length, packing="uneven", documents=3))
         except Exception:  # noqa: BLE001 - the other programs are compiled all the same
@@ -44,6 +49,15 @@ def _launch(draw: Draw) -> None:
         linear_results(draw.of, linear_inputs(draw, "cpu"), "tilelang")
     else:
         softmax_results(draw.of, inputs_of(draw, "cpu"), "tilelang")
+
+
+def _launch_cached(program: Cached) -> None:
+    """Whole rows; parts that the last of their blocks joins, and those that a launch of its own does."""
+    queries = cached_cases.DRAFTS if program.case == "tree" else 1
+    for count, parts in ((queries, 1), (queries, 2), (33 if queries == 1 else queries, 40)):
+        shape = cached_cases.Shape((100,), count, program.heads, program.kv_heads, program.dim, program.page)
+        given = cached_cases.inputs(program.case, shape, program.dtype)
+        cached_cases.caller(program.case, shape, given, "tilelang", parts)()
 
 
 def _note(monkeypatch: pytest.MonkeyPatch, made: dict[str, None]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from tests.gpu.soak import cached
 from tests.gpu.soak.parts import MASKS
-from tests.gpu.soak.programs import PACKED_SHARE, PROGRAMS, Linear, Program
+from tests.gpu.soak.programs import CACHED_SHARE, OF_TENSORS, PACKED_SHARE, PROGRAMS, Linear, Program
 
 TOKENS = 1 << 28  # numbers in the largest of q, k, v, o: half a gigabyte
 PAIRS = 1 << 33  # query rows of one key head times keys, as the yardstick meets them
@@ -33,7 +34,7 @@ class Draw:
     small: bool = False
 
     @property
-    def of(self) -> Program | Linear:
+    def of(self) -> Program | Linear | cached.Cached:
         """The program."""
         found = PROGRAMS[self.program]
         return found.small() if self.small else found
@@ -45,15 +46,18 @@ class Draw:
     def __str__(self) -> str:
         words = [self.of.name, f"B {self.batch} S {self.queries}"]
         words += [f"keys {self.keys}"] * bool(self.keys)
-        if not self.of.linear and "documents" in self.of.mask:
+        words += [f"in {self.of.shape(self)[1]} parts"] if isinstance(self.of, cached.Cached) else []
+        if isinstance(self.of, Program) and "documents" in self.of.mask:
             words.append(f"{self.documents} {self.packing}")
         return " | ".join([words[0], " ".join(words[1:])])
 
 
 def draw(seed: int, number: int, tiny: bool = False) -> Draw:
     """The draw of that number: the same in every process."""
+    if (of_cache := random.Random(f"soak {seed} {number} cached")).random() < CACHED_SHARE:
+        return _of_cache(of_cache, tiny)
     rng = random.Random(f"soak {seed} {number}")
-    place = 0 if rng.random() < PACKED_SHARE else rng.randrange(len(PROGRAMS))
+    place = 0 if rng.random() < PACKED_SHARE else rng.randrange(len(OF_TENSORS))
     own = rng.randrange(1 << 31)
     if tiny:
         found = Draw(place, rng.randint(1, 2), rng.randint(1, 150), small=True, seed=own)
@@ -61,7 +65,7 @@ def draw(seed: int, number: int, tiny: bool = False) -> Draw:
     if place == 0 and rng.random() < 0.6:
         batch, length, packing, documents = rng.choice(HARD)
         return Draw(0, batch, length, packing=packing, documents=documents, seed=own)
-    program = PROGRAMS[place]
+    program = OF_TENSORS[place]
     length = _length(rng, program)
     room = TOKENS // (length * program.heads * (max(program.dim, program.dim_v)))
     batch = rng.randint(1, max(1, min(MOST_BATCHES, room)))
@@ -73,6 +77,11 @@ def draw(seed: int, number: int, tiny: bool = False) -> Draw:
     documents = min(MOST_DOCUMENTS, max(1, int(2 ** rng.uniform(0, 7.7))))
     keys = 0 if program.square or rng.random() < 0.7 else _length(rng, program)
     return replace(found, batch=batch, packing=rng.choice(PACKINGS), documents=documents, keys=keys)
+
+
+def _of_cache(rng: random.Random, tiny: bool) -> Draw:
+    place, (batch, queries, keys) = rng.randrange(len(cached.PROGRAMS)), cached.drawn(rng, tiny)
+    return Draw(len(OF_TENSORS) + place, batch, queries, keys, seed=rng.randrange(1 << 31), small=tiny)
 
 
 def _length(rng: random.Random, program: Program | Linear) -> int:

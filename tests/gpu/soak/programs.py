@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, meta_tensor
 from attention_engine import library as lib
+from tests.gpu.soak import cached
 from tests.gpu.soak.parts import BLOCK, BLOCKS, MASKS, SCORES, Sizes
 
 ONLINE = {
@@ -193,7 +194,8 @@ class Linear:
 # The kernel that once did not come back: it is drawn as often as `PACKED_SHARE` says.
 PACKED = Program("causal documents", 32, 8)
 PACKED_SHARE = 0.2
-PROGRAMS: tuple[Program | Linear, ...] = (
+CACHED_SHARE = 0.25
+OF_TENSORS: tuple[Program | Linear, ...] = (
     PACKED,
     Program("causal documents", 16, 16, 64, dtype=FP16),
     Program("causal documents", 32, 2, 64, rows=True),  # 16 query heads for each key head
@@ -234,3 +236,4 @@ PROGRAMS: tuple[Program | Linear, ...] = (
     Linear("channel", 8, 8, states=True, longest=16384),
     Linear(None, 8, 8, states=True),
 )
+PROGRAMS: tuple[Program | Linear | cached.Cached, ...] = (*OF_TENSORS, *cached.PROGRAMS)
