@@ -4,6 +4,7 @@
 # make lint   the style and type checks alone
 # make docs   the documents as a site, in build/site
 # make drawings   the pictures of the documents, and what the pages for maintainers print, made anew
+# make measures   files, functions, types and imports in numbers; AT=COMMIT puts another commit beside
 # make clean  remove what these targets made
 #
 # The first call makes .venv and installs the versions of constraints.txt in it. To use another interpreter:
@@ -26,7 +27,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: demo test slow lint docs drawings clean
+.PHONY: demo test slow lint docs drawings measures clean
 
 demo: $(READY)
 	$(RUN) attn_script/mha.py --show
@@ -50,6 +51,9 @@ drawings: $(READY)
 	$(RUN) docs/drawings/draw.py
 	$(RUN) docs/outputs.py --write
 	$(RUN) docs/notebooks/run.py --write
+
+measures: $(READY)
+	@$(RUN) -m tests.measures $(if $(AT),--at $(AT))
 
 # torch first and alone: the constraint then takes whichever 2.13.0 build the index prefers, and nothing replaces it.
 $(VENV)/ready: pyproject.toml constraints.txt
