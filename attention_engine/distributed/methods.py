@@ -18,7 +18,6 @@ from attention_engine.distributed.ring import Ring, RingAttention, RingFunction
 from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.starts import Dimension
-from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.inputs import share_keys
 from attention_engine.runtime.module import AttentionEngine
 from attention_engine.runtime.moved import Portion, call_portion, prepare_portion
@@ -119,6 +118,7 @@ class Call:
     seed: Tensor | None  # of dropped weights
     bounds: Sequence[Bound]  # of the mask
     own_heads: Collection[Dimension]  # of custom inputs, where every read asks for the head's own
+    held: Sequence[Tensor] = ()  # what the engine's functions capture
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """BadInput where k and v differ; HeadsDoNotDivide."""
@@ -159,7 +159,15 @@ class Call:
         turn = self.engine.layout == "bhsd"
         q, k, v = (t.transpose(1, 2) if turn else t for t in (q, k, v))
         found = call_portion(
-            self.engine, part, q, k, v, custom, return_rowscales=self.returns_rows, dropout_seed=self.seed
+            self.engine,
+            part,
+            q,
+            k,
+            v,
+            custom,
+            return_rowscales=self.returns_rows,
+            dropout_seed=self.seed,
+            held=self.held,
         )
         o, rows = found if self.returns_rows else (found, {})
         return o.transpose(1, 2) if turn else o, rows
@@ -207,7 +215,7 @@ def _by_ring(
     engine, runs, count = call.engine, queries.layout.runs[queries.ranks.rank], len(custom)
     if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
         k, v = share_keys(q, k, v)
-    given = [*custom, *tensors_now(engine._captured)]
+    given = [*custom, *call.held]
     names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
 
     def prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
+from attention_engine.distributed import compiled
 from attention_engine.distributed.agree import check_agreement
 from attention_engine.distributed.deal import kept_pairs
 from attention_engine.distributed.exchange import Ranks
@@ -24,6 +26,7 @@ from attention_engine.ir.program import H
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.starts import Dimension, own_rows
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.dropout import check_seed, seed_tensor
 from attention_engine.runtime.inputs import check_ranks, check_type, follow_autocast, order_custom
 from attention_engine.runtime.linear import LinearAttentionEngine
@@ -37,6 +40,7 @@ BALANCES = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag}
 METHODS_OF: dict[tuple[bool, int], tuple[Any, ...]] = {  # (a linear engine?, dimensions of the mesh)
     (False, 1): ("auto", *METHODS), (False, 2): ("auto", *PAIRS), (True, 1): ("auto", "states"),
 }  # fmt: skip
+NUMBERS = count()
 MOST_LENGTHS = 64  # that are remembered
 
 
@@ -99,6 +103,8 @@ class ContextParallel(torch.nn.Module):
         self._starts: dict[object, Tensor] = {}
         self._rings: dict[object, RingAttention | None] = {}
         self._found: tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]] | None = None
+        self.key = f"ContextParallel {next(NUMBERS)}"  # by which compiled graphs find it
+        compiled.KNOWN[self.key] = self
         if isinstance(balance, Layout):
             self._know(balance)
 
@@ -200,33 +206,41 @@ class ContextParallel(torch.nn.Module):
         assert isinstance(engine, AttentionEngine)
         check_ranks(engine.layout, q, k, v)
         q, k, v = follow_autocast(q, k, v)
-        tensors = order_custom(engine.custom_io, custom, named)
+        tensors, held = order_custom(engine.custom_io, custom, named), tensors_now(engine._captured)
         if engine.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seed = self._seed(dropout_seed, q)
+        if is_compiling():
+            output, *found = compiled.attend(self.key, q, k, v, tensors, held, return_rowscales, seed)
+            rows = dict(zip((n for n, _ in engine._program.finals), found, strict=False))
+        else:
+            output, rows = self.attend_tokens(q, k, v, tensors, held, return_rowscales, seed)
+        output = output.transpose(1, 2) if engine.layout == "bhsd" else output
+        return (output, rows) if return_rowscales else output
+
+    def attend_tokens(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], held: Sequence[Tensor], returns_rows: bool,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """The output of this rank's queries, and their rows. Tensors are (batch, length, heads, dim); held: what
+        functions capture."""
+        engine = self.engine
+        assert isinstance(engine, AttentionEngine)
         of_q, of_k = self.layout_of(q.shape[1], "q"), self.layout_of(k.shape[1], "k")
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
         placed, bounds, own_heads = self._known_of(engine)
-        split = self._split_of(sizes, k.shape[2])
-        call = Call(
-            engine,
-            split,
-            of_q,
-            of_k,
-            sizes,
-            self._starts,
-            self._rings,
-            return_rowscales,
-            self._seed(dropout_seed, q),
-            bounds,
-            own_heads,
-        )
+        split, starts, rings = self._split_of(sizes, k.shape[2]), self._starts, self._rings
+        call = Call(engine, split, of_q, of_k, sizes, starts, rings, returns_rows, seed, bounds, own_heads, held)
         call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
         self.agree(of_q, of_k, [q, k, v], tensors, placed)
-        output, rows = attend_together(call, q, k, v, tensors, placed)
-        output = output.transpose(1, 2) if engine.layout == "bhsd" else output
-        return (output, rows) if return_rowscales else output
+        return attend_together(call, q, k, v, tensors, placed)
+
+    def rows_of(self, device: torch.device) -> tuple[int, bool]:
+        """How many rows a call returns, and whether kernels make them."""
+        assert isinstance(self.engine, AttentionEngine)
+        return len(self.engine._program.finals), self.engine._backend_for(device) != "reference"
 
     def _known_of(self, engine: AttentionEngine) -> tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]]:
         """Where custom inputs are, the mask's bounds, and which dimensions hold heads of their own: worked out once."""
@@ -257,7 +271,7 @@ class ContextParallel(torch.nn.Module):
         """At the first call of a kind: RanksDisagree unless all ranks call for the same."""
         signature = tuple((t.shape, t.dtype, t.requires_grad) for t in (*given, *custom))
         kind = of_q, of_k, signature, torch.is_grad_enabled()
-        if is_compiling() or kind in self._agreed:
+        if kind in self._agreed:
             return
         facts: dict[str, object] = {
             "their attention": self.engine._program.fingerprint, "their method": self.method,

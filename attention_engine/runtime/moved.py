@@ -72,10 +72,10 @@ def moved(program: Program, specs: Sequence[CustomSpec], starts: Starts) -> tupl
 def call_portion(
     engine: AttentionEngine, part: Portion, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
     named: Mapping[str, Tensor] | None = None, return_rowscales: bool = False,
-    dropout_seed: int | Tensor | None = None,
+    dropout_seed: int | Tensor | None = None, held: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """What `engine(q, k, v, *custom)` gives of the part. Custom inputs come whole, but for own rows (passes/starts.py),
-    which come as the part does."""
+    which come as the part does. held: what the engine's functions capture; None: it is read now."""
     if engine.block_mask is not None:
         raise OptionsClash(
             "the engine has a block_mask that is a tensor, and a call with a part of an attention can't take it.\n"
@@ -88,7 +88,8 @@ def call_portion(
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
         k, v = share_keys(q, k, v)
-    held = tensors_now(engine._captured) if engine._captured else []
+    if held is None:
+        held = tensors_now(engine._captured) if engine._captured else []
     key, given = prepare_portion(engine, part, q, k, v, tensors, held, dropout_seed)
     if ATTENTIONS[key].by_kernels and v.shape[3] > parts.WIDEST:
         return engine._results(parts.run(key, q, k, v, given, return_rowscales), return_rowscales)

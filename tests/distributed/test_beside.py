@@ -1,0 +1,165 @@
+"""What stands beside sequences that two processes share: FSDP and DDP, checkpoints, autocast, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from attention_engine import AttentionEngine, CustomIO
+from attention_engine import library as lib
+from attention_engine.distributed import ContextParallel
+from tests.distributed.ranks import run_ranks
+
+HEADS, DIM, LENGTH = 4, 8, 48
+METHODS = ("gather", "ring", "heads")
+EXACT = 1e-12  # of float64
+
+
+class Block(nn.Module):
+    """Projections, and an attention whose slopes are learned."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.qkv = attention, nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
+        self.slopes, self.out = nn.Parameter(torch.rand(HEADS)), nn.Linear(HEADS * DIM, HEADS * DIM)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).unbind(2)
+        return x + self.out(self.attention(q, k, v, slopes=self.slopes).flatten(-2))
+
+
+def engine_of(backend: str = "reference") -> AttentionEngine:
+    return AttentionEngine(None, CustomIO({"slopes": ("heads",)}), lib.alibi(0.35), lib.causal, backend=backend)
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model(x).square().mean().backward()
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def beside_weights(mesh) -> dict[str, float]:
+    """Errors of averaged gradients beside those of one process that has the whole sequence."""
+    found = {}
+    x = torch.randn(2, LENGTH, HEADS * DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    exact = gradients(Block(engine_of()), x)
+    for method in METHODS:
+        for name in ("FSDP", "DDP"):
+            attention = ContextParallel(engine_of(), mesh, method)
+            block = Block(attention)
+            if name == "FSDP":
+                fully_shard(block, mesh=mesh)
+            else:
+                block = DistributedDataParallel(block, process_group=mesh.get_group())
+            mine = gradients(block, attention.shard(x))
+            assert mine.keys() == exact.keys()
+            found[f"{name}, {method}"] = max(far(mine[n], g) for n, g in exact.items())
+    return found
+
+
+def draw(seed: int = 2, length: int = LENGTH // 2) -> list[Tensor]:
+    torch.manual_seed(seed)
+    made = [torch.randn(1, length, h, DIM) for h in (HEADS, 2, 2)]
+    return [t.requires_grad_() for t in (*made, torch.rand(HEADS))]
+
+
+def results(call, given: list[Tensor]) -> list[Tensor]:
+    o = call(*given)
+    return [o.detach(), *torch.autograd.grad(o.square().sum(), given)]
+
+
+def run_again(mesh) -> dict[str, bool]:
+    """Is a call that is checkpointed, or run under autocast, the same bit for bit?"""
+    found = {}
+    for method in METHODS:
+        attention = ContextParallel(engine_of("interpret"), mesh, method)
+        given = draw()
+        once = results(attention, given)
+        again = results(lambda *t, call=attention: checkpoint(call, *t, use_reentrant=False), given)
+        found[f"checkpoint, {method}"] = all(map(torch.equal, once, again))
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = attention(*given)
+        low = attention(*(t.bfloat16() for t in given[:3]), given[3])
+        found[f"autocast, {method}"] = cast.dtype is torch.bfloat16 and torch.equal(cast, low)
+    return found
+
+
+def compiled(mesh) -> dict[str, object]:
+    """How many graphs three lengths are, each way, and whether their results are those of calls outside of them."""
+    found: dict[str, object] = {}
+    for method in METHODS:
+        torch._dynamo.reset()
+        graphs = {"forward": 0, "backward": 0}
+
+        def count(way, graphs=graphs):
+            def take(graph, _):
+                graphs[way] += 1
+                return graph
+
+            return take
+
+        backend = aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))
+        attention = ContextParallel(engine_of("interpret"), mesh, method)
+        run = torch.compile(attention, backend=backend, fullgraph=True, dynamic=True)
+        same = []
+        for length in (48, 64, 80):
+            attention.places(length)
+            given = draw(length, length // 2)
+            same.append(all(map(torch.equal, results(run, given), results(attention, given))))
+        found[method] = graphs, same
+    return found
+
+
+def refused(mesh) -> dict[str, str]:
+    """What a gradient of keys' gradients says, whose sums over ranks have none."""
+    found = {}
+    for method in METHODS:
+        given = draw()
+        o = ContextParallel(engine_of(), mesh, method)(*given)
+        (first,) = torch.autograd.grad(o.square().sum(), given[1:2], create_graph=True)
+        with pytest.raises(RuntimeError) as error:
+            first.sum().backward()
+        found[method] = str(error.value)
+    return found
+
+
+def everything(mesh):
+    return beside_weights(mesh), run_again(mesh), compiled(mesh), refused(mesh)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of both processes, which start once."""
+    return run_ranks(2, everything)
+
+
+def test_fsdp_and_ddp_average_gradients_to_those_of_one_process(found):
+    for errors, *_ in found:
+        assert len(errors) == 6 and max(errors.values()) <= EXACT, errors
+
+
+def test_checkpoints_and_autocast_change_no_bit(found):
+    for _, same, *_ in found:
+        assert len(same) == 6 and all(same.values()), same
+
+
+def test_three_lengths_are_one_graph_each_way(found):
+    for *_, graphs, _ in found:
+        assert graphs == dict.fromkeys(METHODS, ({"forward": 1, "backward": 1}, [True] * 3))
+
+
+def test_gradients_of_gradients_are_refused(found):
+    for *_, said in found:
+        assert said.keys() == set(METHODS) and all("once_differentiable" in text for text in said.values()), said
