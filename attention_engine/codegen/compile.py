@@ -274,8 +274,10 @@ def ptxas_report(cuda: str, arch: Arch, flags: Sequence[str] = ()) -> str:
     if nvcc is None:
         raise NoCudaCompiler
     less = headers.lessened(cuda, arch.target, headers.FAST in flags)
-    result = _asked_of_nvcc(nvcc, cuda if less is None else less, arch, flags)
-    if result.returncode != 0 and less is not None:
+    if less is not None:
+        with headers.without_runtime() as first:
+            result = _asked_of_nvcc(nvcc, less, arch, [first, *flags])
+    if less is None or result.returncode != 0:
         result = _asked_of_nvcc(nvcc, cuda, arch, flags)
     if result.returncode != 0:
         raise RuntimeError(f"nvcc failed for {arch.target}:\n{result.stdout}{result.stderr}")
@@ -289,7 +291,7 @@ def _asked_of_nvcc(nvcc: Path, cuda: str, arch: Arch, flags: Sequence[str]) -> s
         source = Path(folder) / "kernel.cu"
         source.write_text(cuda)
         output = ["-o", str(source.with_suffix(".cubin")), str(source)]
-        command = [str(nvcc), "--cubin", "-O3", "-w", "-std=c++20", f"-arch={arch.target}", *includes, *flags]
+        command = [str(nvcc), "--cubin", "-O3", "-w", "-std=c++20", f"-arch={arch.target}", *flags, *includes]
         return subprocess.run([*command, "-Xptxas", "-v", *output], capture_output=True, text=True, check=False)
 
 

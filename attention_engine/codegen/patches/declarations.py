@@ -243,7 +243,8 @@ def names_of(text: str) -> set[str]:
         names = set(words[-1:]) | set(words[:1])
         if re.match(r"(?:typedef\s+)?enum\b", head):
             names |= set(WORD.findall(whole.split("{", 1)[-1].rsplit("}", 1)[0]))
-        behind = WORD.findall(whole.rsplit("}", 1)[1]) if "}" in whole else []
+        ends = re.sub(r"=\s*\{[^{}]*\}\s*;\s*$", ";", whole)  # a value behind the class
+        behind = WORD.findall(ends.rsplit("}", 1)[1]) if "}" in ends else []
         return names | set(behind) | ({"operator"} if not words and not behind else set())
     if head.startswith("typedef"):
         pointed = re.findall(r"\(\s*[\w:]*\s*\*\s*(\w+)\s*\)", head)

@@ -21,8 +21,9 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
@@ -221,15 +222,16 @@ def read(reading: Reading) -> Headers:
         script.append(re.sub(r'-o "[^"]*"', f'-dD -o "{told}"', preprocess))
         subprocess.run(["bash", "-c", "\n".join(script)], check=True, capture_output=True)
         text = told.read_text(errors="replace")
-    start = text.index(f'# 1 "{source}"', text.index("cuda_runtime.h"))  # behind what nvcc includes of itself
     macros: dict[str, str] = {}
-    for line in re.findall(r"^#(?:define|undef) .*$", text[start:], re.MULTILINE):
+    for line in re.findall(r"^#(?:define|undef) .*$", text, re.MULTILINE):
         name = WORD.search(line, line.index(" "))
         if name is not None:
             macros.pop(name[0], None)
             if line.startswith("#define"):
                 macros[name[0]] = line
-    return Headers(list(cut(text[start:])), macros)
+    own = text[: text.index(f'# 1 "{source}"', text.index("cuda_runtime.h"))]  # what nvcc includes of itself
+    first = set(re.findall(r'^# \d+ "([^"]*)"', own, re.MULTILINE))
+    return Headers([replace_field(d, file="") if d.file in first else d for d in cut(text)], macros)
 
 
 def keep(reading: Sequence[Any], place: str) -> None:
@@ -301,6 +303,15 @@ def lessened(code: str, target: str, fast: bool) -> str | None:
     return None if headers is None else headers.of(kernel) + kernel
 
 
+@contextlib.contextmanager
+def without_runtime() -> Iterator[str]:
+    """An option for nvcc: the header that it includes before all others, cuda_runtime.h, is empty. What a kernel needs
+    of it is cut like the rest."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "cuda_runtime.h").touch()
+        yield f"-I{folder}"
+
+
 def put() -> Undo:
     """nvcc compiles our kernels with what they need of their headers; with all where it can't."""
     from tilelang.contrib import nvcc
@@ -312,7 +323,8 @@ def put() -> Undo:
             less = lessened(code, arch[0].removeprefix("-arch="), FAST in options)
             if less is not None:
                 try:
-                    return whole(less, target_format, arch, options, **more)
+                    with without_runtime() as first:
+                        return whole(less, target_format, arch, [first, *options], **more)
                 except RuntimeError:
                     LOG.info("a kernel is compiled with its headers whole: nvcc refused what it seems to need of them")
         return whole(code, target_format, arch, options, **more)
