@@ -406,16 +406,14 @@ def caller(
         torch.set_rng_state(state)  # so that values lie in the same pages
         v, _ = in_pages(v, shape.lengths, shape.page)
         table = table.to(device)
+    metas = None
+    if case.dim_v:
+        sizes = [(shape.heads, shape.dim), (shape.kv_heads, shape.dim), (shape.kv_heads, case.dim_v)]
+        metas = tuple(meta_tensor(None, h, None, d, dtype=q.dtype) for h, d in sizes)
     engine = AttentionEngine(
-        None, CustomIO(case.axes), case.score(scale) if case.score else None, case.mask, case.online(),
+        metas, CustomIO(case.axes), case.score(scale) if case.score else None, case.mask, case.online(),
         scale=None if case.score is None else 1.0, backend=backend,
     )  # fmt: skip
-    if case.dim_v:
-        metas = [(shape.heads, shape.dim), (shape.kv_heads, shape.dim), (shape.kv_heads, case.dim_v)]
-        engine = AttentionEngine(
-            tuple(meta_tensor(None, h, None, d, dtype=q.dtype) for h, d in metas), CustomIO(case.axes), None, case.mask,
-            case.online(), backend=backend,
-        )  # fmt: skip
     starts = torch.zeros(len(shape.lengths), dtype=torch.int32, device=device) if case.from_top else None
     cu = None
     if shape.packed:

@@ -284,8 +284,16 @@ class TileMaths:
 
     def finish(self, output: Any, dim_v: int) -> None:
         """The epilogue, on the output so far."""
+        self.finish_rows()
+        self.finish_columns(output, dim_v)
+
+    def finish_rows(self) -> None:
+        """The row values that the epilogue makes."""
         if self.schedule.output_rows.assignments:
             self._rows(self.schedule.output_rows, {})
+
+    def finish_columns(self, output: Any, dim_v: int) -> None:
+        """The epilogue on so many columns of the output, when its row values are there."""
         if self.schedule.output is OUTPUT:
             return
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from attention_engine.arch import Arch
 from attention_engine.errors import NoMerge, TileDoesNotFit
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.merge import Merge
@@ -20,15 +21,17 @@ from attention_engine.passes.cached_places import at_own_rows
 from attention_engine.passes.derive_merge import derive_merge, merge_by_combine
 from attention_engine.passes.half_range import bound_weights, weights_fit
 from attention_engine.passes.schedule import ForwardSchedule, schedule_forward
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers as buffers
 from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Buffer, Role, length
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.launches import Launch, Step
-from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION
+from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, HELD_BARRIERS, UNIFORM_GROUPS
 from attention_engine.plan.targets import Target, as_arch, places_of
 from attention_engine.plan.verify import verify_steps
 
 PARTS, PAGES, PAGES_OF_A_REQUEST = length("parts"), length("pages"), length("pages_of_a_request")
+PART_STARTS, PART_REQUESTS = "part_starts", "part_requests"
 MOST_PARTS = 128  # which the kernel that joins them holds as one tile
 ROWS = 64  # of a tile: what a warpgroup multiplies at once
 BUSY = 0.8  # of the GPU's SMs: where so many have work, a row is not cut
@@ -36,6 +39,12 @@ NEAR_BEST = 0.85  # of the best share of an SM's time that numbers of parts leav
 FEWEST_TILES = 4  # a row of fewer tiles is not cut
 SHAPES = ((64, 64, 128, 2), (64, 64, 128, 1), (64, 32, 128, 2), (64, 32, 128, 1), (64, 16, 128, 1), (32, 16, 64, 1))
 SHARED_SHAPES = ((64, 64, 256, 0), (64, 32, 256, 0), (64, 16, 256, 0))  # pipelined, weights in shared memory would race
+LATENT = Tile(64, 64, 256, 2)  # of keys that are values too, on Hopper
+ROWS_HANDED = 2816  # bytes for row values that one warpgroup hands another, and barriers
+MOST_REQUESTS = 1024  # whose parts are dealt by their lengths, which one block adds up
+WIDE = 128  # tiles: in wider caches lengths may differ by so much that one request would be walked alone at last
+DEALT = 16  # parts more than requests, for each SM: a model of blocks in turns gives 0.96 of what even ones reach
+LEAST_DEALT = 32  # tiles of a part that is dealt
 EXACT_SHAPES = ((64, 64, 128, 0), (64, 32, 128, 0), (64, 16, 128, 0), (32, 16, 64, 0))  # fp32 tiles are made in place
 
 
@@ -45,13 +54,14 @@ class Cache:
 
     page: keys of a page; 0: each request's keys lie one after the other. shared: values are the first columns of keys.
     starts: is it given where queries start? packed: do the queries of all requests lie one after the other, as many
-    of each as cu_seqlens_q says?
+    of each as cu_seqlens_q says? dealt: are parts dealt to requests by their lengths, which the device knows?
     """
 
     page: int = 0
     shared: bool = False
     starts: bool = False
     packed: bool = False
+    dealt: bool = False
 
     def of_queries(self, found: Buffer) -> Buffer:
         """A tensor of queries: packed ones are those of one batch."""
@@ -94,16 +104,24 @@ def results(problem: Problem, cache: Cache, rows: tuple[str, ...]) -> Arguments:
 
 def parts(problem: Problem, cache: Cache, states: tuple[str, ...]) -> Arguments:
     """What parts leave: sums of weights times values, and states."""
-    rows = (PARTS, BATCH, QUERIES, problem.heads)
+    one_of = 1 if cache.dealt else BATCH  # a part that was dealt has a place that says whose it is
+    rows = (PARTS, one_of, QUERIES, problem.heads)
     found = (Buffer("part_o", (*rows, problem.dim_v)), *(Buffer(f"part_{name}", rows) for name in states))
     return tuple(map(cache.of_queries, found))
+
+
+def dealing() -> Arguments:
+    """Of the kernel that deals parts to requests: each request's first part, and whose each part is."""
+    starts, requests = (BATCH + 1,), (PARTS,)
+    lengths = Buffer("kv_lengths", (BATCH,), "int32", Role.GIVEN)
+    return (lengths, Buffer(PART_STARTS, starts, "int32"), Buffer(PART_REQUESTS, requests, "int32"))
 
 
 def walk(problem: Problem, cache: Cache, schedule: ForwardSchedule, in_parts: bool) -> Arguments:
     """Of the kernel that walks over a cache."""
     given = (
         cache.of_queries(buffers.strided("q", QUERIES, problem.heads, problem.dim, problem)), *caches(problem, cache),
-        *buffers.custom_inputs(problem), *places(cache),
+        *buffers.custom_inputs(problem), *places(cache), *(dealing()[1:] if cache.dealt else ()),
     )  # fmt: skip
     names = tuple(name for name, _ in schedule.rows)
     return (*given, *(parts if in_parts else results)(problem, cache, names))
@@ -114,6 +132,7 @@ def joining(problem: Problem, cache: Cache, merge: Merge) -> Arguments:
     rows = tuple(name for name, _ in merge.finals)
     return (
         *buffers.custom_inputs(problem), *places(replace(cache, page=0)),  # which lie apart, and nobody here reads
+        *(dealing()[1:2] if cache.dealt else ()),
         *parts(problem, cache, merge.read), *results(problem, cache, rows),
     )  # fmt: skip
 
@@ -136,6 +155,18 @@ def tile_of(problem: Problem, cache: Cache, target: Target) -> Tile:
         if shared_bytes(problem, cache, tile) <= arch.shared_memory_per_block and problem.dim_v <= widest:
             return tile
     raise TileDoesNotFit(problem.dim, problem.dim_v, problem.dtype, f"have no tile for a cache on {arch.name}")
+
+
+def placed_by_hand(problem: Problem, cache: Cache, target: Target) -> bool:
+    """Do keys that are values too go by the kernel for Hopper (kernels/cached/latent.py)?
+
+    Tiles come whole, by TMA, in pieces of 64 columns: each from one page, and from addresses that 16 bytes divide.
+    """
+    if not cache.shared or not isinstance(target, Arch) or target.capability != (9, 0) or problem.stride_unit != 8:
+        return False
+    in_pieces = problem.dim % 64 == 0 and problem.dim_v % 128 == 0 and problem.dim_v <= 512
+    fits = shared_bytes(problem, cache, LATENT) + ROWS_HANDED <= target.shared_memory_per_block
+    return in_pieces and fits and problem.dtype != "float32" and cache.page % LATENT.kv == 0
 
 
 def choose_parts(rows: int, keys: int, tile: Tile, target: Target) -> int:
@@ -168,7 +199,8 @@ class CachedPlan:
         bounded = problem.dtype == "float16" and not weights_fit(program)
         self.program = bound_weights(program) if bounded else program
         self.problem, self.cache, self.target, self.scale = problem, cache, target, scale
-        self.tile = tile_of(problem, cache, target)
+        self.by_hand = placed_by_hand(problem, cache, target)
+        self.tile = LATENT if self.by_hand else tile_of(problem, cache, target)
 
     @cached_property
     def _merge(self) -> Merge | NoMerge:
@@ -201,33 +233,70 @@ class CachedPlan:
     @cached_property
     def part(self) -> Launch:
         """Parts of rows."""
-        assert self.merge is not None, "rows that are not cut have no parts"
-        return self._walk("decode parts", schedule_forward(self.merge.part_program), True)
-
-    def _walk(self, name: str, schedule: ForwardSchedule, in_parts: bool) -> Launch:
-        arguments = walk(self.problem, self.cache, schedule, in_parts)
-        writes = frozenset(a.place for a in arguments if isinstance(a, Buffer) and a.role is Role.MADE)
-        given = (schedule, self.tile, self.cache, in_parts, in_parts and self.overlaps)
-        return Launch(name, "cached.decode.decode", given, arguments, writes, (DISABLE_WARP_SPECIALIZATION,))
+        return self._part("decode parts", self.cache)
 
     @cached_property
     def combine(self) -> Launch:
         """The output and the rows, of parts."""
-        assert self.merge is not None, "rows that are not cut have no parts"
-        arguments = joining(self.problem, self.cache, self.merge)
-        writes = frozenset(["o", *(f"row_{name}" for name, _ in self.merge.finals)])
-        given = (self.merge, MOST_PARTS, Cache(starts=self.cache.starts, packed=self.cache.packed), self.overlaps)
-        return Launch("combine", "cached.combine.combine", given, arguments, writes)
+        return self._combine("combine", self.cache)
 
-    def steps(self, count: int) -> tuple[Step, ...]:
-        """What a call launches whose rows are cut into so many parts."""
-        steps: tuple[Step, ...] = (self.whole,) if count == 1 else (self.part, self.combine)
+    @cached_property
+    def dealt(self) -> tuple[Launch, Launch, Launch]:
+        """The same of parts that are dealt to requests by their lengths, which comes first."""
+        cache, arguments = replace(self.cache, dealt=True), dealing()
+        given = (self.tile.kv, LEAST_DEALT, MOST_PARTS)
+        deal = Launch("deal", "cached.deal.deal", given, arguments, frozenset([PART_STARTS, PART_REQUESTS]))
+        return deal, self._part("decode dealt parts", cache), self._combine("combine dealt parts", cache)
+
+    def _part(self, name: str, cache: Cache) -> Launch:
+        assert self.merge is not None, "rows that are not cut have no parts"
+        return self._walk(name, schedule_forward(self.merge.part_program), True, cache)
+
+    def _walk(self, name: str, schedule: ForwardSchedule, in_parts: bool, cache: Cache | None = None) -> Launch:
+        cache = cache or self.cache
+        arguments = walk(self.problem, cache, schedule, in_parts)
+        made = [a.place for a in arguments if isinstance(a, Buffer) and a.role is Role.MADE]
+        writes = frozenset(made) - {PART_STARTS, PART_REQUESTS}
+        given = (schedule, self.tile, cache, in_parts, in_parts and self.overlaps)
+        if self.by_hand:
+            rules = (UNIFORM_GROUPS, HELD_BARRIERS)
+            return Launch(name, "cached.latent.latent", given, arguments, writes, rules)
+        return Launch(name, "cached.decode.decode", given, arguments, writes, (DISABLE_WARP_SPECIALIZATION,))
+
+    def _combine(self, name: str, cache: Cache) -> Launch:
+        assert self.merge is not None, "rows that are not cut have no parts"
+        arguments = joining(self.problem, cache, self.merge)
+        writes = frozenset(["o", *(f"row_{name}" for name, _ in self.merge.finals)])
+        kind = Cache(starts=cache.starts, packed=cache.packed, dealt=cache.dealt)
+        given = (self.merge, MOST_PARTS, kind, self.overlaps)
+        return Launch(name, "cached.combine.combine", given, arguments, writes)
+
+    def steps(self, count: int, dealt: bool = False) -> tuple[Step, ...]:
+        """What a call launches whose rows are cut into so many parts; dealt: all requests together have so many."""
+        steps: tuple[Step, ...] = self.dealt if dealt else (self.whole,) if count == 1 else (self.part, self.combine)
         return checked(verify_steps, steps)
+
+    @property
+    def may_deal(self) -> bool:
+        """May parts be dealt by lengths? Not where a mask's bounds say how many tiles a row has."""
+        from_below = any(bound.kv > 0 for bound in plan_tiles(self.program.mask).bounds.bounds)
+        return self.merge is not None and not self.cache.packed and not from_below
 
     @property
     def every_step(self) -> tuple[Step, ...]:
         """What calls may launch, of any number of parts."""
-        return self.steps(1) if self.merge is None else (*self.steps(1), *self.steps(2))
+        if self.merge is None:
+            return self.steps(1)
+        return (*self.steps(1), *self.steps(2), *(self.steps(2, True) if self.may_deal else ()))
+
+    def dealt_parts(self, batch: int, queries: int, keys: int, asked: int | None) -> int:
+        """How many parts the requests of a call have together, which are dealt by lengths; 0: they are not. From shapes
+        alone: where blocks are many, and lengths may differ much."""
+        tiles, sms = -(-keys // self.tile.kv), places_of(self.target)
+        few = batch > MOST_REQUESTS or queries * self.problem.group > self.tile.q or tiles <= WIDE
+        if asked is not None or few or self.problem.kv_heads * batch < BUSY * sms or not self.may_deal:
+            return 0
+        return batch + -(-DEALT * sms // self.problem.kv_heads)
 
     def parts_of(self, batch: int, queries: int, keys: int, asked: int | None) -> int:
         """How many parts each row of a call is cut into; queries: of each request, or all that are packed.

@@ -147,21 +147,24 @@ class CachedAttention:
         found, rows = tensor_of(memory, "o"), [tensor_of(memory, f"row_{name}") for name in self.rows]
         return (found if out is None else out.copy_(found)), rows
 
-    def _parts(self, call: CachedCall, kernels: CachedKernels) -> int:
-        return kernels.plan.parts_of(call.requests, call.q.shape[1], call.capacity, call.parts)
+    def _parts(self, call: CachedCall, kernels: CachedKernels) -> tuple[int, bool]:
+        """How many parts: of each row, or dealt to all requests together."""
+        sizes = call.requests, call.q.shape[1], call.capacity, call.parts
+        dealt = kernels.plan.dealt_parts(*sizes)
+        return (dealt, True) if dealt else (kernels.plan.parts_of(*sizes), False)
 
     def _ready_for(self, call: CachedCall, kernels: CachedKernels, custom: Sequence[Tensor]) -> Ready:
         """The launches of a call of such shapes."""
-        table, count = 0 if call.table is None else call.table.shape[1], self._parts(call, kernels)
-        key = (kernels, call.q.shape, call.requests, call.k.shape, table, count, *[c.shape for c in custom])
+        table, parts = 0 if call.table is None else call.table.shape[1], self._parts(call, kernels)
+        key = (kernels, call.q.shape, call.requests, call.k.shape, table, parts, *[c.shape for c in custom])
         found = self._ready.get(key)
         if found is None:
             if len(self._ready) >= MOST_PLANS:
                 self._ready.clear()
             batch, queries = call.requests, call.q.shape[1]
-            lengths = {"batch": batch, "q_length": queries, "kv_length": call.capacity, "parts": count}
+            lengths = {"batch": batch, "q_length": queries, "kv_length": call.capacity, "parts": parts[0]}
             lengths |= {"pages": call.k.shape[0], "pages_of_a_request": table, **self._own_lengths(custom)}
-            steps = kernels.plan.steps(count)
+            steps = kernels.plan.steps(*parts)
             found = self._ready[key] = Ready(steps, kernels.kernel, lengths, {}, call.q.device, self._kept)
         return found
 
@@ -190,8 +193,8 @@ class CachedAttention:
         if call.cu is not None:
             given["cu_seqlens_q"] = ()
         given |= {f"custom_{name}": () for name in names}
-        ready, count = self._ready_for(call, kernels, custom), self._parts(call, kernels)
-        return launch_again(kernels, ready, count, given, len(strided), self.rows)
+        ready, parts = self._ready_for(call, kernels, custom), self._parts(call, kernels)
+        return launch_again(kernels, ready, kernels.plan.steps(*parts), given, len(strided), self.rows)
 
     def _own_lengths(self, custom: Sequence[Tensor]) -> Mapping[str, int]:
         return {

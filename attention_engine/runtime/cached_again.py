@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention_engine.compiler import CachedKernels
 from attention_engine.plan.buffers import buffers_of
-from attention_engine.plan.launches import Launch
+from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter
 from attention_engine.runtime.inputs import signature
 from attention_engine.runtime.run import Ready
@@ -87,26 +87,25 @@ def _kind(form: object, tensors: Sequence[Tensor]) -> object:
 
 
 def launch_again(
-    kernels: CachedKernels, ready: Ready, count: int, given: Mapping[str, Sequence[int]], strided: int,
+    kernels: CachedKernels, ready: Ready, steps: Sequence[Step], given: Mapping[str, Sequence[int]], strided: int,
     rows: Sequence[str],
 ) -> Direct:  # fmt: skip
-    """The launches of all calls of such shapes and strides, in so many parts.
+    """The launches of all calls of such shapes and strides.
 
     given: the strides that a kernel takes of each tensor that a call gives, in the order in which it gives them. The
     first `strided` are queries, keys and values, of (batch, length, heads, dim); from `custom_` on, custom inputs.
     """
-    plan, empty_like = kernels.plan, torch.empty_like
+    empty_like = torch.empty_like
     misaligned = 0 if kernels.problem.stride_unit == 1 else ALIGNED - 1
     made = ["o", *[f"row_{name}" for name in rows]]
-    parts = [] if count == 1 else [b.place for b in buffers_of(plan.combine.arguments) if b.place.startswith("part_")]
+    of_all = [b for step in launches(steps) for b in buffers_of(step.arguments)]
+    parts = [*dict.fromkeys(b.place for b in of_all if b.place.startswith("part_"))]
     output, *row_likes = ready.results(made)
     scratch, rows_too = _Scratch([*row_likes, *ready.results(parts)]), len(row_likes)
     places = [*given, *made, *parts]
-    numbers = [step for steps in given.values() for step in steps]
-    walk = kernels.kernel(plan.whole if count == 1 else plan.part).run
-    of_walk = _arguments(plan.whole if count == 1 else plan.part, places, given)
-    join = None if count == 1 else kernels.kernel(plan.combine).run
-    of_join = None if count == 1 else _arguments(plan.combine, places, given)
+    numbers = [step for steps_of in given.values() for step in steps_of]
+    runs = [(kernels.kernel(step).run, _arguments(step, places, given)) for step in launches(steps)]
+    (first, of_first), *others = runs
     first_custom = next((n for n, place in enumerate(given) if place.startswith("custom_")), len(given))
     has_custom = first_custom < len(given)
 
@@ -123,9 +122,9 @@ def launch_again(
             results += [empty_like(like) for like in row_likes]
             left = left[rows_too:]
         values = [*tensors, *results, *left, *numbers]
-        walk(*of_walk(values))
-        if join is not None and of_join is not None:
-            join(*of_join(values))
+        first(*of_first(values))
+        for run, of_run in others:
+            run(*of_run(values))
         return results
 
     return launch
@@ -200,6 +199,8 @@ class _Scratch:
         if len(self.views) >= MOST_SCRATCH:
             self.views.clear()
         pieces = held[: self.size].split(self.sizes)
-        views = [p[: like.numel()].view(like.shape) for p, like in zip(pieces, self.likes, strict=True)]
+        views = [
+            p[: like.numel()].view(like.dtype).view(like.shape) for p, like in zip(pieces, self.likes, strict=True)
+        ]
         found = self.views[key] = (held, views)
         return found

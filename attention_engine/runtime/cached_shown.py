@@ -12,7 +12,7 @@ from attention_engine.arch import Arch
 from attention_engine.compiler import CachedKernels, Kernel
 from attention_engine.errors import NoMerge
 from attention_engine.frontend.meta import lengths_of
-from attention_engine.plan.cached import BUSY, FEWEST_TILES
+from attention_engine.plan.cached import BUSY, FEWEST_TILES, CachedPlan
 from attention_engine.plan.targets import places_of
 from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.cached import CachedAttention
@@ -24,7 +24,7 @@ from attention_engine.tuner.problems import gpu_name
 if TYPE_CHECKING:
     from attention_engine.runtime.shown import Shown
 
-NAMES = ("decode", "decode parts", "combine")
+NAMES = ("decode", "decode parts", "combine", "deal", "decode dealt parts", "combine dealt parts")
 USUAL = (1, 1, 8192)  # requests, queries and keys of metas that don't say
 
 
@@ -77,25 +77,36 @@ def explain_cached(engine: Shown, kernels: CachedKernels) -> str:
         f"tiles: {tile.q} rows ({problem.group} heads share a key head) x {tile.kv} keys, {tile.threads} threads, "
         f"{tile.stages} stages",
     ]  # fmt: skip
-    if isinstance(plan._merge, NoMerge):
-        lines.append(f"parts: rows are not cut, as parts have no merge: {plan._merge}")
-    elif count == 1:
-        few = f"{tiles} tiles of keys are few" if tiles <= FEWEST_TILES else f"{rows} blocks are work for {places} SMs"
-        lines.append(f"parts: rows are not cut, as {few} ({FEWEST_TILES} tiles or less, {BUSY:g} of the SMs or more)")
+    dealt = plan.dealt_parts(batch, queries, keys, None)
+    lines.append(_parts_in_words(plan, dealt, count, tiles, rows, places))
+    if dealt:
+        grid, held_parts = f"{dealt} x {problem.kv_heads} = {dealt * problem.kv_heads}", dealt
     else:
-        lines.append(
-            f"parts: {count} of each row, the least number that leaves {places} SMs busy; `combine` joins them"
-        )
-    lines.append(f"grid: {count} x {rows // batch} x {batch} = {count * rows} blocks, whatever the lengths are")
+        grid, held_parts = f"{count} x {rows // batch} x {batch} = {count * rows}", batch * count
+    lines.append(f"grid: {grid} blocks, whatever the lengths are")
     size = 4 if problem.dtype == "float32" else 2
     held = batch * keys * problem.kv_heads * (problem.dim + (0 if cache.shared else problem.dim_v)) * size
-    states = 0 if plan.merge is None or count == 1 else len(plan.merge.read) + problem.dim_v
-    between = queries * batch * count * problem.heads * states * 4
+    states = 0 if plan.merge is None or held_parts == batch else len(plan.merge.read) + problem.dim_v
+    between = queries * held_parts * problem.heads * states * 4
     lines.append(
         f"bytes: {_spell(held)} of keys and values where all requests have {keys}, {_spell(between)} of parts between "
         "the kernels"
     )
     return "\n".join([*lines, *(_of_kernel(name, kernel) for name, kernel in kernels.every.items())])
+
+
+def _parts_in_words(plan: CachedPlan, dealt: int, count: int, tiles: int, rows: int, places: int) -> str:
+    if isinstance(plan._merge, NoMerge):
+        return f"parts: rows are not cut, as parts have no merge: {plan._merge}"
+    if dealt:
+        return (
+            f"parts: at most {dealt} of all requests together, which `deal` deals to them by their lengths, as those "
+            f"may differ by {tiles} tiles; `combine dealt parts` joins them"
+        )
+    if count == 1:
+        few = f"{tiles} tiles of keys are few" if tiles <= FEWEST_TILES else f"{rows} blocks are work for {places} SMs"
+        return f"parts: rows are not cut, as {few} ({FEWEST_TILES} tiles or less, {BUSY:g} of the SMs or more)"
+    return f"parts: {count} of each row, the least number that leaves {places} SMs busy; `combine` joins them"
 
 
 def _spell(size: int) -> str:

@@ -8,7 +8,7 @@ added, each times its part's factor, several parts side by side, and the program
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import tilelang.language as T
 
@@ -26,6 +26,7 @@ from attention_engine.plan import cached
 THREADS = 128
 SIDE_BY_SIDE = 16  # parts whose sums are read at once: few blocks run, and each would wait for one after the other
 STEPS = 20  # of a search among a million requests
+OfRow: TypeAlias = tuple[Any, Any, tuple[Any, Any, Any]]  # its first part, how many, its other indices in parts
 LEAST = {"max": -3e38, "min": 3e38}
 
 
@@ -40,7 +41,6 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache, over
 
     @T.macro
     def body(buffers: Any) -> None:
-        parts = sizes.spell(cached.PARTS)
         batches = 1 if cache.packed else sizes.batch
         with T.Kernel(problem.heads, sizes.q, batches, threads=THREADS) as (head, query, owner):
             batch, place = find_place(cache, sizes, buffers, owner, query)
@@ -52,16 +52,17 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache, over
             T.fill(sums, 0)
             if overlaps:
                 T.pdl_sync()  # it was launched while the parts run: from here on all of them are there
-            _bring_sums(ahead, buffers["part_o"], 0, parts, (owner, query, head), problem.dim_v)
-            row.bring(parts)
+            first, parts, holder = parts_of_request(cache, sizes, buffers, owner)
+            of_row = first, parts, (holder, query, head)
+            _bring_sums(ahead, buffers["part_o"], 0, of_row, problem.dim_v)
+            row.bring(of_row)
             row.join()
             row.write_factors(factors, parts)
             for step in T.serial(T.ceildiv(parts, SIDE_BY_SIDE)):
                 for n, d in T.Parallel(SIDE_BY_SIDE, dim_v):
                     sums[n, d] = sums[n, d] + factors[step * SIDE_BY_SIDE + n] * ahead[n, d]
                 if (step + 1) * SIDE_BY_SIDE < parts:
-                    first = (step + 1) * SIDE_BY_SIDE
-                    _bring_sums(ahead, buffers["part_o"], first, parts, (owner, query, head), problem.dim_v)
+                    _bring_sums(ahead, buffers["part_o"], (step + 1) * SIDE_BY_SIDE, of_row, problem.dim_v)
             T.reduce_sum(sums, output, dim=0)
             row.finish(output)
 
@@ -74,6 +75,15 @@ def in_exp2(*roots: Expr) -> tuple[Expr, ...]:
     nvcc makes one instruction of a product and a sum, which rounds once: of products of -1e30 no difference is 0.
     """
     return use_exp2(*roots, differences=True)
+
+
+def parts_of_request(cache: cached.Cache, sizes: Sizes, buffers: Any, owner: Any) -> tuple[Any, Any, Any]:
+    """A request's first part, how many it has, and the second index of parts."""
+    if not cache.dealt:
+        return 0, sizes.spell(cached.PARTS), owner
+    starts = buffers[cached.PART_STARTS]
+    first = name_value(starts[owner])
+    return first, name_value(starts[owner + 1] - first), 0
 
 
 def find_place(cache: cached.Cache, sizes: Sizes, buffers: Any, owner: Any, query: Any) -> tuple[Any, Any]:
@@ -137,12 +147,12 @@ class _Row:
             for name in self.merge.read
         }
 
-    def bring(self, parts: Any) -> None:
+    def bring(self, of_row: OfRow) -> None:
         """The parts' states."""
         initial = {state.name: finite(state.initial) for state in self.merge.program.states}
         for name in self.merge.read:
             source, target = self.buffers[f"part_{name}"], self.parts[part_variable(name)]
-            _bring(source, target, self.most, parts, self.row, initial[name])
+            _bring(source, target, self.most, of_row, initial[name])
 
     def splice(self, values: dict[Expr, Any]) -> Splice:
         """Splices at the row."""
@@ -225,18 +235,18 @@ def _store_inside(inside: Any, target: Any, value: Any, at: tuple[Any, ...]) -> 
 
 
 @T.macro
-def _bring(source: Any, target: Any, most: int, parts: Any, at: tuple[Any, ...], initial: float) -> None:
-    owner, query, head = at
+def _bring(source: Any, target: Any, most: int, of_row: OfRow, initial: float) -> None:
+    base, parts, (owner, query, head) = of_row
     for i, n in T.Parallel(1, most):
-        target[i, n] = T.if_then_else(n < parts, source[n, owner, query, head], T.float32(initial))
+        target[i, n] = T.if_then_else(n < parts, source[base + n, owner, query, head], T.float32(initial))
 
 
 @T.macro
-def _bring_sums(target: Any, source: Any, first: Any, parts: Any, at: tuple[Any, ...], columns: int) -> None:
-    owner, query, head = at
+def _bring_sums(target: Any, source: Any, first: Any, of_row: OfRow, columns: int) -> None:
+    base, parts, (owner, query, head) = of_row
     for n, d in T.Parallel(*target.shape):
         inside = T.And(first + n < parts, d < columns)
-        target[n, d] = T.if_then_else(inside, source[first + n, owner, query, head, d], T.float32(0))
+        target[n, d] = T.if_then_else(inside, source[base + first + n, owner, query, head, d], T.float32(0))
 
 
 @T.macro

@@ -8,7 +8,7 @@ a block that has no key leaves states as they begin.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
 
@@ -53,16 +53,18 @@ def decode(
     rows...)."""
     sizes = Sizes(problem)
     parameters = sizes.declare(cached.walk(problem, cache, schedule, in_parts))
-    of = _Of(problem, schedule, tile, cache, sizes)
+    of = Steps(problem, schedule, tile, cache, sizes)
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
 
     @T.macro
     def body(buffers: Any) -> None:
         row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
         parts = sizes.spell(cached.PARTS) if in_parts else 1
-        with T.Kernel(parts, problem.kv_heads * row_tiles, sizes.batch, threads=tile.threads) as (part, block, batch):
+        batches = 1 if cache.dealt else sizes.batch
+        with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=tile.threads) as (place, block, owner):
             if overlaps:
                 T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
+            batch, part, parts = of.part(buffers, owner, place, parts)
             kv_head, packed = of.rows(buffers, row_tiles, block, batch)
             q = Operand("q", problem, (tile.q, dim))
             k = Operand("k", problem, (tile.kv, dim))
@@ -96,13 +98,13 @@ def decode(
                 else:
                     bring(values, v, kv0)
                     accumulate(weights, v, sums)
-            of.leave(buffers, maths, sums.sum, written, part if in_parts else None)
+            of.leave(buffers, maths, sums.sum, written, place if in_parts else None)
 
     return build("decode_parts" if in_parts else "decode", parameters, body)
 
 
 @dataclass(frozen=True)
-class _Of:
+class Steps:
     """What the kernel's steps have in common."""
 
     problem: Problem
@@ -115,6 +117,16 @@ class _Of:
         """What a block works out once is held, or TileLang would spell its divisions out at each use; but for blocks
         that have no register left."""
         return value if self.cache.shared else name_value(value)
+
+    def part(self, buffers: Any, owner: Any, place: Any, parts: Any) -> tuple[Any, Any, Any]:
+        """The request of a block, which of its parts the block has, and how many it has. Behind the last part that is
+        dealt come parts of the first request, behind its last, where it has no tiles."""
+        if not self.cache.dealt:
+            return owner, place, parts
+        starts, requests = buffers[cached.PART_STARTS], buffers[cached.PART_REQUESTS]
+        batch = name_value(T.max(requests[place], 0))
+        first = name_value(starts[batch])
+        return batch, place - first, name_value(starts[batch + 1] - first)
 
     def rows(self, buffers: Any, row_tiles: Any, block: Any, batch: Any) -> tuple[Any, Rows]:
         """A block's key head, and its rows."""
@@ -189,12 +201,25 @@ class _Of:
 
     def leave(self, buffers: Any, maths: PackedMaths, output: Any, written: Any, part: Any) -> None:
         """What the block has found goes to memory: of a part, its sums and states."""
-        prefix, name = ("row_", "o") if part is None else ("part_", "part_o")
         maths.finish(output, padded(self.problem.dim_v))
-        _leave_sums(buffers[name], output, maths.packed, part, self.tile.q, self.problem.dim_v)
+        self.leave_columns(buffers, output, maths.packed, part)
+        self.leave_rows(buffers, maths, written, part)
+
+    def leave_columns(self, buffers: Any, output: Any, packed: Rows, part: Any, first: int = 0) -> None:
+        """Columns of the output, or of a part's sums, from `first` on."""
+        target = buffers["o" if part is None else "part_o"]
+        _leave_sums(target, output, self._in_parts(packed), part, self.tile.q, first, self.problem.dim_v)
+
+    def leave_rows(self, buffers: Any, maths: PackedMaths, written: Any, part: Any) -> None:
+        """The rows that are returned, or a part's states."""
+        prefix = "row_" if part is None else "part_"
         for row, expr in self.schedule.rows:
             maths.write_row(written, expr)
-            _leave_row(buffers[f"{prefix}{row}"], written, maths.packed, part, self.tile.q)
+            _leave_row(buffers[f"{prefix}{row}"], written, self._in_parts(maths.packed), part, self.tile.q)
+
+    def _in_parts(self, packed: Rows) -> Rows:
+        """Rows as parts hold them: those of parts that are dealt have a place for all requests."""
+        return replace(packed, owner=0) if self.cache.dealt else packed
 
 
 @T.macro
@@ -212,14 +237,14 @@ def _multiply_by_columns(a: Any, b: Any, c: Any, transposed: bool) -> None:
 
 
 @T.macro
-def _leave_sums(target: Any, output: Any, packed: Rows, part: Any, rows: int, columns: int) -> None:
+def _leave_sums(target: Any, output: Any, packed: Rows, part: Any, rows: int, first: int, columns: int) -> None:
     for i, d in T.Parallel(rows, output.shape[1]):
         owner, row, head = packed.at(i)
-        if T.And(packed.exists(i), d < columns):
+        if T.And(packed.exists(i), first + d < columns):
             if part is None:
-                target[owner, row, head, d] = output[i, d]
+                target[owner, row, head, first + d] = output[i, d]
             else:
-                target[part, owner, row, head, d] = output[i, d]
+                target[part, owner, row, head, first + d] = output[i, d]
 
 
 @T.macro

@@ -1,0 +1,30 @@
+"""Keys that are values too by the kernel for Hopper, in the warp simulator, against plain torch in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_engine.plan import cached as plan
+from tests import cached_cases
+from tests.cached_cases import CASES, DRAFTS, Shape, errors
+from tests.plain import worst_ratio
+
+LENGTHS = (200, 77, 6, 64, 128, 0, 65)
+DIM, DIM_V = 192, 128  # in pieces of 64 columns: each half of the values, and keys alone
+
+
+@pytest.fixture(autouse=True)
+def _by_hand(monkeypatch):
+    """The interpreter runs what a plan for Hopper launches; values are the first columns of keys."""
+    monkeypatch.setattr(plan, "placed_by_hand", lambda problem, cache, target: True)
+    monkeypatch.setattr(cached_cases, "CASES", {name: replace(case, dim_v=DIM_V) for name, case in CASES.items()})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_keep_the_rule(name, record_property):
+    shape = Shape((200, 77, 6, 64, 129) if name == "tree" else LENGTHS, DRAFTS if name == "tree" else 1, dim=DIM)
+    found = errors(name, shape, torch.float16, "interpret", 1)
+    queries = DRAFTS if name == "tree" else 5
+    found += errors(name, replace(shape, queries=queries, page=64), torch.bfloat16, "interpret", 3)
+    record_property(*worst_ratio(found, name))
