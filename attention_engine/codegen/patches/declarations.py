@@ -5,6 +5,7 @@ No compiler's work: brackets are counted, and names are taken where they stand a
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Declaration:
                 found += named[1].split("::") if named is not None else ["<anonymous>"]
         return tuple(found)
 
+    @property
+    def kept(self) -> tuple[object, ...]:
+        """Its fields, as they are kept."""
+        return self.around, self.names, self.text, self.kind, self.needs, self.file
+
 
 def cut(text: str) -> Iterator[Declaration]:
     """The declarations of preprocessed text."""
@@ -45,7 +51,7 @@ def cut(text: str) -> Iterator[Declaration]:
     file = ""
     at, start, depth = 0, 0, 0
     closes_itself = False
-    while (found := _EVENT.search(text, at)) is not None:
+    while (found := (_INSIDE if depth else _EVENT).search(text, at)) is not None:
         what, at = found[0], found.end()
         if what == "{":
             if depth == 0:
@@ -86,6 +92,7 @@ _MARKER = re.compile(r'\s*#[ \t]*(?:line[ \t]+)?\d+[ \t]+"([^"]*)"')
 _OF_MANY = re.compile(r"pragma\s+(?:GCC|nv_diag\w*|once|clang|message)\b")  # no pragma of the next declaration alone
 _GOES_ON = re.compile(r"\s*[,{]")  # members that are initialized in braces
 _EVENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'(?<!\d\')|[{};]|(?:^|\n)[ \t]*\#[^\n]*', re.MULTILINE)
+_INSIDE = re.compile(_EVENT.pattern.replace("[{};]", "[{}]"), re.MULTILINE)  # of a block: where it ends
 _LINES = re.compile(r"^[ \t]*#[^\n]*\n?", re.MULTILINE)
 _MARKERS = re.compile(r"^[ \t]*#(?![ \t]*pragma)[^\n]*\n?", re.MULTILINE)
 _NAMESPACE_NAME = re.compile(r"namespace\s+(?:__attribute__\s*\(\(.*?\)\)\s*)?([\w:]+)")
@@ -101,16 +108,21 @@ _CLASS = re.compile(
 )
 
 
+_BRACKET = re.compile(r"[()]")
+
+
 def without_attributes(head: str) -> str:
     """A declaration's head without what is in brackets behind words that are no names."""
     while True:
         found = _ATTRIBUTE.search(head)
         if found is None:
             return head
-        depth, at = 1, found.end()
-        while depth and at < len(head):
-            depth += {"(": 1, ")": -1}.get(head[at], 0)
-            at += 1
+        depth, at = 1, len(head)
+        for bracket in _BRACKET.finditer(head, found.end()):
+            depth += 1 if bracket[0] == "(" else -1
+            if not depth:
+                at = bracket.end()
+                break
         head = head[: found.start()] + " " + head[at:]
 
 
@@ -138,6 +150,7 @@ def without_template(head: str) -> str:
     return head
 
 
+@functools.lru_cache(maxsize=4)
 def plain(text: str) -> str:
     """A declaration's head: no lines of the preprocessor, no attributes, no template parameters."""
     head = without_template(without_attributes(_LINES.sub("", text)))
@@ -191,19 +204,32 @@ def _declaration(around: Sequence[str], text: str, file: str) -> Declaration:
 
 def _needs(head: str, names: set[str]) -> tuple[str, set[str]]:
     """A declaration's kind, and what words say for which arguments it is."""
-    special = None
     if head.startswith(("using", "typedef", "concept", "static_assert")):
         return "", set()
-    if names and "operator" not in names:
-        special = re.match(rf"[^(=;]*?\b(?:{'|'.join(map(re.escape, names))})\s*<(.*)", head, re.DOTALL)
+    special = _special(head, names) if names and "operator" not in names else None
     if is_class(head):
-        arguments = "" if special is None else re.split(r">\s*(?::(?!:)|final|$)", special[1])[0]
+        arguments = "" if special is None else re.split(r">\s*(?::(?!:)|final|$)", special)[0]
         return "class", set(WORD.findall(arguments))
     if special is not None and "(" not in head.split("=")[0]:
-        return "", set(WORD.findall(special[1].split("=")[0]))
+        return "", set(WORD.findall(special.split("=")[0]))
     if "(" in head.split("=" if _INITIALIZED.search(outside_brackets(_OPERATOR.sub("", head))) else "\0")[0]:
         return "call", set(WORD.findall(head if "operator" in names else head.split("(", 1)[1]))
     return "", set()
+
+
+def _special(head: str, names: set[str]) -> str | None:
+    """What stands behind `name<`, for which a template is specialized."""
+    ends = _ENDS.search(head)
+    for named in _TEMPLATE_NAME.finditer(head, 0):
+        if ends is not None and named.start() > ends.start():
+            return None
+        if named[1] in names:
+            return head[named.end() :]
+    return None
+
+
+_ENDS = re.compile(r"[(=;]")
+_TEMPLATE_NAME = re.compile(r"\b([A-Za-z_]\w*)\s*<")
 
 
 def called(head: str) -> set[str]:

@@ -237,7 +237,7 @@ def read(reading: Reading) -> Headers:
 def keep(reading: Sequence[Any], place: str) -> None:
     """Reads the headers for the values of a `Reading`, and writes what is to be known of them."""
     headers = read(Reading(*reading))
-    files.write_whole(Path(place), json.dumps([[astuple(d) for d in headers.declarations], headers.macros]))
+    files.write_whole(Path(place), json.dumps([[d.kept for d in headers.declarations], headers.macros]))
 
 
 def _kept(reading: Reading) -> Headers | None:
