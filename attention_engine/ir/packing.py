@@ -30,7 +30,7 @@ OF_PLACES = frozenset({SEQUENCE_Q, SEQUENCE_K, FIRST, FIRST_K, AHEAD})
 # last key's row; its queries' first row and one past the last. Behind the last sequence comes one more, which holds the
 # rows that are of none, and no key.
 NUMBERS = ("start of queries", "start of keys", "end of keys", "first query", "end of queries")
-KEYS_END, FIRST_QUERY, QUERIES_END = 2, 3, 4
+KEYS_START, KEYS_END, FIRST_QUERY, QUERIES_END = 1, 2, 3, 4
 
 OWN_SEQUENCES = "sequences_and_rest"  # the axis of PLACES
 _ALIKE = {SEQUENCE_Q: "seq_len", SEQUENCE_K: "seq_len_kv", FIRST: "seq_len"}

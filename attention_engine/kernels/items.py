@@ -19,7 +19,7 @@ from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.common import Sizes
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
-from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
+from attention_engine.plan.attention_buffers import AHEAD, KEY_TILES, MADE_BEFORE, TOGETHER, most_key_tiles
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import L2_BYTES
 
@@ -161,16 +161,22 @@ class KeyBlocks:
     together: Any  # pairs of a unit
     ahead: Any  # how far ahead the unit is that a unit's blocks prepare
     given: Any  # units whose delta isn't theirs to make
+    most: Any = None  # blocks of a head, where a list in memory says how many there are (`listed`)
 
     @staticmethod
     def of(problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0) -> KeyBlocks:
         """The blocks of a kernel with this tile."""
+        most = sizes.spell(most_key_tiles(problem, tile)) if tile.within_sequences else None
         return KeyBlocks(
             blocks=T.ceildiv(sizes.kv, tile.kv), heads=problem.kv_heads, batch=sizes.batch,
             pairs=sizes.batch * problem.kv_heads, longest_first=longest_first, at_once=at_once,
             together=sizes.variable(TOGETHER) if longest_first else 1, ahead=sizes.variable(AHEAD),
-            given=sizes.variable(MADE_BEFORE),
+            given=sizes.variable(MADE_BEFORE), most=most,
         )  # fmt: skip
+
+    def listed(self, buffers: Any) -> KeyBlocks:
+        """The same in a kernel, where a list may say how many blocks a head has."""
+        return self if self.most is None else replace(self, blocks=name_value(buffers[KEY_TILES][0, 0]))
 
     @property
     def of_a_unit(self) -> Any:
@@ -208,7 +214,8 @@ class KeyBlocks:
     def grid(self) -> list[Any]:
         """Of the kernel."""
         if self.at_once:
-            return [T.min(self.count, self.at_once)]
+            count = self.count if self.most is None else self.most * self.pairs
+            return [T.min(count, self.at_once)]
         return [self.count] if self.longest_first else [self.blocks, self.heads, self.batch]
 
     def by_lengths(self, blocks: Any, pairs: Any, together: Any) -> KeyBlocks:

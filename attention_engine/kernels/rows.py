@@ -189,9 +189,10 @@ class _Before:
             for x in T.Parallel(size):
                 buffers["workspace"][row, at.block * size + x] = 0.0
         if by_hand and row < blocks.pairs and at.block == 0:
-            _, pairs = blocks.pairs_of(row)
-            buffers["counters"][1 + row, PREPARED] = -len(SPARE) * blocks.of_a_unit
-            buffers["counters"][1 + row, FINISHED] = -pairs * blocks.blocks
+            listed = blocks.listed(buffers)
+            _, pairs = listed.pairs_of(row)
+            buffers["counters"][1 + row, PREPARED] = -len(SPARE) * listed.of_a_unit
+            buffers["counters"][1 + row, FINISHED] = -pairs * listed.blocks
             buffers["counters"][0, 0] = 0
 
     def write_rows(self, buffers: Buffers, at: _RowsAt, rows: Sequence[tuple[str, Expr]], delta: Any) -> None:

@@ -1,8 +1,9 @@
-"""Lists the tiles of queries of packed sequences, each of which lies in one: those with the fewest steps come first.
+"""Lists the tiles of packed sequences, each of which lies in one: of queries those with the fewest steps first.
 
 A sequence has a run of slots, as many as its tiles or one more: it begins at (its first row // the tile's queries +
 its number), which needs no sum over the sequences before it. One block finds the sequence of each slot by bisection,
 and sorts the slots that hold a tile by their steps, in CLASSES classes: persistent blocks are dealt the longest first.
+Tiles of keys stay in memory's order, so that blocks which run together share queries.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.packing import FIRST_QUERY, QUERIES_END
+from attention_engine.ir.packing import FIRST_QUERY, KEYS_END, KEYS_START, QUERIES_END
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import PLACES
 from attention_engine.kernels.common import Sizes, build, store
@@ -20,7 +21,7 @@ from attention_engine.kernels.packed_tables import last_that
 from attention_engine.kernels.tiles import SequenceWalk, Walks
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
-from attention_engine.plan.attention_buffers import SEQUENCE_TILES
+from attention_engine.plan.attention_buffers import KEY_TILES, SEQUENCE_TILES
 from attention_engine.plan.forms import Tile
 
 CLASSES = 128  # of steps: what has about as many is not told apart
@@ -113,3 +114,51 @@ def write(walks: Walks, buffers: Any, first: Any, last: Any, classes: Any, begin
             sequence = find_sequence(places, first + n, last, tile_q)
             listed[rank + 1, 0] = sequence
             listed[rank + 1, 1] = first_query(places, first + n, sequence, tile_q)
+
+
+def key_tiles(problem: Problem, tile: Tile) -> Any:
+    """The PrimFunc: (key length, numbers of sequences, key_tiles)."""
+    sizes = Sizes(problem)
+    parameters = sizes.declare(attention_buffers.list_key_tiles(problem, tile))
+
+    @T.macro
+    def body(buffers: Any) -> None:
+        with T.Kernel(1, threads=TOGETHER):
+            holds = T.alloc_shared([TOGETHER], "int32")
+            before = T.alloc_var("int32")
+            before = 0
+            places, listed = buffers[f"custom_{PLACES}"], buffers[KEY_TILES]
+            last = places.shape[0] - 1
+            slots = T.floordiv(sizes.kv, tile.kv) + last + 1
+            for turn in T.serial(T.ceildiv(slots, TOGETHER)):
+                for n in T.Parallel(TOGETHER):
+                    holds[n] = 0
+                    if turn * TOGETHER + n < slots:
+                        found = KeySlot(places, turn * TOGETHER + n, last, tile.kv, sizes.kv)
+                        holds[n] = T.if_then_else(found.first < found.end, 1, 0)
+                for n in T.Parallel(TOGETHER):
+                    if holds[n] == 1:
+                        rank = T.alloc_var("int32")
+                        rank = before
+                        for other in T.serial(n):
+                            rank = rank + holds[other]
+                        found = KeySlot(places, turn * TOGETHER + n, last, tile.kv, sizes.kv)
+                        listed[rank + 1, 0] = found.sequence
+                        listed[rank + 1, 1] = found.first
+                        listed[rank + 1, 2] = found.end
+                for other in T.serial(TOGETHER):
+                    before = before + holds[other]
+            if T.get_thread_binding() == 0:
+                listed[0, 0] = before
+
+    return build("key_tiles", parameters, body)
+
+
+class KeySlot:
+    """A slot of tiles of keys: its sequence, its first key, and one past its sequence's last."""
+
+    def __init__(self, places: Any, slot: Any, last: Any, tile_kv: int, keys: Any) -> None:
+        self.sequence = last_that(lambda n: T.floordiv(0 - places[n, KEYS_START], tile_kv) + n <= slot, last)
+        begin = 0 - places[self.sequence, KEYS_START]
+        self.first = begin + (slot - T.floordiv(begin, tile_kv) - self.sequence) * tile_kv
+        self.end = T.if_then_else(self.sequence < last, places[self.sequence, KEYS_END], keys)

@@ -13,13 +13,14 @@ tiles' length would take n + 1 steps as a rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.packing import start_in_sequence
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX
@@ -31,6 +32,7 @@ from attention_engine.passes.tile_plan import TilePlan
 from attention_engine.plan.attention_buffers import LISTS
 from attention_engine.plan.forms import Tile
 
+NO_NUMBERS: Mapping[Expr, Any] = {}
 EMPTY = 1  # a tile from 0 on, of which some pair is masked
 MOST_IN_32_BITS = 2**31
 PIECE = 16  # queries or keys; tiles begin at multiples of it
@@ -235,11 +237,41 @@ class _Lists:
         return _name("entry", entry) if first is None else name_value(T.if_then_else(step == 0, first, entry))
 
 
-def with_starts(plan: MaskPlan, buffers: Any, batch: Any) -> MaskPlan:
-    """The bounds in a launch that says where its indices start, these numbers in their offsets."""
+class SequenceQueryWalk(QueryWalk):
+    """The same of packed sequences: a block's keys, from the row kv0 on, are of one. known: numbers of the sequence.
+
+    It goes from the last tile to the first: blocks of a sequence that run together, of which later ones have fewer
+    tiles, meet the same queries so, while the L2 cache holds them.
+    """
+
+    def __init__(
+        self, of: Walks, buffers: Any, sequence: Any, kv_head: Any, kv0: Any, handed: HandedQueries | None,
+        known: Mapping[Expr, Any],
+    ) -> None:  # fmt: skip
+        tile = of.tile
+        self.plan, self.shape, self.group, self.kv_head, self.handed = of.plan, tile, of.problem.group, kv_head, handed
+        self.kv0, self.lists = kv0, None
+        self.bounds = with_starts(of.plan.bounds, buffers, sequence, known)
+        if handed is not None:
+            self.first, self.count = handed.first, handed.count
+            return
+        pieces = T.ceildiv(of.sizes.q, PIECE)
+        first, stop = q_range(self.bounds, kv0, kv0 + tile.kv - 1, PIECE, pieces)
+        self.first = _name("first", first)
+        self.count = _name("count", self.group * T.ceildiv(stop - self.first, tile.q // PIECE))
+
+    def at(self, step: Any, first: Any = None) -> Visit:
+        """The tile and the query head of a step."""
+        left = self.count - 1 - step
+        start = self.first * PIECE + left // self.group * self.shape.q
+        return Visit(start, self._is_partial, self.kv_head * self.group + left % self.group)
+
+
+def with_starts(plan: MaskPlan, buffers: Any, batch: Any, known: Mapping[Expr, Any] = NO_NUMBERS) -> MaskPlan:
+    """The bounds in a launch that says where its indices start, these numbers in their offsets. known: some of them."""
     if not any(bound.starts for bound in plan.bounds):
         return plan
-    place = Place(batch, 0, {}, reader(buffers))
+    place = Place(batch, 0, known, reader(buffers))
 
     def here(bound: Bound) -> Bound:
         whole = _width(bound.reach)

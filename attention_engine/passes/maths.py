@@ -18,7 +18,7 @@ from attention_engine.passes.half_range import bound_weights, final_weights_fit,
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, schedule_backward, schedule_forward
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.passes.verify_schedule import verify_backward_schedule, verify_bend, verify_forward_schedule
-from attention_engine.passes.within_sequences import is_packed, within_sequences
+from attention_engine.passes.within_sequences import is_packed, keys_within_sequences, within_sequences
 
 Saved = tuple[tuple[str, Expr], ...]
 
@@ -90,6 +90,17 @@ class Maths:
     def _within_bounded(self) -> ForwardSchedule:
         assert self.within is not None
         return _in_order(bound_weights(self.within), self._saved, parts_rows=True)
+
+    @cached_property
+    def backward_within(self) -> BackwardSchedule | None:
+        """The backward pass of packed sequences in blocks whose keys are of one; None where its mask's bounds don't
+        tell tiles, and where pairs make gradients of custom inputs."""
+        if self.within is None or self.backward is None or self.backward.pair_gradients:
+            return None
+        program, backward = keys_within_sequences(self.program, self.backward)
+        if plan_tiles(checked(verify_program, program).mask).mapped:
+            return None
+        return _backward_in_order(program, backward)
 
     @cached_property
     def _weights_fit(self) -> bool:

@@ -81,6 +81,8 @@ class AttentionPlan:
         axes = {name: axes for name, _, axes in problem.custom}
         self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
         self.over_queries = deterministic or bool(self.row_sums and self.row_sums.gradients)
+        if self.over_queries and tiles.backward.within_sequences:  # whose blocks also make dQ
+            self.tiles = tiles = replace(tiles, backward=tiles.backward.in_form(within_sequences=False))
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
         self.row_pad = tiles.backward.row_pad  # of the rows that all backward kernels read
 
@@ -95,6 +97,12 @@ class AttentionPlan:
             assert self.maths.refusal is not None
             raise self.maths.refusal
         return self.maths.backward
+
+    @property
+    def _over_keys_schedule(self) -> BackwardSchedule:
+        """As the kernel over keys runs it."""
+        within = self.maths.backward_within if self.tiles.backward.within_sequences else None
+        return self._schedule if within is None else within
 
     @property
     def _schedule(self) -> BackwardSchedule:
@@ -114,13 +122,15 @@ class AttentionPlan:
         """What a backward pass launches where gradients arrive at these returned rows, but for the kernels of pairs."""
         tiles, backward = self.tiles, self._backward
         steps: list[Step] = []
+        within = tiles.backward.within_sequences
+        steps += [self.key_tiles] if within else []
         if backward.extremes:
             steps += [*self._map("extremes", self._tile_of_extremes(True), True), self.extremes(True)]
         steps.append(self.preprocess(finals))
         if backward.exact_delta:
             steps += [*self._map("queries", tiles.queries, True), self.exact_delta]
             steps.append(self.preprocess(finals, EXACT_DELTA))
-        steps += [*self._map("backward", tiles.backward, False), self.over_keys]
+        steps += [*([] if within else self._map("backward", tiles.backward, False)), self.over_keys]
         if self.finds_twice:
             steps += [*self._map("queries", tiles.queries, True), self.extremes(False)]
             steps.append(Trim("delta", buffers.row("given", self.problem).at(TRIMMED_DELTA)))
@@ -165,7 +175,7 @@ class AttentionPlan:
     def makes_delta(self) -> bool:
         """Do blocks over keys make delta, where no gradient arrives at returned rows, but for the first units'?"""
         hopper = self.tiles.backward.hopper and not self.over_queries
-        return hopper and makes_delta(self.problem, self._backward, self._schedule, self.custom_sums)
+        return hopper and makes_delta(self.problem, self._backward, self._over_keys_schedule, self.custom_sums)
 
     @cached_property
     def stores_dq(self) -> bool:
@@ -244,6 +254,13 @@ class AttentionPlan:
         builder = "hopper.forward.forward_of_part" if self.maths.unfinished else "hopper.forward.forward"
         return Launch("forward", builder, (schedule, tile, *places), arguments, writes, rules)
 
+    @cached_property
+    def key_tiles(self) -> Launch:
+        """Which tiles of keys packed sequences have."""
+        tile = self.tiles.backward
+        arguments, writes = buffers.list_key_tiles(self.problem, tile), frozenset([buffers.KEY_TILES])
+        return Launch("tiles of keys", "sequence_tiles.key_tiles", (tile,), arguments, writes, of_sequences=True)
+
     def extremes(self, over_keys: bool) -> Launch:
         """Rows of extremes for the kernel over keys, or for those over queries and pairs."""
         tile, name = self._tile_of_extremes(over_keys), "extremes" if over_keys else "extremes of queries"
@@ -289,11 +306,12 @@ class AttentionPlan:
     def over_keys(self) -> Launch:
         """dK, dV, and the sums of dQ (or not, where `queries` makes dQ)."""
         tile, with_dq = self.tiles.backward, not self.over_queries
+        schedule = self._over_keys_schedule
         arguments = buffers.over_keys(
-            self.problem, self._schedule, self._backward, tile, with_dq, self.custom_sums, self.stores_dq,
+            self.problem, schedule, self._backward, tile, with_dq, self.custom_sums, self.stores_dq,
             "tile map of backward", self.maths.in_blocks,
         )  # fmt: skip
-        given: tuple[object, ...] = (self._schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
+        given: tuple[object, ...] = (schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
         sums = (b.place for b in buffers.custom_sums(self.problem, tile, self.custom_sums))
         made = {"dk", "dv", "workspace", "counters", *(["dq"] if self.stores_dq else []), *sums}
         writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)

@@ -32,7 +32,7 @@ from attention_engine.plan.forms import ROW_PAD, Tile
 from attention_engine.plan.hopper import makes_delta, starts_longest_first
 
 LISTS = "tile_lists"
-SEQUENCE_TILES = "sequence_tiles"
+SEQUENCE_TILES, KEY_TILES = "sequence_tiles", "key_tiles"
 TOGETHER, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "units_ahead", "units_given"
 LENGTHS = {"batch": BATCH, "seq_len": QUERIES, "seq_len_kv": KEYS}  # of custom inputs' axes
 
@@ -134,6 +134,23 @@ def list_sequence_tiles(problem: Problem, tile: Tile) -> Arguments:
     return (*lengths, *custom_inputs(problem, {PLACES}), sequence_tiles(problem, tile))
 
 
+def key_tiles(problem: Problem, tile: Tile) -> Buffer:
+    """(1 + tiles, 3): how many tiles of keys packed sequences have, then of each its sequence, its first row, and one
+    past its sequence's last, in memory's order. There may be as many as of queries; rows behind the last sequence are
+    in tiles too."""
+    return Buffer(KEY_TILES, (most_key_tiles(problem, tile) + 1, 3), "int32")
+
+
+def most_key_tiles(problem: Problem, tile: Tile) -> Expr:
+    """How many tiles of keys there may be."""
+    return make(Op.FLOORDIV, KEYS, const(tile.kv)) + custom_shape(problem, PLACES)[0]
+
+
+def list_key_tiles(problem: Problem, tile: Tile) -> Arguments:
+    """Of the kernel that writes that list."""
+    return (Number(KEYS.name), *custom_inputs(problem, {PLACES}), key_tiles(problem, tile))
+
+
 def forward(
     problem: Problem, schedule: ForwardSchedule, tile: Tile, lists: str = "", unfinished: bool = False
 ) -> Arguments:  # fmt: skip
@@ -194,6 +211,7 @@ def preprocess(
     found = [*inputs(problem), *sources, *saved, *arriving, row("delta", problem, pad)]
     found += [row(name, problem, pad) for name, _ in backward.rows]
     if tile is not None:
+        found += [key_tiles(problem, tile)] if tile.within_sequences else []
         found.append(workspace(problem, tile.row_pad))
         if tile.hopper:
             found += [counters(problem), *([Number(TOGETHER)] if longest_first else []), Number(AHEAD)]
@@ -223,6 +241,7 @@ def over_keys(
     and dV are fp32."""
     plan = plan_tiles(schedule.mask)
     found: list[Argument] = [*inputs(problem), *tile_lists(plan, problem, tile, False, lists)]
+    found += [key_tiles(problem, tile)] if tile.within_sequences else []
     found += [output_gradient(problem), *(row(name, problem, tile.row_pad) for name, _ in rows.rows)]
     found += [gradient("dk", KEYS, problem.kv_heads, problem.dim, problem, wide)]
     found += [gradient("dv", KEYS, problem.kv_heads, problem.dim_v, problem, wide)]

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from attention_engine.arch import Arch
 from attention_engine.ir.problem import Problem
 from attention_engine.passes.maths import Maths
-from attention_engine.passes.read_places import plan_custom_sums
+from attention_engine.passes.read_places import CustomSums, plan_custom_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan.attention import Tiles
@@ -27,6 +27,7 @@ from attention_engine.plan.hopper import (
 )
 from attention_engine.plan.targets import Target
 
+NO_SUMS = CustomSums()
 Hints: TypeAlias = tuple[int, int, int]  # batch, queries and keys that calls will likely have
 
 
@@ -55,6 +56,8 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
         backward, why["backward"] = _over_keys(problem, schedule, target, backward)
         if maths.in_blocks and backward.persistent:
             backward = backward.in_form(persistent=False)  # whose spare warps store dQ in 16 bits
+        if not maths.in_blocks and (within := keys_within(problem, maths)) is not None:
+            backward, why["backward"] = within, "each block of keys lies in one of the packed sequences"
     return Choice(replace(straight, forward=forward, backward=backward), why)
 
 
@@ -104,6 +107,17 @@ def _within_sequences(problem: Problem, maths: Maths) -> Tile | None:
         return None
     q, kv = FORWARD[dims][0 if scores_are_light(schedule) else 1]
     return Tile(q, kv, 2 * q, 2, HopperForward(persistent=True, within_sequences=True))
+
+
+def keys_within(problem: Problem, maths: Maths) -> Tile | None:
+    """The tile of a backward pass over keys of packed sequences whose blocks lie in one of them; None where that can't
+    be, or where a kernel over queries is to make dQ, for sums of rows."""
+    schedule = maths.backward_within
+    if schedule is None or maths.backward is None or maths.backward.row_gradients:
+        return None
+    tile = _own_keys(64).in_form(persistent=True, within_sequences=True)
+    fits = backward_persists(problem, tile) and why_not_over_keys(problem, schedule, NO_SUMS) is None
+    return tile if fits else None
 
 
 def _steps(kv: int, plan: TilePlan, hints: Hints | None) -> float:

@@ -54,12 +54,14 @@ class HopperKeys:
     """The backward pass over keys for Hopper.
 
     shared_weights: warpgroups share the keys of a tile; else each has keys of its own. persistent: as in HopperForward.
-    skewed_sums: diagonals of tiles are summed by walks over a copy (kernels/diagonals.py).
+    skewed_sums: diagonals of tiles are summed by walks over a copy (kernels/diagonals.py). within_sequences: of packed
+    sequences, each block's keys are of one.
     """
 
     shared_weights: bool = False
     persistent: bool = False
     skewed_sums: bool = False
+    within_sequences: bool = False
 
 
 Form: TypeAlias = Straight | HopperForward | HopperKeys
@@ -103,8 +105,8 @@ class Tile:
 
     @property
     def within_sequences(self) -> bool:
-        """Does each block of queries lie in one of the packed sequences?"""
-        return isinstance(self.form, HopperForward) and self.form.within_sequences
+        """Does each block, of queries or of keys, lie in one of the packed sequences?"""
+        return isinstance(self.form, HOPPER_FORMS) and self.form.within_sequences
 
     @property
     def lazy_rescale(self) -> bool:

@@ -108,7 +108,8 @@ def pairs_in_turn(problem: Problem, tile: Tile) -> bool:
 def starts_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """Do blocks of earlier keys start first, as they have more queries? What that works out takes registers, of which
     the form that has pairs in turn has none left."""
-    return tile.hopper and plan.later_is_longer and not pairs_in_turn(problem, tile)
+    sorted_by_grid = tile.hopper and not tile.within_sequences  # a list says their order there
+    return sorted_by_grid and plan.later_is_longer and not pairs_in_turn(problem, tile)
 
 
 def backward_persists(problem: Problem, tile: Tile) -> bool:

@@ -28,7 +28,7 @@ from attention_engine.ir.program import Backward
 from attention_engine.kernels.common import Buffers, Sizes, build
 from attention_engine.kernels.hopper.keys.copies import copy_item, copy_items, prepare_items
 from attention_engine.kernels.hopper.keys.form import KeyForm
-from attention_engine.kernels.hopper.keys.items import NO_MORE, NUMBERS, KeyItem, KeyNote, handed_walk
+from attention_engine.kernels.hopper.keys.items import NO_MORE, NUMBERS, Ends, KeyItem, handed_walk
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
 from attention_engine.kernels.hopper.keys.spare_warps import SpareWork, prepare_together, start_spare, tell_when_added
 from attention_engine.kernels.hopper.keys.steps import compute_item, store
@@ -36,6 +36,7 @@ from attention_engine.kernels.hopper.notes import note_in, values_of
 from attention_engine.kernels.items import KeyBlocks, Round, Shares
 from attention_engine.kernels.pair_maths import NOTHING
 from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.tiles import NO_NUMBERS
 from attention_engine.kernels.warps import GROUP, WARP
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
@@ -139,22 +140,30 @@ def start_computing(form: KeyForm) -> None:
 def compute_items(form: KeyForm, buffers: Buffers, memory: KeyMemory) -> None:
     """Computes a persistent block's items."""
     numbers = T.alloc_local([NUMBERS], "int32")
-    noted = note_in(KeyNote, numbers)
+    noted = note_in(memory.notes.kind, numbers)
     items_before = T.alloc_var("int32", 0)
     steps_before = T.alloc_var("int32", 0)
     memory.notes.take(numbers, items_before)
     while noted.steps != NO_MORE:
-        block, kv_head, batch, first, steps = values_of(noted)[4:]
+        block, kv_head, batch, first, steps = values_of(noted)[4:9]
         done, steps_done = items_before + 0, steps_before + 0
         items_before = done + 1
         steps_before = steps_done + steps
-        lengths = (batch, form.sizes.batch), (kv_head, form.problem.kv_heads), (block, form.blocks.blocks)
+        lengths = [(batch, form.sizes.batch), (kv_head, form.problem.kv_heads), (block, form.blocks.blocks)]
+        if form.within:
+            lengths = [(kv_head, form.problem.kv_heads), (block, form.sizes.kv)]
         for index, length in lengths:
             take_for_granted(T.And(index >= 0, index < length))
         take_for_granted(first >= 0)
         item = KeyItem(block, kv_head, batch, steps, Round(done, steps_done))
+        known = NO_NUMBERS
+        if form.within:
+            last_key, first_query, last_query = tuple(values_of(noted))[9:]
+            ends = Ends(last_key, first_query, last_query)
+            item = KeyItem(block, kv_head, 0, steps, Round(done, steps_done), sequence=batch, noted_ends=ends)
+            known = ends.known()
         handed = handed_walk(item, first, memory.entries, form.tile.stages)
-        walk = form.walk(buffers, batch, kv_head, block, handed)
+        walk = form.walk(buffers, batch, kv_head, block, handed, known=known)
         compute_item(form, buffers, memory, item, walk)
         store(form, buffers, memory, item)
         memory.notes.take(numbers, items_before)

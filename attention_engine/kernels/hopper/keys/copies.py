@@ -12,6 +12,8 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.ir.packing import FIRST_QUERY, QUERIES_END
+from attention_engine.ir.program import PLACES
 from attention_engine.kernels.common import Buffers, window
 from attention_engine.kernels.hopper.barriers import Ring
 from attention_engine.kernels.hopper.keys.finished_units import store_together
@@ -29,6 +31,7 @@ from attention_engine.kernels.items import Round, Shares, stage_of
 from attention_engine.kernels.tiles import HandedQueries, QueryWalk, Visit
 from attention_engine.kernels.warps import WARP
 from attention_engine.kernels.workspace import dealt
+from attention_engine.plan.attention_buffers import KEY_TILES
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def copy_tile(form: KeyForm, buffers: Buffers, name: str, ring: Ring, item: KeyI
     """An item's keys, or values; of a persistent block, when the tile is free."""
     if form.persistent:
         T.barrier_wait(ring.empty, item.round.items % 2 ^ 1)
-    kv0, dim = item.block * form.tile.kv, int(ring.tile.shape[1])
+    kv0, dim = item.first_key(form.tile), int(ring.tile.shape[1])
     T.tma_copy(window(buffers[name], item.batch, item.kv_head, kv0, form.tile.kv, dim), ring.tile, barrier=ring.full)
     T.barrier_arrive(ring.full)
 
@@ -144,7 +147,7 @@ def copy_items(form: KeyForm, buffers: Buffers, memory: KeyMemory) -> None:
             T.loop_break()
         first = notes.note(item.round).first
         handed = None if form.plan.mapped else HandedQueries(item.steps, lambda step: None, first)
-        walk = form.walk(buffers, item.batch, item.kv_head, item.block, handed)
+        walk = form.walk(buffers, item.b, item.kv_head, item.block, handed)
         see_unit(form.blocks, item.unit)
         copy_as_it_goes(form, buffers, memory, item, walk)
         steps_before = steps_before + item.steps
@@ -171,11 +174,25 @@ def note_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, items_before: 
     notes.write(of, block=blocks.block_in_unit(noted.unit, noted.position))
     kv_head, batch = blocks.pair_in_unit(noted.unit, noted.position, noted.block)
     notes.write(of, kv_head=kv_head, batch=batch)
+    if form.within:
+        note_sequence(buffers, memory, of)
     if noted.steps != NO_MORE:
         walk = form.walk(buffers, noted.batch, noted.kv_head, noted.block, sizes=notes.sizes(form.sizes))
         notes.write(of, first=walk.first_entry() if form.plan.mapped else walk.first, steps=walk.count)
     wait_for_unit(form.blocks, noted.unit, buffers)
     notes.tell(of)
+
+
+@T.macro
+def note_sequence(buffers: Buffers, memory: KeyMemory, of: Round) -> None:
+    """Of packed sequences, a warp notes which tile of keys an item has, in place of its number, and of which one."""
+    notes, listed, places = memory.notes, buffers[KEY_TILES], buffers[f"custom_{PLACES}"]
+    noted = notes.note(of)
+    row = T.alloc_var("int32")
+    row = noted.block + 1
+    notes.write(of, batch=listed[row, 0], block=listed[row, 1], last_key=listed[row, 2])
+    first_query, last_query = places[noted.batch, FIRST_QUERY], places[noted.batch, QUERIES_END]
+    notes.write(of, first_query=first_query, last_query=last_query)
 
 
 @T.macro
@@ -185,7 +202,8 @@ def prepare_items(form: KeyForm, buffers: Buffers, memory: KeyMemory) -> None:
     items_before = T.alloc_var("int32", 0)
     thread = T.get_thread_binding()
     if thread >= NOTING * WARP:
-        notes.tell_lengths(Shares.of(form.blocks, form.tile, form.sizes.q), form.blocks, form.sizes.q)
+        listed = form.blocks.listed(buffers)
+        notes.tell_lengths(Shares.of(listed, form.tile, form.sizes.q), listed, form.sizes.q)
     while items_before >= 0:
         if thread >= NOTING * WARP:
             T.barrier_wait(notes.asked, items_before % 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.pair_maths import factor_of
-from attention_engine.kernels.tiles import HandedQueries, QueryWalk, Walks
+from attention_engine.kernels.tiles import NO_NUMBERS, HandedQueries, QueryWalk, SequenceQueryWalk, Walks
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
 from attention_engine.kernels.workspace import transposes_dq
 from attention_engine.passes.read_places import CustomSums
@@ -58,7 +59,13 @@ class KeyForm(Form):
     @cached_property
     def registers(self) -> tuple[int, int]:
         """Of a copying and of a computing thread."""
-        return registers(self.tile.threads, COPYING_LISTS if self.persistent and self.plan.mapped else COPYING)
+        lists = self.plan.mapped or self.within
+        return registers(self.tile.threads, COPYING_LISTS if self.persistent and lists else COPYING)
+
+    @property
+    def within(self) -> bool:
+        """Of packed sequences, is each block of keys of one? A block is then told by its first row."""
+        return self.tile.within_sequences
 
     @cached_property
     def row_names(self) -> list[str]:
@@ -144,8 +151,11 @@ class KeyForm(Form):
 
     def walk(
         self, buffers: Buffers, batch: Any, kv_head: Any, block: Any, handed: HandedQueries | None = None,
-        sizes: Sizes | None = None,
+        sizes: Sizes | None = None, known: Mapping[Expr, Any] = NO_NUMBERS,
     ) -> QueryWalk:  # fmt: skip
-        """The walk of a block of keys over tiles of queries; handed: one that another warp begins."""
+        """The walk of a block of keys over tiles of queries; handed: one that another warp begins; batch: b, of which
+        these numbers are known."""
         of = Walks(self.plan, self.problem, sizes or self.sizes, self.tile)
+        if self.within:
+            return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         return QueryWalk(of, buffers, batch, kv_head, block, handed)

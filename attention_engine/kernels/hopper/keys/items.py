@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from attention_engine.ir.expr import Expr
+from attention_engine.ir.packing import FIRST_QUERY, KEYS_END, QUERIES_END, number_of_sequence
 from attention_engine.kernels.common import Sizes, named
 from attention_engine.kernels.hopper.barriers import arrive, give_back, wait
 from attention_engine.kernels.hopper.notes import note_in, number_of
@@ -63,6 +65,37 @@ class KeyNote(NamedTuple):
     steps: Any
 
 
+class SequenceNote(NamedTuple):
+    """The same of packed sequences: `block` is the row of the block's first key, `batch` its sequence; beside them one
+    past the last key whose gradients leave, and the sequence's first query and one past its last."""
+
+    unit: Any
+    position: Any
+    shared_head: Any
+    shared_tile: Any
+    block: Any
+    kv_head: Any
+    batch: Any
+    first: Any
+    steps: Any
+    last_key: Any
+    first_query: Any
+    last_query: Any
+
+
+class Ends(NamedTuple):
+    """Numbers of an item's sequence: the last three of its note."""
+
+    last_key: Any
+    first_query: Any
+    last_query: Any
+
+    def known(self) -> Mapping[Expr, Any]:
+        """What the program reads of them."""
+        numbers = (KEYS_END, self.last_key), (FIRST_QUERY, self.first_query), (QUERIES_END, self.last_query)
+        return {number_of_sequence(number): value for number, value in numbers}
+
+
 ASKED_BY_COMPUTING = tuple(number_of(KeyNote, n) for n in ("block", "kv_head", "batch", "first", "steps"))
 
 
@@ -83,7 +116,8 @@ class Lengths(NamedTuple):
 class KeyItem:
     """A block of keys of one key head and batch, and its steps; the block's round in which it comes.
 
-    unit: its unit of blocks. Computing threads do not ask for it.
+    unit: its unit of blocks. Computing threads do not ask for it. sequence: of packed sequences, which are one batch; a
+    block is then told by its first row.
     """
 
     block: Any
@@ -92,6 +126,23 @@ class KeyItem:
     steps: Any
     round: Round = FIRST_ROUND
     unit: Any = None
+    sequence: Any = None
+    noted_ends: Ends | None = None
+
+    @property
+    def b(self) -> Any:
+        """What the program calls b."""
+        return self.batch if self.sequence is None else self.sequence
+
+    @property
+    def ends(self) -> Ends:
+        """Numbers of its sequence."""
+        assert self.noted_ends is not None, "blocks of packed sequences have them"
+        return self.noted_ends
+
+    def first_key(self, tile: Tile) -> Any:
+        """The row of its first key."""
+        return self.block * tile.kv if self.sequence is None else self.block
 
 
 def handed_walk(item: KeyItem, first: Any, entries: Any, stages: int) -> HandedQueries:
@@ -106,6 +157,8 @@ class Notes:
     """
 
     def __init__(self, tile: Tile) -> None:
+        self.within = tile.within_sequences
+        self.kind: type[KeyNote] | type[SequenceNote] = SequenceNote if self.within else KeyNote
         self.record = named("record", T.alloc_shared([NOTES, NUMBERS], "int32"))
         self.numbers = named("lengths", T.alloc_shared([LENGTHS], "int32"))
         self.noted = named("noted", T.alloc_barrier(arrive_count=[WARP] * NOTES))
@@ -138,7 +191,7 @@ class Notes:
 
     def write(self, of: Round, **numbers: Any) -> None:
         """A lane writes some numbers of a round's item, by name: what is worked out next reads them from there."""
-        write_numbers(self.record, of.items % NOTES, {number_of(KeyNote, n): x for n, x in numbers.items()})
+        write_numbers(self.record, of.items % NOTES, {number_of(self.kind, n): x for n, x in numbers.items()})
 
     def tell(self, of: Round) -> None:
         """The round's item is noted."""
@@ -148,13 +201,15 @@ class Notes:
         """A warp waits until the round's item is noted."""
         wait(self.noted, of.items % NOTES, of.items // NOTES % 2)
 
-    def note(self, of: Round) -> KeyNote:
+    def note(self, of: Round) -> KeyNote | SequenceNote:
         """What is noted of a round's item, read anew at each use."""
-        return note_in(KeyNote, self.record, of.items % NOTES)
+        return note_in(self.kind, self.record, of.items % NOTES)
 
     def item(self, of: Round) -> KeyItem:
         """A round's item, as it is noted."""
         note = self.note(of)
+        if self.within:
+            return KeyItem(note.block, note.kv_head, 0, note.steps, of, note.unit, note.batch)
         return KeyItem(note.block, note.kv_head, note.batch, note.steps, of, note.unit)
 
     def share(self, of: Round) -> HeadTile:
@@ -172,7 +227,8 @@ class Notes:
         a warp agree."""
         of = Round(items_before)
         self.wait(of)
-        for number in ASKED_BY_COMPUTING:
+        asked = [*ASKED_BY_COMPUTING, *([number_of(SequenceNote, n) for n in Ends._fields] if self.within else [])]
+        for number in asked:
             numbers[number] = T.shfl_sync(self.note(of)[number], 0)
         self.give_back(of)
 
@@ -221,7 +277,7 @@ def deal(counter: Any, dealt: Any) -> None:
 def leave_by_groups(results: Any, target: Any, item: KeyItem, tile: Tile) -> None:
     """Each group's results leave by its keys' rows of a tile, when all of the group have stored theirs."""
     each_group, each_column = list(range(tile.threads // GROUP)), list(range(0, int(results.shape[1]), SWIZZLED))
-    batch, kv_head, kv0 = item.batch, item.kv_head, item.block * tile.kv
+    batch, kv_head, kv0 = item.batch, item.kv_head, item.first_key(tile)
     for group in each_group:
         if T.get_thread_binding() // GROUP == 1 + group:
             T.sync_threads(LEAVE + group, GROUP)

@@ -6,13 +6,14 @@ made; gradients of products; then dV, dQ and dK are issued together, and dQ is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr
+from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.program import row_variable
 from attention_engine.kernels.common import Buffers, Corners, Place, Stage, block_values, reader, window
 from attention_engine.kernels.diagonals import (
@@ -36,6 +37,7 @@ from attention_engine.kernels.tiles import QueryWalk
 from attention_engine.kernels.unseen import clear_keys
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP
 from attention_engine.kernels.workspace import take_sums_for_granted, workspace_offset
+from attention_engine.passes.within_sequences import KEYS
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Work:
     """The item that the computing threads of a block are at.
 
     first_row: the row of the block's first query head among all heads and batches. only_head: the block's values of its
-    only query head, or none where it has several.
+    only query head, or none where it has several; of packed sequences, those that all heads share.
     """
 
     form: KeyForm
@@ -60,22 +62,74 @@ class Work:
 @T.macro
 def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, walk: QueryWalk) -> None:
     """An item's dK and dV, in registers, and what it adds to dQ and to gradients of custom inputs."""
-    batch, kv_head, thread, kv0 = item.batch, item.kv_head, T.get_thread_binding(), item.block * form.tile.kv
+    batch, kv_head, thread, kv0 = item.batch, item.kv_head, T.get_thread_binding(), item.first_key(form.tile)
     item = replace(item, batch=batch, kv_head=kv_head)  # under names of their own, read once
     start_results(form, memory)
-    own_read = reader(buffers, form.sizes.inside(form.problem, batch, kv_head))
-    only_head = block_values(form.schedule.block, batch, kv_head, own_read) if form.only_head else {}
+    own_read = reader(buffers, form.sizes.inside(form.problem, item.b, kv_head))
+    if form.within:
+        only_head = values_of_sequence(form, item, kv_head, own_read)
+    else:
+        only_head = block_values(form.schedule.block, batch, kv_head, own_read) if form.only_head else {}
     first_row = batch * form.problem.heads + kv_head * form.problem.group
     first_row = hold_value(first_row) if form.with_dq and form.holds_row else first_row
     T.barrier_wait(memory.keys.full, item.round.items % 2)
     T.barrier_wait(memory.values.full, item.round.items % 2)
     k, v = memory.keys.tile, memory.values.tile
     unseen = (k, v) if not memory.pairs.masks_gradients else (k,) if form.with_dq else ()
-    clear_keys(form.seen, Place(batch, kv_head, {}, own_read), kv0, unseen, form.tile.threads)
+    clear_behind(form, item, Place(item.b, kv_head, only_head if form.within else {}, own_read), kv0, unseen)
     work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread)
     for step in T.serial(item.steps):
         take_step(work, step)
     finish_results(work)
+
+
+def values_of_sequence(form: KeyForm, item: KeyItem, kv_head: Any, read: Any) -> dict[Expr, Any]:
+    """Of packed sequences, those values of an item's block that its heads share: the notes know most of them."""
+    assert item.ends is not None, "they are noted"
+    known = item.ends.known()
+    others = [(v, e) for v, e in form.schedule.block if v not in known and (form.only_head or Axis.HEAD not in e.axes)]
+    return {**known, **block_values(others, item.b, kv_head, read)}
+
+
+@T.macro
+def clear_behind(form: KeyForm, item: KeyItem, place: Place, kv0: Any, tiles: tuple[Any, ...]) -> None:
+    """Keys that nobody sees become 0. Of packed sequences, where ends alone say which, only the last tile has some."""
+    if form.within and form.seen is KEYS:
+        if kv0 + form.tile.kv > item.ends.last_key:
+            clear_keys(form.seen, place, kv0, tiles, form.tile.threads)
+    else:
+        clear_keys(form.seen, place, kv0, tiles, form.tile.threads)
+
+
+@T.macro
+def at_ends(work: Work, q0: Any, act: Callable[[], None]) -> None:
+    """Acts where a tile of queries has rows of a neighbouring sequence, too."""
+    ends = work.item.ends
+    if T.Or(q0 < ends.first_query, q0 + work.form.tile.q > ends.last_query):
+        act()
+
+
+@T.macro
+def clear_neighbours(work: Work, at: Step) -> None:
+    """Rows of neighbours, of queries and of gradients of the output, become 0: their pairs have weight 0, and a product
+    with what they may hold, NaN, has not."""
+    form, memory, ends = work.form, work.memory, work.item.ends
+    q0 = at.q0
+    T.sync_threads(COMPUTE, form.tile.threads)  # no product reads them any more
+    for tile in (memory.queries.tile, memory.output_gradients.tile):
+        for i, piece in T.Parallel(form.tile.q, int(tile.shape[2]) // 8):
+            if T.Or(q0 + i < ends.first_query, q0 + i >= ends.last_query):
+                for d in T.vectorized(8):
+                    tile[at.stage, i, piece * 8 + d] = T.cast(0, form.problem.dtype)
+
+
+@T.macro
+def keep_own_dq(work: Work, q0: Any) -> None:
+    """Nothing is added to neighbours' dQ, also where a key holds NaN."""
+    form, dq, ends = work.form, work.memory.results.dq, work.item.ends
+    for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
+        query = q0 + (j if form.transposes_dq else i)
+        dq[i, j] = T.if_then_else(T.And(query >= ends.first_query, query < ends.last_query), dq[i, j], 0)
 
 
 @T.macro
@@ -121,12 +175,16 @@ def take_step(work: Work, step: Any) -> None:
     at = Step(number=step, stage=stage, turn=turn, visit=visit, q0=q0, maths=maths, outside=outside)
     pairs.make(at, queries, memory.output_gradients, memory.values.tile)
     sum_pairs_of_keys(work, at)
+    if form.within:
+        at_ends(work, q0, bind(clear_neighbours, work, at))
     pairs.hand_gradients_on(at)
     issue_results(work, at)
     sum_pairs_of_diagonals(work, at)
     T.wait_wgmma(1)  # all but dK
     if work.thread % WARP == 0:
         T.barrier_arrive(memory.output_gradients.empty[stage])
+    if form.within:
+        at_ends(work, q0, bind(keep_own_dq, work, q0))
     if form.with_dq:
         add_to_sums_of_dq(work, row, q0)
     T.wait_wgmma(0)
@@ -136,8 +194,12 @@ def take_step(work: Work, step: Any) -> None:
 
 def place_of(work: Work, head: Any) -> Place:
     """Where a step's pairs are: a query head, with its block values."""
-    form, batch = work.form, work.item.batch
+    form, batch = work.form, work.item.b
     read = reader(work.buffers, form.sizes.inside(form.problem, batch, head))
+    if form.within:
+        of_head = [(v, e) for v, e in form.schedule.block if v not in work.only_head]
+        own = block_values(of_head, batch, head, read)
+        return Place(batch, head, {**work.only_head, **own}, read, form.problem.approximate)
     values = work.only_head if form.only_head else block_values(form.schedule.block, batch, head, read)
     return Place(batch, head, values, read, form.problem.approximate)
 
@@ -233,11 +295,13 @@ def store(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem) -> 
     """dK and dV leave: by the tiles of keys and values, or in fp32 from registers."""
     k, v, tile, results = memory.keys.tile, memory.values.tile, form.tile, memory.results
     batch, kv_head, thread = item.batch, item.kv_head, T.get_thread_binding()
-    kv0 = item.block * tile.kv
+    kv0 = item.first_key(tile)
     T.sync_threads(COMPUTE, tile.threads)  # nobody reads k and v any more, nor adds to dQ
     if form.with_dq and thread == GROUP:
         T.barrier_arrive(memory.added[item.round.items % NOTES])
-    if form.wide:
+    if form.within:
+        leave_within(form, buffers, memory, item, kv0)
+    elif form.wide:
         T.copy(results.dv, window(buffers["dv"], batch, kv_head, kv0, tile.kv, form.dim_v))
         T.copy(results.dk, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
     else:
@@ -254,3 +318,23 @@ def store(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem) -> 
             T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
             if thread % GROUP == 0:
                 T.tma_store_wait(0)  # has read: the memory may go
+
+
+@T.macro
+def leave_within(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, kv0: Any) -> None:
+    """The same of packed sequences: a copy would not end where the sequence does, so that rows of its last block are
+    stored each."""
+    results, tile = memory.results, form.tile
+    end = item.ends.last_key
+    if kv0 + tile.kv <= end:
+        T.copy(results.dv, memory.values.tile)
+        T.copy(results.dk, memory.keys.tile)
+        T.fence_proxy_async()
+        leave_by_groups(memory.values.tile, buffers["dv"], item, tile)
+        leave_by_groups(memory.keys.tile, buffers["dk"], item, tile)
+    else:
+        for gradient, name in ((results.dv, "dv"), (results.dk, "dk")):
+            for j, d in T.Parallel(tile.kv, int(gradient.shape[1])):
+                if kv0 + j < end:
+                    buffers[name][item.batch, kv0 + j, item.kv_head, d] = gradient[j, d]
+    arrive_when_read(T.get_thread_binding(), [(memory.values.empty, 0), (memory.keys.empty, 0)])
