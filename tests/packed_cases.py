@@ -142,16 +142,18 @@ CASES = [
 ]  # fmt: skip
 
 
-def starts(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+def starts(lengths: Sequence[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
 
 
-def tensors(case: Case, dtype: torch.dtype, more: int = 0) -> tuple[list[Tensor], dict[str, Tensor]]:
+def tensors(
+    case: Case, dtype: torch.dtype, more: int = 0, device: str = "cpu"
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """q, k, v and custom inputs, which ask for gradients; more: rows behind the last sequence."""
     queries, keys = sum(case.lengths) + more, sum(case.key_lengths or case.lengths) + more
     sizes = ((queries, HEADS, DIM), (keys, KV_HEADS, DIM), (keys, KV_HEADS, DIM_V))
-    qkv = [drawn(*size, seed=10 + n).to(dtype).requires_grad_() for n, size in enumerate(sizes)]
-    custom = case.make(len(case.lengths), queries, keys)
+    qkv = [drawn(*size, seed=10 + n).to(device, dtype).requires_grad_() for n, size in enumerate(sizes)]
+    custom = {n: t.to(device) for n, t in case.make(len(case.lengths), queries, keys).items()}
     return qkv, {n: t.requires_grad_(t.is_floating_point()) for n, t in custom.items()}
 
 
@@ -178,7 +180,7 @@ def sequence_by_sequence(case: Case, qkv: Sequence[Tensor], custom: Mapping[str,
             run = plain.attention if dtype is torch.float64 else plain.eager
             found = run(*one, case.kind, score=score, mask=mask)[0]
             gated = isinstance(case.options.get("online_func"), Warm)
-            places = torch.arange(rows)[:, None, None] + keys - rows
+            places = torch.arange(rows, device=q.device)[:, None, None] + keys - rows
             out.append(found / (places + 41) if gated else found)
         else:
             out.append(q.new_zeros(rows, HEADS, DIM_V))
@@ -190,7 +192,7 @@ def with_gradients(o: Tensor, qkv: Sequence[Tensor], custom: Mapping[str, Tensor
     """The output and every gradient, by name."""
     names = ["dq", "dk", "dv", *[f"d{n}" for n, t in custom.items() if t.requires_grad]]
     leaves = [*qkv, *[t for t in custom.values() if t.requires_grad]]
-    d_o = drawn(*o.shape, seed=20).to(o.dtype)
+    d_o = drawn(*o.shape, seed=20).to(o)
     return {"o": o.detach(), **dict(zip(names, torch.autograd.grad(o, leaves, d_o), strict=True))}
 
 

@@ -28,7 +28,8 @@ class Program:
 
     rows: a gradient arrives at the returned rows too; learned: the custom inputs that want one, of dtype `held`;
     hint: batch and length of the metas; longest: of a draw; square: as many keys as queries. packed: all documents of
-    all batches are one packed call, whose mask says nothing of documents.
+    all batches are one packed call, whose mask says nothing of documents; unlike: whose keys have starts of their own,
+    with the same numbers.
     """
 
     mask: str
@@ -46,6 +47,7 @@ class Program:
     hint: tuple[int | None, int | None] = ANY
     longest: int = 65536
     packed: bool = False
+    unlike: bool = False
     linear = False
 
     @property
@@ -71,7 +73,12 @@ class Program:
         words.append("bf16" if self.dtype is BF16 else "fp16")
         words += [
             word
-            for word, said in (("rows", self.rows), ("deterministic", self.deterministic), ("packed", self.packed))
+            for word, said in (
+                ("rows", self.rows),
+                ("deterministic", self.deterministic),
+                ("packed", self.packed),
+                ("unlike", self.unlike),
+            )
             if said
         ]
         words += [f"d{name}" for name in self.learned]
@@ -140,6 +147,8 @@ class Program:
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         starts = torch.cat([begins.view(-1).nonzero()[:, 0], begins.new_tensor([batch * length], dtype=torch.int64)])
         named = {n: x for n, x in custom.items() if n != "documents"}
+        if self.unlike:
+            named["cu_seqlens_k"] = starts.int()
         output: Any = self.engine(backend)(
             *(t.reshape(batch * length, *t.shape[2:]) for t in (q, k, v)), **named, cu_seqlens_q=starts.int(),
             return_rowscales=self.kind.startswith("softmax"),
@@ -230,6 +239,9 @@ OF_TENSORS: tuple[Program | Linear, ...] = (
     Program("causal documents", 16, 4, score="alibi", learned=("slopes",), longest=16384, packed=True),
     Program("causal documents", 8, 8, 64, kind="relu", deterministic=True, packed=True),
     Program("documents", 16, 4, dtype=FP16, packed=True),
+    Program("causal documents", 16, 4, deterministic=True, packed=True),
+    Program("causal documents", 16, 4, kind="sigmoid", score="shifted", packed=True),
+    Program("causal documents", 32, 4, dtype=FP16, rows=True, packed=True, unlike=True),
     Linear("token", 4, 16, 128, 64, states=True),
     Linear("token", 16, 16, 64, 64, FP16),
     Linear("token", 1, 16, 128, 64, mods=True),
