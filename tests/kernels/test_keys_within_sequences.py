@@ -66,6 +66,6 @@ def test_what_a_neighbour_holds_reaches_no_gradient(name, within):
             assert torch.allclose(found[n][of], wanted[n][of], atol=1e-4), n
 
 
-@pytest.mark.parametrize("lengths", [(2, 1) * 20, (300, 0), (0, 0, 17)])
+@pytest.mark.parametrize("lengths", [(40, 1, 90, 3, 60), (300, 0), (0, 0, 17)])
 def test_short_and_empty_sequences_keep_the_rule(lengths, within):
     check(replace(by_name["causal"], lengths=lengths))
