@@ -84,7 +84,7 @@ def _shares_tables(*tensors: Tensor) -> bool:
 
 
 def _results(engine: Shown, found: Sequence[Tensor], return_rowscales: bool) -> Tensor | WithRows:
-    output, *others = [t[0] for t in found]
+    output, *others = [t.squeeze(0) for t in found]  # whose gradient is a view; that of an index is a copy
     if not return_rowscales:
         return output
     return output, dict(zip([n for n, _ in engine._program.finals], others, strict=True))

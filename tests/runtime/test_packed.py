@@ -27,6 +27,7 @@ from attention_engine.ir.program import PLACES
 from attention_engine.runtime import built, packed_call, packed_check
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.packed import make_tables, pack
+from attention_engine.runtime.program_kernels import ProgramKernels
 from tests import plain
 from tests.packed_cases import (
     CASES,
@@ -350,3 +351,15 @@ def test_packed_calls_run_default_tiles_and_measure_none(monkeypatch):
     engine = build(by_name["causal"], torch.float32, backend="interpret", tune=True)
     qkv, custom = tensors(by_name["causal"], torch.float32)
     with_gradients(run(engine, by_name["causal"], qkv, custom), qkv, custom)
+
+
+def test_a_gradient_comes_to_the_kernels_as_it_arrived(monkeypatch):
+    """Whole tensors are not copied on the way."""
+    case, arrived = by_name["causal"], []
+    backward = ProgramKernels.backward
+    monkeypatch.setattr(ProgramKernels, "backward", lambda *given: arrived.append(given[7]) or backward(*given))
+    qkv, custom = tensors(case, torch.float32)
+    o = run(build(case, torch.float32, backend="interpret"), case, qkv, custom)
+    d_o = torch.randn_like(o)
+    torch.autograd.grad(o, qkv, d_o)
+    assert arrived[0].data_ptr() == d_o.data_ptr()
