@@ -20,7 +20,7 @@ from attention_engine.ir.verify import checked
 from attention_engine.passes.cached_places import at_own_rows
 from attention_engine.passes.derive_merge import derive_merge, merge_by_combine
 from attention_engine.passes.half_range import bound_weights, weights_fit
-from attention_engine.passes.schedule import ForwardSchedule, schedule_forward
+from attention_engine.passes.schedule import ForwardSchedule, ReduceStep, schedule_forward
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers as buffers
 from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Buffer, Role, length
@@ -311,4 +311,13 @@ class CachedPlan:
             return 1
         blocks = -(-queries * self.problem.group // self.tile.q)
         blocks = max(blocks, batch) if self.cache.packed else batch * blocks
-        return choose_parts(self.problem.kv_heads * blocks, keys, self.tile, self.target)
+        rows = self.problem.kv_heads * blocks
+        found = choose_parts(rows, keys, self.tile, self.target)
+        alone = found == 1 and rows <= places_of(self.target) and -(-keys // self.tile.kv) > FEWEST_TILES
+        return 2 if alone and self.reduces_more else found
+
+    @cached_property
+    def reduces_more(self) -> bool:
+        """Is a tile reduced that is neither scores nor weights? A block then computes for longer than its keys take to
+        come, where it has an SM to itself: two of them share one better."""
+        return any(isinstance(s, ReduceStep) and s.source is not None for s in schedule_forward(self.program).steps)

@@ -26,7 +26,7 @@ from attention_engine.plan.cached import Cache
 from attention_engine.plan.targets import Target
 from attention_engine.reference.cached import Requests, attend_cached, attend_packed, gather, starts_of
 from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, stride_steps, with_strides
-from attention_engine.runtime.cached_again import Direct, SeenCaches, launch_again, viewed
+from attention_engine.runtime.cached_again import Direct, SeenCaches, launch_again, viewed, with_starts
 from attention_engine.runtime.cached_inputs import (
     CachedCall,
     check_caches,
@@ -181,20 +181,22 @@ class CachedAttention:
         strides = [stride_steps(t.shape, t.stride(), unit) for t in strided]
         alone = [t for t in (call.lengths, call.starts, call.cu) if t is not None]
         fits = all(t.is_contiguous() for t in alone) and (call.table is None or call.table.stride(1) == 1)
-        no_starts = kernels.plan.cache.starts and call.starts is None
-        if self.by_rows or no_starts or not fits or any(s is None for s in strides):
+        makes_starts = self.by_rows and call.starts is None
+        if (self.by_rows and call.cu is not None) or not fits or any(s is None for s in strides):
             return None
         given: dict[str, Sequence[int]] = {n: s for n, s in zip("qkv", strides, strict=False) if s is not None}
         given["kv_lengths"] = ()
         if call.table is not None:
             given["page_table"] = (call.table.stride(0),)
-        if call.starts is not None:
+        if kernels.plan.cache.starts:
             given["q_starts"] = ()
         if call.cu is not None:
             given["cu_seqlens_q"] = ()
-        given |= {f"custom_{name}": () for name in names}
-        ready, parts = self._ready_for(call, kernels, custom), self._parts(call, kernels)
-        return launch_again(kernels, ready, kernels.plan.steps(*parts), given, len(strided), self.rows)
+        place = len(strided) + 1 + (call.table is not None)  # of where queries start, among the tensors
+        given |= {f"custom_{name}": () for name in [*names, *([STARTS] if self.by_rows else [])]}
+        ready, steps = self._ready_for(call, kernels, custom), kernels.plan.steps(*self._parts(call, kernels))
+        launch = launch_again(kernels, ready, steps, given, len(strided), self.rows)
+        return with_starts(launch, len(strided), place, call.q.shape[1], makes_starts) if self.by_rows else launch
 
     def _own_lengths(self, custom: Sequence[Tensor]) -> Mapping[str, int]:
         return {
@@ -212,12 +214,14 @@ def with_cache(
     """AttentionEngine.with_cache."""
     (q, k, v), (lengths, table, starts) = tensors, places
     packed = cu_seqlens_q is not None
-    form = (engine.training, v is None, table is None, starts is None, out is None, packed, parts, *given[1])
+    form = (engine.training, v is None, v is k, table is None, starts is None, out is None, packed, parts, *given[1])
     captured = engine._captured
     held = tensors_now(captured) if captured else ()
     custom = (*given[0], *given[1].values(), *held)
     present = [t for t in (q, k, v, lengths, table, starts, cu_seqlens_q, *custom) if t is not None]
     guarded = present if out is None else [*present, out]
+    if v is k:  # torch's guards take no tensor twice
+        guarded = [*guarded[:1], *guarded[2:]]
     seen: SeenCaches = engine._cached_seen
     again = None if watched() else seen.find(form, guarded)
     if again is not None:

@@ -151,6 +151,20 @@ def viewed(launch: Direct | None, strided: int, heads_first: bool, packed: bool)
     return launch_viewed
 
 
+def with_starts(launch: Direct, lengths: int, place: int, queries: int, makes: bool) -> Direct:
+    """The same, of a program that reads at a query's own row: where queries start is a custom input of it, the last.
+
+    lengths, place: where requests' lengths and these starts are among the tensors. makes: were they not given?
+    """
+
+    def launch_with_starts(tensors: Sequence[Tensor], out: Tensor | None, returns_rows: bool) -> list[Tensor] | None:
+        if makes:
+            tensors = [*tensors[:place], tensors[lengths] - queries, *tensors[place:]]
+        return launch([*tensors, tensors[place]], out, returns_rows)
+
+    return launch_with_starts
+
+
 def _arguments(launch: Launch, places: Sequence[str], given: Mapping[str, Sequence[int]]) -> Callable[..., Any]:
     """Which values a launch takes, of what is in these places and then the strides of what is given."""
     number, steps = len(places), {}

@@ -106,7 +106,10 @@ def _parts_in_words(plan: CachedPlan, dealt: int, count: int, tiles: int, rows: 
     if count == 1:
         few = f"{tiles} tiles of keys are few" if tiles <= FEWEST_TILES else f"{rows} blocks are work for {places} SMs"
         return f"parts: rows are not cut, as {few} ({FEWEST_TILES} tiles or less, {BUSY:g} of the SMs or more)"
-    return f"parts: {count} of each row, the least number that leaves {places} SMs busy; `combine` joins them"
+    why = f"the least number that leaves {places} SMs busy"
+    if BUSY * places <= rows:
+        why = f"two blocks to an SM, as each computes for longer than its keys take to come, on {places} SMs"
+    return f"parts: {count} of each row, {why}; `combine` joins them"
 
 
 def _spell(size: int) -> str:

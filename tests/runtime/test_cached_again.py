@@ -43,6 +43,40 @@ def test_layouts_and_named_inputs(parts, heads_first, checked):
         assert bool(checked) is (round_ == 0)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_one_tensor_as_keys_and_values(layout, checked):
+    engine, slopes, lengths = engine_of(layout), torch.rand(4), torch.tensor([40, 3], dtype=torch.int32)
+    for round_ in range(3):
+        q, k, other = (t if layout == "bshd" else t.transpose(1, 2).contiguous() for t in tensors(2))
+        checked.clear()
+        found = engine.with_cache(q, k, k, slopes, kv_lengths=lengths)
+        assert bool(checked) is (round_ == 0)
+        assert torch.equal(found, engine.with_cache(q, k, k.clone(), slopes, kv_lengths=lengths))
+        assert not torch.equal(found, engine.with_cache(q, k, other, slopes, kv_lengths=lengths))
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("page", [0, 16])
+def test_inputs_of_the_queries_of_the_call(page, given, checked):
+    """Each is read at its own row, so that the kernel must know where queries start."""
+
+    def engine(backend: str) -> AttentionEngine:
+        heat = CustomIO({"heat": ("batch", "seq_len")})
+        return AttentionEngine(None, heat, lambda s, custom, b, h, i, j: s * custom["heat"], causal, backend=backend)
+
+    ours, table = engine("interpret"), torch.tensor([[2, 0, 1], [5, 4, 3]], dtype=torch.int32) if page else None
+    for round_ in range(3):
+        q, k, v = tensors(2, 3, 48)
+        if page:
+            k, v = (t.reshape(6, 16, 2, 32) for t in (k, v))
+        lengths, heat = torch.randint(4, 40, (2,), dtype=torch.int32), torch.rand(2, 3) + 0.5
+        call = {"kv_lengths": lengths, "page_table": table, "num_splits": 2, "q_starts": lengths - 4 if given else None}
+        checked.clear()
+        found = ours.with_cache(q, k, v, heat, **call)
+        assert bool(checked) is (round_ == 0)
+        torch.testing.assert_close(found, engine("reference").with_cache(q, k, v, heat, **call), rtol=2e-3, atol=2e-3)
+
+
 def test_packed_queries(checked):
     engine, slopes = engine_of(), torch.rand(4)
     _, k, v = tensors(3)

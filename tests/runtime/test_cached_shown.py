@@ -110,6 +110,16 @@ def test_explain_says_parts_grid_and_bytes():
     assert "decode: runs on the interpreter" in text
 
 
+def test_rows_of_much_maths_are_cut_where_a_block_would_have_an_sm_alone():
+    def parts(online, batch: int) -> str:
+        metas = tuple(meta_tensor(batch, m.heads, m.length, m.dim, dtype=torch.bfloat16) for m in METAS)
+        engine = AttentionEngine(metas, mask_mod=library.causal, online_func=online, device=arch.H100())
+        return next(line for line in engine.explain(cache_page=0).splitlines() if line.startswith("parts:"))
+
+    assert "not cut" in parts(library.OnlineSoftmax(), 16) and "parts: 2 of each row" in parts(Entropic(), 16)
+    assert "not cut" in parts(Entropic(), 32)  # two blocks share each SM without
+
+
 def test_explain_says_why_rows_are_not_cut(monkeypatch):
     monkeypatch.setattr(plan, "derive_merge", refuse)
     engine = AttentionEngine(METAS, mask_mod=library.causal, device=arch.H100())
