@@ -37,7 +37,7 @@ from attention_engine.library import OnlineSoftmax, causal
 
 metas = [meta_tensor(1, 2, 64, 32, dtype="float16") for _ in range(3)]
 engine = AttentionEngine(metas, None, None, causal, OnlineSoftmax(), backend="interpret")
-q = torch.randn(1, 2, 64, 32).half()
+q = torch.randn(1, 64, 2, 32).half()
 
 def files_run():
     found = set()
