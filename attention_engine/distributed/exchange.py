@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attention_engine.distributed.cost import NODE
 from attention_engine.distributed.layout import Layout, order_of_gathered, order_of_sent
 
 COLLECTIVES: Any = torch.ops._c10d_functional
@@ -29,6 +31,11 @@ class Ranks:
     group: dist.ProcessGroup
     size: int
     rank: int
+
+    @cached_property
+    def nodes(self) -> int:
+        """How many nodes they are on, of NODE ranks each."""
+        return len({rank // NODE for rank in dist.get_process_group_ranks(self.group)})
 
     def begin_gather(self, mine: Tensor) -> Tensor:
         """All ranks' tensors of one shape, one after another along the first dimension; there after WAIT."""

@@ -311,10 +311,3 @@ def _own_heads(
             tensor = tensor.narrow(n, first, heads) if (placement.spec.name, n) in call.own_heads else tensor
         found.append(tensor)
     return found
-
-
-def by_fewest_bytes(sizes: Mapping[str, int], kv_heads: int, size: int) -> str:
-    """The method that sends fewer bytes forward: keys of all other ranks, or a rank's own q, k, v and o."""
-    keys = sizes["seq_len_kv"] * kv_heads
-    divides = sizes["heads"] % size == 0 and kv_heads % size == 0
-    return "heads" if divides and keys * size > sizes["seq_len"] * sizes["heads"] + keys else "gather"

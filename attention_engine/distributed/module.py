@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Any, Literal, TypeAlias
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
-from attention_engine.distributed import compiled
+from attention_engine.distributed import compiled, cost
 from attention_engine.distributed.agree import check_agreement
 from attention_engine.distributed.deal import kept_pairs
 from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import PIECES_OF_A_RANK, Layout
-from attention_engine.distributed.methods import METHODS, PAIRS, Call, Split, attend_together, by_fewest_bytes
+from attention_engine.distributed.methods import METHODS, PAIRS, Call, Split, attend_together
 from attention_engine.distributed.placements import Placement, placements
 from attention_engine.distributed.ring import RingAttention
 from attention_engine.distributed.states import attend_by_states
@@ -56,9 +56,9 @@ class ContextParallel(torch.nn.Module):
         engine: any AttentionEngine, or any LinearAttentionEngine.
         mesh: a DeviceMesh of one dimension, as `init_device_mesh("cuda", (8,))` or `mesh["cp"]`, or of two.
         method: "gather" brings all keys to each rank, "ring" those of one rank at a time, "heads" all tokens of some
-            heads. "auto" is "gather" or "heads", which sends fewer bytes. Of two dimensions a pair, in their order, one
-            of them "heads"; "auto" is ("gather", "heads"), for nodes of several GPUs. Linear engines have "states"
-            alone, and one dimension.
+            heads. "auto" is "gather" or "heads", the faster one by a cost model (for nodes of 8 GPUs). Of two
+            dimensions a pair, in their order, one of them "heads"; "auto" is ("gather", "heads"), for nodes of several
+            GPUs. Linear engines have "states" alone, and one dimension.
         balance: "contiguous" gives a rank neighbours, "zigzag" a piece and its mirror image. "auto" is "zigzag" for
             masks that show later queries more keys. Or a Layout, as `deal` makes of a mask's own counts.
 
@@ -229,7 +229,7 @@ class ContextParallel(torch.nn.Module):
         of_q, of_k = self.layout_of(q.shape[1], "q"), self.layout_of(k.shape[1], "k")
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
         placed, bounds, own_heads = self._known_of(engine)
-        split, starts, rings = self._split_of(sizes, k.shape[2]), self._starts, self._rings
+        split, starts, rings = self._split_of(q, k, v, of_q), self._starts, self._rings
         call = Call(engine, split, of_q, of_k, sizes, starts, rings, returns_rows, seed, bounds, own_heads, held)
         call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
@@ -250,12 +250,16 @@ class ContextParallel(torch.nn.Module):
             self._found = placements(program, specs), plan_tiles(program.mask).bounds.bounds, heads
         return self._found
 
-    def _split_of(self, sizes: Mapping[str, int], kv_heads: int) -> Split:
+    def _split_of(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Split:
         """Who exchanges and who gathers in a call. Of one dimension either do."""
         (ranks, *more) = self.split.groups
         if more:
             return self.split
-        method = by_fewest_bytes(sizes, kv_heads, ranks.size) if self.method == "auto" else self.method
+        method: object = self.method
+        if method == "auto":
+            kept = 0.5 if layout.name == "zigzag" else 1.0
+            widths = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+            method = cost.choose(cost.Sizes(ranks.size, layout.length, *widths, q.shape[0], kept, ranks.nodes))
         return Split(ranks, None) if method == "heads" else Split(None, ranks, method == "ring")
 
     def _seed(self, given: int | Tensor | None, q: Tensor) -> Tensor | None:

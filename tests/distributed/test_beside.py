@@ -1,11 +1,16 @@
-"""What stands beside sequences that two processes share: FSDP and DDP, checkpoints, autocast, torch.compile."""
+"""What stands beside sequences that two processes share: FSDP, DDP, checkpoints, autocast, torch.compile, time limits."""
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +24,7 @@ from tests.distributed.ranks import run_ranks
 HEADS, DIM, LENGTH = 4, 8, 48
 METHODS = ("gather", "ring", "heads")
 EXACT = 1e-12  # of float64
+LIMIT = 3  # seconds
 
 
 class Block(nn.Module):
@@ -135,8 +141,22 @@ def refused(mesh) -> dict[str, str]:
     return found
 
 
+def waits_for_nobody(mesh) -> tuple[str, float]:
+    """What a call says, and after how long, whose other ranks don't come."""
+    group = dist.new_group(list(range(mesh.size())), timeout=timedelta(seconds=LIMIT))
+    attention = ContextParallel(AttentionEngine(), DeviceMesh.from_group(group, "cpu"))
+    began, said = time.monotonic(), ""
+    if mesh.get_local_rank() == 0:
+        with pytest.raises(RuntimeError) as error:
+            attention(*torch.randn(3, 1, 8, 2, 8))
+        said = str(error.value)
+    took = time.monotonic() - began
+    dist.barrier()
+    return said, took
+
+
 def everything(mesh):
-    return beside_weights(mesh), run_again(mesh), compiled(mesh), refused(mesh)
+    return beside_weights(mesh), run_again(mesh), compiled(mesh), refused(mesh), waits_for_nobody(mesh)
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +176,15 @@ def test_checkpoints_and_autocast_change_no_bit(found):
 
 
 def test_three_lengths_are_one_graph_each_way(found):
-    for *_, graphs, _ in found:
+    for *_, graphs, _, _ in found:
         assert graphs == dict.fromkeys(METHODS, ({"forward": 1, "backward": 1}, [True] * 3))
 
 
 def test_gradients_of_gradients_are_refused(found):
-    for *_, said in found:
+    for *_, said, _ in found:
         assert said.keys() == set(METHODS) and all("once_differentiable" in text for text in said.values()), said
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says(found):
+    said, took = found[0][-1]
+    assert "imed out" in said and took < LIMIT + 5, (said, took)

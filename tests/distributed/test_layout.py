@@ -101,3 +101,27 @@ def test_a_run_gets_the_keys_that_it_may_see(mask):
             assert not of_run[:first].any() and not of_run[stop:].any() and 0 <= first < stop <= 1024
             if mask is not PREFIX and of_run.any():
                 assert first > at[of_run][0] - ALIGNED and stop == at[of_run][-1] + 1
+
+
+def test_a_thousand_ranks_hold_all_of_it_between_them():
+    """Layouts, shapes of custom inputs, and keys that runs see, of ranks that are not there."""
+    ranks, length = 1024, 1 << 17
+    engine = AttentionEngine(
+        None, CustomIO({"gate": ("batch", "seq_len"), "slopes": ("heads",)}),
+        lambda s, c, b, h, q, k: s * c["gate"] - c["slopes"] * (q - k), lib.causal,
+    )  # fmt: skip
+    gate, slopes = placements(engine._program, engine.custom_io.in_order)
+    bounds, sizes = plan_tiles(engine._program.mask).bounds.bounds, {"batch": 1, "heads": 8}
+    sizes |= dict.fromkeys(("seq_len", "seq_len_kv"), length)
+    for layout in layouts(length, ranks):
+        call = Call(engine, None, layout, layout, sizes, {}, {}, False, None, bounds, ())
+        tokens, pairs = 0, []
+        for rank in range(ranks):
+            own = {"seq_len": layout.count(rank), "seq_len_kv": layout.count(rank)}
+            assert slopes.shape(sizes, own) == (8,)
+            tokens += gate.shape(sizes, own)[1]
+            assert all(call.seen(run) == (0, run.start + run.count) for run in layout.runs[rank])
+            pairs.append(sum(run.count * call.seen(run)[1] for run in layout.runs[rank]))
+        assert tokens == length
+        if layout.name == "zigzag":
+            assert max(pairs) < 1.001 * min(pairs)  # two runs that meet in the middle are one

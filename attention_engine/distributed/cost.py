@@ -1,0 +1,111 @@
+"""What a layer's attention takes on many GPUs, by method: arithmetic, from rates that were measured on H100s.
+
+Work is shared evenly. A launch ends with its longest item alone, so that a rank's two launches lose what one GPU's one
+doesn't. What is sent is not hidden behind kernels, but for a ring's. `method="auto"` follows these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+RATES = (660e12, 525e12)  # products a second and GPU, forward and backward: 16-bit, head dim 128
+WITHIN, BETWEEN = 329e9, 45e9  # bytes a second and GPU: NVLink; a NIC of 400 Gb/s
+MEMORY = 3e12  # bytes a second
+NODE = 8  # GPUs
+BLOCKS, QUERIES = 132, 128  # of a GPU; of a block
+PASSES = 4  # over what is exchanged: it is brought in order, and padded
+Seconds = tuple[float, float]  # forward, backward
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer's attention and of who shares it. kept: the part of all pairs that the mask keeps; spread: the nodes
+    that ranks are on."""
+
+    ranks: int
+    length: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    dim_v: int = 128
+    batch: int = 1
+    kept: float = 0.5
+    spread: int = 1
+
+    @property
+    def ideal(self) -> Seconds:
+        """A rank's share of what one GPU takes."""
+        pairs = self.batch * self.heads * self.length**2 * self.kept / self.ranks
+        both = 2 * (self.dim + self.dim_v)
+        return pairs * both / RATES[0], pairs * (both + 6 * self.dim) / RATES[1]
+
+    @property
+    def tail(self) -> float:
+        """The longest item of a forward launch, alone."""
+        return 2 * QUERIES * self.length * (self.dim + self.dim_v) * BLOCKS / RATES[0]
+
+    @property
+    def keys(self) -> float:
+        """Entries of k and v."""
+        return self.batch * self.length * self.kv_heads * (self.dim + self.dim_v)
+
+    @property
+    def others(self) -> float:
+        """The part of a sequence that other ranks hold."""
+        return 1 - 1 / self.ranks
+
+
+def gather(sizes: Sizes) -> Seconds:
+    """All keys to each rank; sums of their gradients home, in fp32."""
+    link = WITHIN if sizes.spread == 1 else min(WITHIN, NODE * BETWEEN)  # a ring of NCCL's uses all NICs of a node
+    forward, backward = sizes.ideal
+    forward += sizes.tail * (1 + 0.5 / sizes.ranks) + sizes.keys * 2 * (sizes.others / link + PASSES / MEMORY)
+    return forward, backward + sizes.keys * 4 * (sizes.others / link + PASSES / MEMORY)
+
+
+def heads(sizes: Sizes) -> Seconds:
+    """Tokens exchanged for heads: q, k and v, and o back; backward their gradients."""
+    kv_heads = math.lcm(sizes.kv_heads, sizes.ranks)  # which are repeated
+    entries = (sizes.heads + kv_heads) * (sizes.dim + sizes.dim_v) * sizes.batch * sizes.length / sizes.ranks
+    link = WITHIN if sizes.spread == 1 else BETWEEN
+    sent = entries * 2 * (sizes.others / link + PASSES / MEMORY)
+    forward, backward = sizes.ideal
+    return forward + sizes.tail + sent, backward + sent
+
+
+def ring(sizes: Sizes) -> Seconds:
+    """Keys of one rank at a time, sent while those before are attended to; rows of a step in fp32, joined."""
+    link = WITHIN if sizes.spread == 1 else BETWEEN
+    own, rows = sizes.keys / sizes.ranks, sizes.batch * sizes.length / sizes.ranks * sizes.heads
+    join = 12 * rows * sizes.dim_v / MEMORY  # a step's part is written, read, and added
+    add = (16 * own + 12 * rows * sizes.dim) / MEMORY  # to sums of dK and dV that came, and to dQ
+    forward, backward = (ideal / sizes.ranks for ideal in sizes.ideal)
+    step, back = forward + 2 * sizes.tail / sizes.ranks + join, backward + add
+    moved = 2 * own / link, 6 * own / link
+    steps = sizes.ranks - 1
+    return step + steps * max(step, moved[0]), back + steps * max(back, moved[1]) + 4 * own / link
+
+
+def pair(inner: Callable[[Sizes], Seconds], sizes: Sizes) -> Seconds:
+    """Heads within each node, and between nodes keys of a node's share of the heads, by `inner`."""
+    nodes = sizes.ranks // NODE
+    kv_heads = math.lcm(sizes.kv_heads, NODE)
+    within = Sizes(NODE, sizes.length // nodes, sizes.heads, kv_heads, sizes.dim, sizes.dim_v, sizes.batch, 0.0)
+    between = Sizes(nodes, sizes.length, sizes.heads // NODE, kv_heads // NODE, sizes.dim, sizes.dim_v, sizes.batch,
+                    sizes.kept, nodes)  # fmt: skip
+    exchange, rest = heads(within), inner(between)
+    return exchange[0] - within.tail + rest[0], exchange[1] + rest[1]
+
+
+def choose(sizes: Sizes) -> str:
+    """The faster of "gather" and "heads", forward and backward."""
+    divides = sizes.heads % sizes.ranks == 0
+    return "heads" if divides and sum(heads(sizes)) < sum(gather(sizes)) else "gather"
+
+
+def efficiency(found: Seconds, sizes: Sizes) -> tuple[float, float]:
+    """A rank's share of one GPU's time over its own: 1 is ideal."""
+    ideal = sizes.ideal
+    return ideal[0] / found[0], ideal[1] / found[1]
