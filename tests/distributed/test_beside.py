@@ -1,4 +1,4 @@
-"""What stands beside sequences that two processes share: FSDP, DDP, checkpoints, autocast, torch.compile, time limits."""
+"""Beside sequences that two processes share: FSDP, DDP, checkpoints, autocast, torch.compile; time limits."""
 
 from __future__ import annotations
 
