@@ -2,6 +2,7 @@
 # make test   set up, then the checks that need no GPU, but for the slow ones
 # make slow   the slow ones: kernels of many programs compiled by nvcc, and most cases of large tables
 # make lint   the style and type checks alone
+# make pyright   installs basedpyright, 60 MB, and has it find the mistakes that mypy finds in lint's tests
 # make docs   the documents as a site, in build/site
 # make drawings   the pictures of the documents, and what the pages for maintainers print, made anew
 # make measures   files, functions, types and imports in numbers; AT=COMMIT puts another commit beside
@@ -27,7 +28,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: demo test slow lint docs drawings measures clean
+.PHONY: demo test slow lint pyright docs drawings measures clean
 
 demo: $(READY)
 	$(RUN) attn_script/mha.py --show
@@ -42,6 +43,10 @@ lint: $(READY)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+pyright: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check basedpyright==1.40.2
+	$(RUN) -m pytest -q tests/test_typing.py
 
 docs: $(READY)
 	$(RUN) -m mkdocs build --strict

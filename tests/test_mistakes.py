@@ -2,6 +2,8 @@
 
 The numbers are those under which they were collected, each made once in FlexAttention too. A mistake that is none here
 computes what plain PyTorch does. Tracebacks show the user's frames and one of the package.
+
+`python -m tests.test_mistakes` makes each again and prints its first line and its grade.
 """
 
 from __future__ import annotations
@@ -249,7 +251,8 @@ MISTAKES = {
      "reduce there."),
     "46": (
      SEG + "create_mask(mask_mod, 2, 4, 8, 8)",
-     "UnknownCustomInput: mine.py:2: no custom input is called 'seg'. Declared: none."),
+     "UnknownCustomInput: mine.py:2: no custom input is called 'seg'. Declared: none. Declare it, "
+     "CustomIO({'seg': axes}), or give create_mask and show_mask seg=tensor."),
     "48": (
      "AttentionEngine(metas, library.scale(0.25), library.causal)",
      "UnknownOption: custom_io is scale(0.25), a function. Give functions by name: score_mod=..., "
@@ -270,6 +273,17 @@ NONE = {
      "assert torch.equal(create_mask(mask_mod, 2, 4, 8, 8, seg=seg)[:, 0], seg[..., None] == seg[:, None])",
     "47": "LinearAttentionEngine(metas, custom_fwd_inputs=CustomIO({'a': ('heads',)}), tune_filename='x.json')",
 }  # fmt: skip
+
+
+# What a first line says: what, where and what to do (A), two of the three (B), one (C); D: it misleads; F: nothing is
+# said, or the error is not ours. All are A but these.
+GRADES = {
+    "28": ("B", "what and where, as Python says it of any function"),
+    "32": ("B", "a decay above 0 is no error: it is meant at times. check() warns of it, and says where"),
+    "39f": ("B", "what to write stands on the second line"),
+    "44": ("-", "as many heads as tokens, and the other layout: nobody can tell"),
+    "45": ("B", "a read outside is 0, as the page of functions says. check() warns of it, and says where"),
+}
 
 
 def run(code: str) -> None:
@@ -312,3 +326,38 @@ def test_all_frames_are_shown_on_request(monkeypatch):
     few = frames()
     monkeypatch.setenv("ATTENTION_ENGINE_ALL_FRAMES", "1")
     assert frames() > few + 5
+
+
+def test_each_of_the_48_is_made_or_told_of():
+    told = {int("".join(filter(str.isdigit, number))) for number in (*MISTAKES, *NONE, *GRADES)}
+    assert told == set(range(1, 49))
+    assert {grade for grade, _ in GRADES.values()} <= {"B", "-"}
+
+
+def grade(number: str) -> tuple[str, str]:
+    """The grade of a mistake, made once more, and the first line that it met, or what is to be said of it."""
+    if number in NONE:
+        run(NONE[number])
+        return "A", "no mistake: it computes what torch does"
+    if number not in MISTAKES:
+        return GRADES[number]
+    try:
+        run(MISTAKES[number][0])
+    except (AttentionEngineError, TypeError) as error:
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        return GRADES.get(number, ("A" if first == MISTAKES[number][1] else "changed", ""))[0], first
+    return "F", "nothing was said"
+
+
+def main() -> None:
+    """Prints all of them."""
+    grades: dict[str, int] = {}
+    for number in sorted({*MISTAKES, *NONE, *GRADES}, key=lambda n: (int("".join(filter(str.isdigit, n))), n)):
+        found, line = grade(number)
+        grades[found] = grades.get(found, 0) + 1
+        print(f"{number:>4} {found}  {line}")
+    print(", ".join(f"{name}: {count}" for name, count in sorted(grades.items())))
+
+
+if __name__ == "__main__":
+    main()

@@ -192,11 +192,12 @@ class CustomInputs:
     def __getitem__(self, name: str) -> CustomRead:
         spec = self._io.specs.get(name)
         if spec is None:
-            known = ", ".join(map(repr, self._io.specs)) or "none"
+            known, meant = ", ".join(map(repr, self._io.specs)) or "none", did_you_mean(name, self._io.specs)
+            between = "\n  " if meant else " "
             raise UnknownCustomInput(
-                f"{where_from()}no custom input is called {name!r}.{did_you_mean(name, self._io.specs)} "
-                f"Declared: {known}.\n  Declare it, CustomIO({{{str(name)!r}: axes}}), or read a tensor of your own: "
-                f"tensor[h, q_idx]. create_mask and show_mask take it by name: {name}=tensor."
+                f"{where_from()}no custom input is called {name!r}.{meant} Declared: {known}.{between}"
+                f"Declare it, CustomIO({{{str(name)!r}: axes}}), or give create_mask and show_mask {name}=tensor."
+                f"\n  A tensor of your own needs neither: tensor[h, q_idx]."
             )
         untyped = self._io.specs.keys() - self._dtypes.keys()
         source = CustomInput(spec, self._dtypes.get(name, Type.FLOAT), untyped)

@@ -97,8 +97,8 @@ def fails(error: type[Exception], function, message: str) -> None:
 
 
 DECLARE = (
-    "\n  Declare it, CustomIO({'slope': axes}), or read a tensor of your own: tensor[h, q_idx]. create_mask and "
-    "show_mask take it by name: slope=tensor."
+    "Declare it, CustomIO({'slope': axes}), or give create_mask and show_mask slope=tensor."
+    "\n  A tensor of your own needs neither: tensor[h, q_idx]."
 )
 NO_AXIS = "\n  Use a positive int, or one of 'batch', 'heads', 'seq_len', 'seq_len_kv'."
 MISTAKES = [
@@ -138,5 +138,5 @@ def test_a_bad_declaration_or_read_is_refused_at_the_users_line(function, messag
 def test_an_input_that_is_not_declared_is_refused_with_the_known_ones():
     custom, nothing = reads({"slopes": ("heads",), "bias": (1,)}), reads({})
     fails(UnknownCustomInput, lambda: custom["slope"], "no custom input is called 'slope'. Did you mean 'slopes'? "
-          f"Declared: 'slopes', 'bias'.{DECLARE}")  # fmt: skip
-    fails(UnknownCustomInput, lambda: nothing["slope"], f"no custom input is called 'slope'. Declared: none.{DECLARE}")
+          f"Declared: 'slopes', 'bias'.\n  {DECLARE}")  # fmt: skip
+    fails(UnknownCustomInput, lambda: nothing["slope"], f"no custom input is called 'slope'. Declared: none. {DECLARE}")
