@@ -7,11 +7,14 @@ import functools
 import gc
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from attention_engine.runtime.attentions import ATTENTIONS
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -107,6 +110,14 @@ def seed() -> None:
         torch.manual_seed(0)
     else:  # torch.manual_seed notes the stack for each absent device, which takes longer than most tests
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def attentions() -> Iterator[None]:
+    """Engines that other tests keep find what they registered, where a test empties the table to make its own anew."""
+    before = dict(ATTENTIONS)
+    yield
+    ATTENTIONS.update(before)
 
 
 class Golden:

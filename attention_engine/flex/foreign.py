@@ -73,13 +73,18 @@ def _wholly(mask_mod: Any, kinds: Tensor, mask: Any) -> bool:
 
 def _kinds(mask: Any) -> Tensor:
     """Its blocks: 0, PART or WHOLE, int8 (batch or 1, heads or 1, rows, columns)."""
-    flex: Any = sys.modules[FLEX]
-    columns = mask.kv_indices.shape[-1]
-    kinds: Tensor = flex._ordered_to_dense(mask.kv_num_blocks, mask.kv_indices, columns) * PART
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    kinds = torch.where(_listed(mask.kv_num_blocks, mask.kv_indices, columns), PART, 0)
     if mask.full_kv_num_blocks is not None:
-        whole = flex._ordered_to_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
-        kinds = torch.where(whole > 0, WHOLE, kinds)
+        kinds = torch.where(_listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns), WHOLE, kinds)
     return kinds.to(torch.int8)
+
+
+def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Which columns of blocks stand among the first `counts` of each row's list of indices."""
+    counted = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    among = torch.zeros(*counts.shape, columns, dtype=torch.int32, device=indices.device)
+    return among.scatter_add_(-1, indices.where(counted, 0).long(), counted.int()) > 0
 
 
 def _by_blocks(mask: Any, mask_mod: Any) -> BlockMask:

@@ -191,13 +191,23 @@ def _number(value: float) -> tuple[str, Any, int]:
     return "number", len(range(value)), len(range(-value))
 
 
+def _made_inside(function: Any) -> bool:
+    """Was the function made in the function that a compiler traces? PyTorch 2.11 alone answers with True: it gives
+    such a function every attribute, and can't read what the function captured."""
+    try:
+        _ = function.__no_such_attribute__
+    except AttributeError:
+        return False
+    return True
+
+
 def _guard(function: Any) -> tuple[object, ...]:
     """What a function captured, in a form that makes a compiler look at it anew in each call.
 
     A compiler itself takes two functions of the same code for the same.
     """
     try:
-        cells = function.__closure__ or ()
+        cells = () if _made_inside(function) else function.__closure__ or ()
     except AttributeError:  # none, a factory's, or made in the compiled function: there numbers are looked at anyway
         return ()
     found: list[object] = []
