@@ -125,7 +125,7 @@ class Op(_Word):
     BIT_XOR = "bitwise_xor"
     SHIFT_LEFT = "bitwise_left_shift"
     SHIFT_RIGHT = "bitwise_right_shift"  # which keeps the sign
-    CHANCE = "chance"  # 32 random bits, of a seed and a pair's batch, head, query and key: ir/chance.py
+    CHANCE = "chance"  # random bits, of a seed and a pair's batch, head, query and key: ir/chance.py
     WHERE = "where"
     CAST = "cast"  # arg: the Type to become
     DETACH = "detach"  # the value itself, a constant to the gradient

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from attention_engine.ir.chance import IN_CELL, KEY_STEPS, LOW, MULTIPLIERS, ROUNDS
+from attention_engine.ir.chance import IN_CELL, KEY_STEPS, LOW, MULTIPLIERS, OWN, ROUNDS, SHARED
 
-WORD, PRODUCT = "uint32", "uint64"
-EACH_BYTE = 0x01010101
+WORD = "uint32"
+UPPER_WORD = "__umulhi"  # of a product of two words
 Hold = Callable[[Any], Any]
 
 
@@ -42,48 +42,73 @@ def in_cell_of_tile(of_thread: Any, of_register: Any) -> InCell:
 
 def chance(hold: Hold, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> Any:
     """The pair's number, as int64. hold: gives a value a name, so that it is spelled once."""
-    own, joined = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
-    first = T.bitwise_and(_own_byte_first(own, query, key), T.uint32(0xFF00_0000))
-    return T.cast(T.bitwise_or(first, T.shift_right(joined, T.uint32(8))), "int64")
+    words = [hold(word) for word in _words_of_cell(hold, seed, b, h, query, key)]
+    place = hold(_word(key.odd * 8 + query.odd * 4 + T.shift_right(query.upper, 2) + T.shift_right(key.upper, 3)))
+    number = T.bitwise_and(T.bitwise_xor(words[0], T.shift_right(words[1], T.uint32(1))), T.uint32(2**SHARED - 1))
+    for n, word in enumerate(words):
+        for half in (0, 1):
+            bit = T.bitwise_and(T.shift_right(word, place + T.uint32(16 * half)), T.uint32(1))
+            first = OWN + SHARED - 1 - 2 * n - half
+            number = hold(T.bitwise_or(number, T.shift_left(bit, T.uint32(first))))
+    return T.cast(number, "int64")
 
 
 def chance_below(hold: Hold, bound: int, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> Any:
-    """Is the pair's number below this? What stands behind its own byte moves the byte's bound by 1 at most, and is the
-    same for a cell: so it is asked once for that, and a pair compares its own byte alone."""
-    own, joined = _words_of_pair(hold, _words_of_cell(hold, seed, b, h, query, key), query, key)
-    most, rest = bound >> 24, bound & 0x00FF_FFFF
-    least = T.uint32(most << 24)
-    if rest:
-        more = joined < T.uint32(rest << 8)
-        if most == 0xFF:  # the next bound is more than a word holds
-            own_byte = T.bitwise_or(_own_byte_first(own, query, key), T.uint32(0x00FF_FFFF))
-            return T.Or(own_byte < least, T.And(more, own_byte == T.uint32(LOW)))
-        least = hold(T.if_then_else(more, T.uint32(most + 1 << 24), least))
-    return _own_byte_first(own, query, key) < least
+    """Is the pair's number below this? All pairs of its cell are compared at once, and a pair asks its bit alone."""
+    words = [hold(word) for word in _words_of_cell(hold, seed, b, h, query, key)]
+    upper = [hold(T.shift_right(word, T.uint32(16))) for word in words]
+    kept = _kept(hold, bound, [half for both in zip(words, upper, strict=True) for half in both], cells=1)
+    of_query = hold(T.if_then_else(query.odd != 0, T.shift_right(kept, T.uint32(4)), kept))
+    of_both = hold(T.if_then_else(key.odd != 0, T.shift_right(of_query, T.uint32(8)), of_query))
+    place = T.shift_right(query.upper, 2) + T.shift_right(key.upper, 3)
+    return T.bitwise_and(of_both, T.shift_left(T.uint32(1), _word(place))) < T.uint32(1)
 
 
-def kept_bytes(
-    hold: Hold, bound: int, seed: Any, b: Any, h: Any, query: Any, key: Any
-) -> list[Any]:  # fmt: skip
-    """Of each word of a cell, the first bits of its four bytes: 1 where the pair's number is not below the bound.
+def kept_in_cells(hold: Hold, bound: int, seed: Any, b: Any, h: Any, cells: list[tuple[Any, Any]]) -> Any:
+    """Of one or two cells, a bit a pair at its place: 1 where its number is not below the bound. The second cell's are
+    the upper half.
 
-    query, key: the least of the cell. Of bytes of seven bits, a sum with what is missing to the bound has its first bit
-    where it reaches it, and none is carried on: four bytes are compared at once.
+    cells: the least query and key of each.
     """
-    of_query, of_key = (InCell(index, T.int32(0), T.int32(0)) for index in (query, key))
-    words = [hold(word) for word in _words_of_cell(hold, seed, b, h, of_query, of_key)]
-    most, rest = bound >> 24, bound & 0x00FF_FFFF
-    upper = most >= 128  # bounds of 128 or more ask for bytes whose own first bit is 1
-    missing = hold(T.uint32((128 - (most - 128 if upper else most)) * EACH_BYTE))
-    if rest:
-        more = _joined(hold, words) < T.uint32(rest << 8)
-        missing = hold(T.if_then_else(more, missing - T.uint32(EACH_BYTE), missing))
-    join = T.bitwise_and if upper else T.bitwise_or
-    reaches = (T.bitwise_and(word, T.uint32(0x7F * EACH_BYTE)) + missing for word in words)
-    return [
-        hold(T.bitwise_and(join(reach, word), T.uint32(0x80 * EACH_BYTE)))
-        for reach, word in zip(reaches, words, strict=True)
+    words = [
+        [hold(word) for word in _words_of_cell(hold, seed, b, h, *(InCell(i, T.int32(0), T.int32(0)) for i in cell))]
+        for cell in cells
     ]
+    halves = [hold(half) for both in zip(words[0], words[-1], strict=True) for half in _halves(*both)]
+    return _kept(hold, bound, halves, len(cells))
+
+
+def _halves(one: Any, other: Any) -> tuple[Any, Any]:
+    """The lower halves of two words in one, and the upper ones."""
+    lower = T.bitwise_or(T.bitwise_and(one, T.uint32(0xFFFF)), T.shift_left(other, T.uint32(16)))
+    upper = T.bitwise_or(T.shift_right(one, T.uint32(16)), T.bitwise_and(other, T.uint32(0xFFFF_0000)))
+    return lower, upper
+
+
+def _kept(hold: Hold, bound: int, halves: list[Any], cells: int) -> Any:
+    """Which pairs' numbers reach the bound: a half holds a bit of each pair, of two cells in its lower and upper part.
+
+    From the last bit to the first: a number reaches the bound's end where its bit is 1 and what is behind reaches the
+    rest, or, of a bound whose bit is 0, where either holds.
+    """
+    own, rest = bound >> SHARED, bound & 2**SHARED - 1
+    kept = None if rest == 0 else _shared_bits_reach(hold, rest, halves, cells)
+    for n, half in enumerate(reversed(halves)):
+        if own >> n & 1:
+            kept = half if kept is None else T.bitwise_and(half, kept)
+        elif kept is not None:
+            kept = T.bitwise_or(half, kept)
+    return T.uint32(LOW) if kept is None else hold(kept)
+
+
+def _shared_bits_reach(hold: Hold, rest: int, halves: list[Any], cells: int) -> Any:
+    """All bits of a half where its cell's shared bits reach this, else none. A sum of fifteen bits with what is missing
+    has its sixteenth where they do, and carries nothing on: so two cells are asked at once."""
+    both = 0x0001_0001
+    shared = T.bitwise_xor(halves[0], T.shift_right(halves[2], T.uint32(1)))
+    reach = T.bitwise_and(shared, T.uint32((2**SHARED - 1) * both)) + T.uint32((2**SHARED - rest) * both)
+    ones = T.bitwise_and(T.shift_right(reach, T.uint32(SHARED)), T.uint32(both if cells > 1 else 1))
+    return hold(ones * T.uint32(0xFFFF))
 
 
 def _words_of_cell(hold: Hold, seed: Any, b: Any, h: Any, query: InCell, key: InCell) -> list[Any]:
@@ -101,31 +126,15 @@ def _word(value: Any) -> Any:
 
 def _round(hold: Hold, words: list[Any], keys: tuple[Any, Any]) -> list[Any]:
     a, b, c, d = words
-    upper_a, upper_c = (_upper_word(hold, x, by) for x, by in zip((a, c), MULTIPLIERS, strict=True))
+    upper_a, upper_c = (_upper_word(x, by) for x, by in zip((a, c), MULTIPLIERS, strict=True))
     lower_a, lower_c = (hold(x * T.uint32(by)) for x, by in zip((a, c), MULTIPLIERS, strict=True))
     first = hold(T.bitwise_xor(T.bitwise_xor(upper_c, b), keys[0]))
     third = hold(T.bitwise_xor(T.bitwise_xor(upper_a, d), keys[1]))
     return [first, lower_c, third, lower_a]
 
 
-def _upper_word(hold: Hold, value: Any, by: int) -> Any:
-    """Of a product of 64 bits. Its lower word is a product of its own: where both are cast from one number, NVVM joins
-    words at 64 bits, and ptxas, which no longer sees that an operand has 32, adds a 0 to each upper word, in the pipe
-    that dropout keeps busiest."""
-    return _word(T.shift_right(hold(T.cast(value, PRODUCT) * T.uint64(by)), T.uint64(32)))
-
-
-def _words_of_pair(hold: Hold, words: list[Any], query: InCell, key: InCell) -> tuple[Any, Any]:
-    """The word that holds the pair's own byte, and the exclusive or of the cell's others."""
-    of_even, of_odd = (hold(T.if_then_else(key.odd != 0, words[n + 1], words[n])) for n in (0, 2))
-    own = hold(T.if_then_else(query.odd != 0, of_odd, of_even))
-    return own, _joined(hold, words)
-
-
-def _joined(hold: Hold, words: list[Any]) -> Any:
-    return hold(T.bitwise_xor(T.bitwise_xor(words[0], words[1]), T.bitwise_xor(words[2], words[3])))
-
-
-def _own_byte_first(own: Any, query: InCell, key: InCell) -> Any:
-    """A word whose first byte is the pair's own."""
-    return T.shift_left(own, _word(query.upper * 2 + key.upper))
+def _upper_word(value: Any, by: int) -> Any:
+    """Of a product of 64 bits. Beside a product of words, which is the lower one, CUDA's function for it can become one
+    instruction for both (codegen/patches/choices.py). A cast product of 64 bits becomes two: NVVM joins its words at 64
+    bits, and ptxas, which no longer sees that an operand has 32, adds a 0 to each upper word."""
+    return T.call_extern(WORD, UPPER_WORD, value, T.uint32(by))

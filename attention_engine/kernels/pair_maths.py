@@ -56,6 +56,7 @@ class PairTile:
     """A tile of pairs: its shape, (queries, keys) or transposed, and the first query and key.
 
     rows: the rows of numbers that its pairs read, by their variables. staged: biases of pairs that were copied ahead.
+    chosen: where others chose which weights meet values: reads their choice, which says so of an entry.
     """
 
     shape: tuple[int, int]
@@ -64,6 +65,7 @@ class PairTile:
     kv0: Any
     rows: dict[Expr, Any]
     staged: StagedReads | None = None
+    chosen: Callable[[], Callable[[Any, Any], Any]] | None = None
 
 
 class PairMaths:
@@ -72,7 +74,7 @@ class PairMaths:
     def __init__(self, schedule: BackwardSchedule, sizes: Sizes, place: Place, tile: PairTile) -> None:
         self.schedule, self.sizes, self.place = schedule, sizes, place
         self.shape, self.transposed, self.q0, self.kv0 = tile.shape, tile.transposed, tile.q0, tile.kv0
-        self.rows, self.staged = tile.rows, tile.staged
+        self.rows, self.staged, self.chosen = tile.rows, tile.staged, tile.chosen
 
     def _splice(self, place: Place, i: Any, j: Any, values: dict[Expr, Any]) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
@@ -194,8 +196,10 @@ class PairMaths:
         """gradients (of the weights) become gradients of the products, without their factor. then_meet_values: weights
         become those that values are multiplied with."""
 
+        keeps = None if self.chosen is None else self.chosen()
+
         def entry(place: Place, i: Any, j: Any) -> None:
-            unless = self._unless_dropped(place, i, j)
+            unless = self._unless_dropped(place, i, j) if keeps is None else _where(name_value(keeps(i, j)))
             splice = self._at(place, products, weights, gradients, i, j, split, unless=unless)
             assign([(gradients, split)], splice, i, j)
             if then_meet_values and self.schedule.dropped is not None:
@@ -226,6 +230,11 @@ class PairMaths:
             add_atomically(target, safe, T.if_then_else(keep, value, T.float32(0)))
 
         self._over_pairs(entry, expr, self.schedule.mask)
+
+
+def _where(kept: Any) -> Callable[[Any], Any]:
+    """What makes 0 of numbers unless this holds."""
+    return lambda value: T.if_then_else(kept, value, T.float32(0))
 
 
 @T.macro

@@ -28,7 +28,7 @@ Schedule = TypeVar("Schedule", ForwardSchedule, BackwardSchedule)
 
 
 def drop_weights(program: Program, probability: float, packing: Packing | None = None) -> Program:
-    """The program with weights dropped, each with this probability, kept to 2^-32. packing: of the program's sequences,
+    """The program with weights dropped, each with this probability, kept to 2^-23. packing: of the program's sequences,
     of which a pair's sequence and its places there say whether it is dropped."""
     seed = make(Op.LOAD, const(0), arg=SEED, dtype=Type.LONG)
     number = make(Op.CHANCE, seed, B, H, Q_IDX, KV_IDX)
@@ -59,7 +59,7 @@ def drop_in(schedule: Schedule, program: Program) -> Schedule:
     return dataclasses.replace(schedule, block=block, dropped=dropped)
 
 
-def drops_by_places(schedule: ForwardSchedule) -> bool:
+def drops_by_places(schedule: ForwardSchedule | BackwardSchedule) -> bool:
     """Are weights dropped, and do a pair's own places decide which? Not where places are read (packed sequences)."""
     dropped = schedule.dropped
     if dropped is None or dropped.op is not Op.LESS or dropped.args[0].op is not Op.CHANCE:
@@ -68,7 +68,7 @@ def drops_by_places(schedule: ForwardSchedule) -> bool:
     return number.args == (SEED_OF_BLOCK, B, H, Q_IDX, KV_IDX) and bound.op is Op.CONST
 
 
-def dropped_below(schedule: ForwardSchedule) -> int:
+def dropped_below(schedule: ForwardSchedule | BackwardSchedule) -> int:
     """Below which number a pair's own says so, where its places decide."""
     assert schedule.dropped is not None and drops_by_places(schedule), "who asks knows that"
     return int(schedule.dropped.args[1].value)

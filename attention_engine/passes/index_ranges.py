@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 
+from attention_engine.ir.chance import RANGE
 from attention_engine.ir.evaluate import WIDEST
 from attention_engine.ir.expr import INTEGERS, Expr, Op, Type, const, topological, transform
 from attention_engine.ir.packing import OF_PLACES
@@ -27,7 +28,7 @@ INDICES: dict[Expr, Range] = {
 STARTS_FROM: Range = (1 - LONGEST, LONGEST - 1)  # below 0, where the last query has the place of the last key
 BOUNDED: dict[Op, Range] = {
     Op.TANH: (-1.0, 1.0), Op.SIGMOID: (0.0, 1.0), Op.ERF: (-1.0, 1.0), Op.SIN: (-1.0, 1.0), Op.COS: (-1.0, 1.0),
-    Op.ATAN: (-2.0, 2.0), Op.CHANCE: (0, 2**32 - 1),
+    Op.ATAN: (-2.0, 2.0), Op.CHANCE: (0, RANGE - 1),
 }  # fmt: skip
 DENORMAL = 150  # bits below 1 of the least float
 

@@ -55,13 +55,20 @@ class HopperKeys:
 
     shared_weights: warpgroups share the keys of a tile; else each has keys of its own. persistent: as in HopperForward.
     skewed_sums: diagonals of tiles are summed by walks over a copy (kernels/diagonals.py). within_sequences: of packed
-    sequences, each block's keys are of one.
+    sequences, each block's keys are of one. drops_apart: as in HopperForward.
     """
 
     shared_weights: bool = False
     persistent: bool = False
     skewed_sums: bool = False
     within_sequences: bool = False
+    drops_apart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.drops_apart and (self.persistent or self.shared_weights):
+            raise ValueError(
+                "drops_apart asks for a block that ends with its item, and warpgroups with keys of their own"
+            )
 
 
 Form: TypeAlias = Straight | HopperForward | HopperKeys
@@ -116,7 +123,7 @@ class Tile:
     @property
     def drops_apart(self) -> bool:
         """Does a group of warps of its own choose which weights dropout drops?"""
-        return isinstance(self.form, HopperForward) and self.form.drops_apart
+        return isinstance(self.form, HOPPER_FORMS) and self.form.drops_apart
 
     @property
     def skewed_sums(self) -> bool:

@@ -58,7 +58,7 @@ def why_not_forward(problem: Problem, schedule: ForwardSchedule) -> str | None:
     return None
 
 
-def may_drop_apart(problem: Problem, schedule: ForwardSchedule) -> bool:
+def may_drop_apart(problem: Problem, schedule: ForwardSchedule | BackwardSchedule) -> bool:
     """May a group of warps of its own choose which weights are dropped? It leaves registers for two groups that
     compute, and its bits of 128 keys fill a word."""
     return (problem.dim, problem.dim_v) in DROP_DIMS and drops_by_places(schedule)

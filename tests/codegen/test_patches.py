@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 tilelang = pytest.importorskip("tilelang")
 
@@ -24,10 +25,19 @@ from tilelang import tvm  # noqa: E402
 from tilelang.language.eager import builder, utils  # noqa: E402
 from tvm import ir, tirx  # noqa: E402
 
-from attention_engine import arch  # noqa: E402
+from attention_engine import AttentionEngine, arch, meta_tensor  # noqa: E402
 from attention_engine.codegen import patches  # noqa: E402
 from attention_engine.codegen.compile import lower_kernel  # noqa: E402
-from attention_engine.codegen.patches import PATCHES, ended_reads, patched, printed, proofs, quiet, shared_names  # noqa: E402
+from attention_engine.codegen.patches import (  # noqa: E402
+    PATCHES,
+    choices,
+    ended_reads,
+    patched,
+    printed,
+    proofs,
+    quiet,
+    shared_names,
+)
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from tests.codegen import flash  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
@@ -220,15 +230,16 @@ def test_every_change_of_ours_names_its_proof_here():
     folder = Path(patches.__file__).parent
     no_changes = {"__init__", "scope", "declarations", "kept_macros", "collector"}
     modules = {path.stem for path in folder.glob("*.py")} - no_changes
-    assert modules == {"remembered", "wait_groups", "fences", "printed", "quiet", "proofs", "ended_reads", "headers",
-                       "host_code", "shared_names"}  # fmt: skip
-    found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF}
+    of_patches = {"remembered", "wait_groups", "fences", "printed", "quiet", "headers", "host_code", "shared_names"}
+    assert modules == of_patches | {"proofs", "ended_reads", "choices"}
+    found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF, choices.PROOF}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
 
 
 def test_every_change_of_ours_was_looked_at_in_this_version_of_tilelang():
     installed = importlib.metadata.version("tilelang")
-    assert {patch.version for patch in PATCHES} | {proofs.VERSION, ended_reads.VERSION} == {installed}
+    versions = {patch.version for patch in PATCHES} | {proofs.VERSION, ended_reads.VERSION, choices.VERSION}
+    assert versions == {installed}
 
 
 def test_tilelang_cannot_print_waits_of_unknown_counts():
@@ -253,6 +264,18 @@ def test_tilelang_fences_registers_that_a_thread_does_not_have():
                                   printed.with_held_barriers], ids=lambda rule: rule.__name__)  # fmt: skip
 def test_tilelang_prints_what_our_rules_rewrite(rule):
     assert rule(theirs()) != theirs()
+
+
+def test_tilelang_drops_weights_one_by_one(monkeypatch):
+    """In a kernel whose pairs a group of its own chooses, at both places; and its products' words come one by one."""
+    rules = choices.with_pairs_dropped, choices.with_whole_products
+    for rule in rules:
+        monkeypatch.setattr(printed, rule.__name__, lambda cuda: cuda)
+    meta = meta_tensor(1, 2, 256, 64, dtype=torch.float16)
+    kernel = AttentionEngine((meta,) * 3, dropout_p=0.1, device=arch.H100())._source_kernel("forward", "cuda")
+    cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
+    assert rules[0](cuda).count("first_bits_of_bytes<0xbbaa>(first)") == 2
+    assert "__umulhi" in cuda and "__umulhi" not in rules[1](cuda)
 
 
 def test_tilelang_includes_more_than_a_kernel_needs():

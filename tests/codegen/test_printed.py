@@ -1,9 +1,13 @@
 """Rules on the CUDA text: rows in several chains, warpgroups' numbers uniform; all else stays as it was."""
 
+import random
+import re
+
 import pytest
 
 from attention_engine.arch import H100
 from attention_engine.codegen.compile import lower_kernel
+from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
 from attention_engine.codegen.patches.printed import (
     in_chains,
@@ -134,6 +138,91 @@ def test_a_thread_fences_what_it_read_of_a_copied_tile_before_it_gives_it_back()
     read = "      sums[0] = sums[0] * ((float*)weights)[thread] * ((float*)other)[thread];\n"
     assert with_ended_reads(READS.replace(read, "")) == READS.replace(read, "")
     assert with_ended_reads(READS.replace("weights)[0]", "weights_of(0)")).count("fence_proxy_async") == 3
+
+
+HEAD = 'extern "C" __global__ void made(float* x) {\n'
+DROPPED = """\
+    #pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      uint condval;
+      if ((i < 16)) {
+        condval = v_1;
+      } else {
+        condval = v_2;
+      }
+      float condval_1;
+      if (((uint)0 < (condval & ((uint)1 << ((uint)(((((((i & 15) >> 3) * 16) + ((i & 1) * 8)) + (((i & 3) >> 1) * 2)) + ((i & 7) >> 2)) + 4)))))) {
+        condval_1 = scores[i];
+      } else {
+        condval_1 = 0x0p+0f/*0.000000e+00*/;
+      }
+      scores[i] = condval_1;
+    }
+"""  # noqa: E501
+CASTS = """\
+    #pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      uint2 __1;
+      float4 v__1 = *(float4*)(scores + (n * 4));
+      ((half2*)(&__1))[0] = __float22half2_rn(((float2*)(&v__1))[0]);
+      ((half2*)(&__1))[1] = __float22half2_rn(((float2*)(&v__1))[1]);
+"""
+STORED = "      *(uint2*)(weights + (n * 4)) = __1;\n"
+
+
+def mask_of(word, selector):
+    """What the permutation leaves: each byte of the result is the first bit of one of the word's."""
+    nibbles = [(selector >> 4 * n) & 0xF for n in range(4)]
+    assert all(n & 8 for n in nibbles)
+    return sum((0xFF if word >> (8 * (n & 3) + 7) & 1 else 0) << (8 * at) for at, n in enumerate(nibbles))
+
+
+@pytest.mark.parametrize("pointer", ["((half2*)(", "(reinterpret_cast<__nv_bfloat162*>("])
+def test_weights_are_dropped_in_pairs(pointer):
+    """A mask keeps what the loop kept, for each of a thread's numbers."""
+    casts = CASTS.replace("((half2*)(", pointer)
+    found = with_pairs_dropped(HEAD + DROPPED + casts + STORED + "    }\n  }\n")
+    lines = [line.strip() for line in found.split(HEAD)[1].splitlines()]
+    assert lines[0] == "const uint32_t words[2] = {v_1, v_2};" and "scores[i]" not in found
+    shift, first, at_x, at_y = (line.replace("const uint32_t ", "").rstrip(";") for line in lines[7:11])
+    choice = re.compile(
+        r"__1\.[xy] &= n & 2 \? first_bits_of_bytes<(\w+)>\((\w+)\) : first_bits_of_bytes<(\w+)>\((\w+)\)"
+    )
+    draw = random.Random(0)
+    for _ in range(20):
+        words = [draw.getrandbits(32) for _ in range(2)]
+        for n in range(8):
+            names = {"words": words, "n": n}
+            for line in (shift, first):
+                name, value = line.split(" = ")
+                names[name] = eval(value, {}, names) & 0xFFFF_FFFF
+            for at, line in ((0, at_x), (2, at_y)):
+                upper, word, lower, other = choice.fullmatch(line).groups()
+                mask = mask_of(names[word], int(upper, 16)) if n & 2 else mask_of(names[other], int(lower, 16))
+                for column in (0, 1):
+                    i = 4 * n + at + column
+                    place = ((i & 15) >> 3) * 16 + (i & 1) * 8 + ((i & 3) >> 1) * 2 + ((i & 7) >> 2) + 4
+                    kept = words[i // 16] >> place & 1
+                    assert mask >> 16 * column & 0xFFFF == 0xFFFF * kept
+
+
+def test_other_choices_stay():
+    for text in (
+        DROPPED.replace("* 16)", "* 8)") + CASTS + STORED,
+        DROPPED + CASTS.replace("scores", "others") + STORED,
+    ):
+        assert with_pairs_dropped(HEAD + text) == HEAD + text
+
+
+def test_both_words_of_a_product_come_of_one_instruction():
+    text = HEAD + "  v_1 = (v_0 * (uint)77);\n  v_2 = (__umulhi(v_0, (uint)77) ^ v_1);\n  v_3 = (v_0 * (uint)78);\n}\n"
+    found = with_whole_products(text)
+    assert found.startswith("#ifndef WORDS_OF_PRODUCT") and found.count("mul.wide.u32") == 1
+    assert found.split(HEAD)[1] == (
+        "  v_1 = ((uint)words_of_product(v_0, (uint)77));\n"
+        "  v_2 = (((uint)(words_of_product(v_0, (uint)77) >> 32)) ^ v_1);\n  v_3 = (v_0 * (uint)78);\n}\n"
+    )
+    assert with_whole_products(HEAD + "  v_1 = (v_0 * (uint)77);\n}\n") == HEAD + "  v_1 = (v_0 * (uint)77);\n}\n"
 
 
 def test_kernels_are_printed_so():

@@ -5,6 +5,7 @@ import torch
 
 from attention_engine import AttentionEngine, library
 from attention_engine.ir.chance import chance, threshold
+from attention_engine.runtime.moved import Portion, call_portion
 from tests import plain
 
 pytestmark = pytest.mark.gpu
@@ -12,10 +13,24 @@ pytestmark = pytest.mark.gpu
 P, SEED, HEADS = 0.3, 2**40 + 12345, 4
 
 
-def kept_pairs(length):
+def kept_pairs(length, b=0, p=P):
     i, h = torch.arange(length, device="cuda"), torch.arange(HEADS, device="cuda")
     seed = torch.tensor([SEED], device="cuda")
-    return chance(seed, torch.zeros_like(seed), h[:, None, None], i[:, None], i) >= threshold(P)
+    return chance(seed, torch.full_like(seed, b), h[:, None, None], i[:, None], i) >= threshold(p)
+
+
+def pairs_that_met_values(call, batch, length, dim, dtype=torch.float16):
+    """Which pairs (batch, heads, queries, keys) call(q, k, v) keeps, forward and backward."""
+    q, k = torch.zeros(2, batch, length, HEADS, dim, device="cuda", dtype=dtype)
+    forward, backward = [], []
+    for first in range(0, length, dim):
+        hot, count = torch.zeros_like(q), min(dim, length - first)
+        hot[:, first : first + count, :, :count] = torch.eye(count, device="cuda", dtype=dtype)[None, :, None]
+        forward.append(call(q, k, hot).transpose(1, 2)[..., :count] != 0)
+        v = torch.zeros_like(hot).requires_grad_()
+        (dv,) = torch.autograd.grad(call(q, k, v), v, hot)
+        backward.append(dv.permute(0, 2, 3, 1)[:, :, :count] != 0)
+    return torch.cat(forward, -1), torch.cat(backward, 2)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -28,16 +43,50 @@ def test_kernels_drop_the_pairs_of_the_reference(dim, dtype, causal):
     wanted = kept_pairs(length)
     if causal:
         wanted = wanted.tril()
-    q, k = torch.zeros(2, 1, length, HEADS, dim, device="cuda", dtype=dtype)
-    for first in range(0, length, dim):
-        hot, count = torch.zeros_like(q), min(dim, length - first)
-        hot[:, first : first + count, :, :count] = torch.eye(count, device="cuda", dtype=dtype)[None, :, None]
-        forward = engine(q, k, hot, dropout_seed=SEED)[0].transpose(0, 1)[..., :count] != 0
-        assert torch.equal(forward, wanted[..., first : first + count])
-        v = torch.zeros_like(hot).requires_grad_()
-        (dv,) = torch.autograd.grad(engine(q, k, v, dropout_seed=SEED), v, hot)
-        backward = dv[0].permute(1, 2, 0)[:, :count] != 0
-        assert torch.equal(backward, wanted[:, first : first + count])
+    for found in pairs_that_met_values(lambda *given: engine(*given, dropout_seed=SEED), 1, length, dim, dtype):
+        assert torch.equal(found[0], wanted)
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9985])
+def test_whatever_the_probability(p):
+    engine = AttentionEngine(dropout_p=p)
+    for found in pairs_that_met_values(lambda *given: engine(*given, dropout_seed=SEED), 1, 260, 128):
+        assert torch.equal(found[0], kept_pairs(260, p=p))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_packed_sequences_drop_the_pairs_of_their_own_places(dim):
+    """Lengths that tiles don't divide."""
+    length, engine = 203, AttentionEngine(mask_mod=library.causal, dropout_p=P)
+    starts = torch.arange(4, device="cuda", dtype=torch.int32) * length
+
+    def call(*given):
+        found = engine(*(t.flatten(0, 1) for t in given), cu_seqlens_q=starts, dropout_seed=SEED)
+        return found.unflatten(0, (3, length))
+
+    for found in pairs_that_met_values(call, 3, length, dim):
+        for b in range(3):
+            assert torch.equal(found[b], kept_pairs(length, b).tril())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_parts_drop_the_pairs_of_the_whole(dim):
+    """Queries of the second sequence from 131 on, in one call; its rows are finished, and see all keys."""
+    length, start = 300, 131
+    engine = AttentionEngine(mask_mod=library.causal, dropout_p=P)
+    part = Portion(
+        torch.tensor([[1, 0, start, 0]], device="cuda", dtype=torch.int32), ("batch", "seq_len"),
+        {"batch": 2, "seq_len": length},
+    )  # fmt: skip
+
+    def call(q, k, v):
+        found = call_portion(engine, part, q[:, start:], k, v, [], dropout_seed=SEED)
+        return torch.cat([torch.zeros_like(q[:, :start]), found], 1)
+
+    wanted = kept_pairs(length, b=1).tril()
+    wanted[:, :start] = False
+    for found in pairs_that_met_values(call, 1, length, dim):
+        assert torch.equal(found[0], wanted)
 
 
 def by_head(b, h, q_idx, kv_idx):
@@ -48,7 +97,8 @@ def by_head(b, h, q_idx, kv_idx):
 @pytest.mark.parametrize("p", [0.1, 0.7])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_lists_of_tiles_and_heads_that_share_keys(dim, p):
-    """Items of one step and of many, two batches; values are 1: a row of the output says how many pairs were kept."""
+    """Items of one step and of many, two batches; values are 1: a row of the output says how many pairs were kept. And
+    gradients of values, which add up what all queries of all heads kept."""
     length = 700
     engine = AttentionEngine(mask_mod=by_head, dropout_p=p)
     i, h, b = (torch.arange(n, device="cuda") for n in (length, HEADS, 2))
@@ -57,9 +107,15 @@ def test_lists_of_tiles_and_heads_that_share_keys(dim, p):
     numbers = chance(torch.tensor([SEED], device="cuda"), *place)
     q = torch.zeros(2, length, HEADS, dim, device="cuda", dtype=torch.float16)
     k = torch.zeros(2, length, 1, dim, device="cuda", dtype=torch.float16)
-    found = engine(q, k, torch.ones_like(k), dropout_seed=SEED)[..., 0].transpose(1, 2)
-    counts = found.double() * seen.sum(-1) * (1 - p)
-    assert (counts - (seen & (numbers >= threshold(p))).sum(-1)).abs().max() < 0.5
+    v = torch.ones_like(k).requires_grad_()
+    o = engine(q, k, v, dropout_seed=SEED)
+    kept, of_row = seen & (numbers >= threshold(p)), seen.sum(-1) * (1 - p)
+    counts = o[..., 0].transpose(1, 2).double() * of_row
+    assert (counts - kept.sum(-1)).abs().max() < 0.5
+    arriving = torch.randn(o.shape[:3], device="cuda", generator=torch.Generator("cuda").manual_seed(0)).half()
+    (dv,) = torch.autograd.grad(o, v, arriving[..., None].expand_as(o).contiguous())
+    weights = torch.where(kept, arriving.transpose(1, 2).double()[..., None] / of_row[..., None], 0.0)
+    assert (dv[:, :, 0, 0].double() - weights.sum((1, 2))).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

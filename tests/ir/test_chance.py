@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from attention_engine.ir.chance import MOST_SEED, RANGE, chance, philox, threshold
+from attention_engine.ir.chance import MOST_SEED, RANGE, SHARED, chance, philox, threshold
 
 ONES = 0xFFFF_FFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -40,23 +40,25 @@ def test_tensors_and_python_integers_give_the_same_numbers():
         assert found.tolist() == [[chance(seed, b, h, int(i), int(j)) for j in k[0]] for i in q[:, 0]]
 
 
-def test_pairs_of_a_cell_are_sixteen_bytes_of_four_words():
+def test_pairs_of_a_cell_are_sixteen_places_of_eight_halves_of_words():
     words = philox((32, 2, 16, 3), (9, 0))
-    bytes_of_words = [(word >> shift) & 0xFF for word in words for shift in (0, 8, 16, 24)]
-    first = [chance(9, 2, 3, 32 + q, 16 + k) >> 24 for q in (0, 1, 8, 9) for k in (0, 1, 8, 9)]
-    assert sorted(first) == sorted(bytes_of_words)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    of_places = [sum((half >> place & 1) << 7 - n for n, half in enumerate(halves)) for place in range(16)]
+    found = [chance(9, 2, 3, 32 + q, 16 + k) for odd in (0, 1) for q in (0, 8, 1, 9) for k in (odd, odd + 8)]
+    assert [number >> SHARED for number in found] == of_places
+    assert {number & 2**SHARED - 1 for number in found} == {(halves[0] ^ halves[2] >> 1) & 0x7FFF}
 
 
 @functools.cache
 def numbers(seed, b=0, h=0):
-    """Of 1e7 pairs, a few rows at a time, as 32 bits."""
+    """Of 1e7 pairs, a few rows at a time."""
     parts = PLACES.split(64)
     found = [chance(torch.tensor([seed]), torch.tensor(b), torch.tensor(h), q[:, None], PLACES[None]) for q in parts]
-    return torch.cat([(part - RANGE // 2).int() for part in found])
+    return torch.cat([part.int() for part in found])
 
 
 def dropped(probability, seed=1, b=0, h=0):
-    return numbers(seed, b, h) < threshold(probability) - RANGE // 2
+    return numbers(seed, b, h) < threshold(probability)
 
 
 def share(found):
@@ -95,15 +97,39 @@ def test_no_pair_tells_another(probability):
         assert is_chance(correlation(found, dropped(probability, seed, b, h), probability), 1 / SIDE), (seed, b, h)
 
 
-def test_numbers_are_uniform_over_32_bits():
-    found = (numbers(1).long() + RANGE // 2).view(SIDE // 16, 2, 4, 2, SIDE // 16, 2, 4, 2)[:, 0, :, 0, :, 0, :, 0]
-    for shift in (24, 16, 8, 0):  # behind their own bytes the pairs of a cell have the same ones: one is looked at
+def test_numbers_are_uniform_over_23_bits():
+    found = numbers(1).view(SIDE // 16, 2, 4, 2, SIDE // 16, 2, 4, 2)[:, 0, :, 0, :, 0, :, 0]
+    for shift in (15, 8, 0):  # behind their own bits the pairs of a cell have the same ones: one is looked at
         counts = torch.bincount(((found >> shift) & 0xFF).flatten(), minlength=256).double()
         expected = found.numel() / 256
         assert is_chance(float(((counts - expected).square() / expected).sum()) - 255, math.sqrt(2 * 255))
 
 
-def test_a_probability_is_kept_to_the_last_of_32_bits():
+def test_what_a_cell_shares_is_uniform_whatever_a_pair_s_own_bits_are():
+    """Of each of the sixteen places: for one value of the own bits, how often each shared bit is 1."""
+    cells = numbers(1).view(SIDE // 16, 2, 4, 2, SIDE // 16, 2, 4, 2)
+    bits = torch.arange(SHARED)
+    for place in range(16):
+        found = cells[:, place >> 3, :, place >> 2 & 1, :, place >> 1 & 1, :, place & 1].flatten()
+        for own in (25, 128, 255):
+            tied = found[found >> SHARED == own]
+            ones = (tied[:, None] >> bits & 1).double().mean(0) - 0.5
+            assert ones.abs().max() < (SIGMAS + 1) * 0.5 / math.sqrt(len(tied)), (place, own)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_pairs_of_a_cell_are_dropped_one_by_one(probability):
+    """How many of sixteen: as often as of independent pairs."""
+    cells = dropped(probability).view(SIDE // 16, 2, 4, 2, SIDE // 16, 2, 4, 2)
+    counts = torch.bincount(cells.sum((1, 3, 5, 7)).flatten(), minlength=17).double()
+    ways = torch.tensor([math.comb(16, n) * probability**n * (1 - probability) ** (16 - n) for n in range(17)])
+    expected = ways.double() * counts.sum()
+    some = expected > 20
+    chi = float(((counts - expected)[some].square() / expected[some]).sum())
+    assert chi < int(some.sum()) + SIGMAS * math.sqrt(2 * int(some.sum()))
+
+
+def test_a_probability_is_kept_to_the_last_of_23_bits():
     assert threshold(0.0) == 0
     assert threshold(0.5) == RANGE // 2
     assert abs(threshold(0.1) / RANGE - 0.1) <= 0.5 / RANGE

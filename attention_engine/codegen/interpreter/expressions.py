@@ -259,6 +259,9 @@ class ExpressionCompiler(BufferCompiler):
             case "tirx.fma" | "tl.fma":
                 a, b, c = (self.expression(argument) for argument in arguments[:3])
                 return Code(lambda f: a.run(f) * b.run(f) + c.run(f), dtype, a.lanes | b.lanes | c.lanes)
+            case "tirx.call_extern" if typed(tir.Text, arguments[0]).value == "__umulhi":
+                a, b = (self.expression(argument) for argument in arguments[1:])
+                return Code(lambda f: (a.run(f) * b.run(f) >> 32) & UNSIGNED_MASKS["uint32"], dtype, a.lanes | b.lanes)
             case "tl.atomic_load_elem_op":
                 code = self.expression(typed(tir.Call, arguments[0]).args[0])
                 return code if self.polls else code._replace(run=watch_counter(code.run))

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
 from attention_engine.codegen.patches.scope import Patch, Undo
 
@@ -81,8 +82,8 @@ def rewriting(
 ) -> Iterator[None]:
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
     asked = {
-        with_ended_reads: True, in_chains: not one_chain, with_uniform_groups: uniform_groups,
-        with_held_barriers: held_barriers, with_held_threads: held_threads,
+        with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, in_chains: not one_chain,
+        with_uniform_groups: uniform_groups, with_held_barriers: held_barriers, with_held_threads: held_threads,
     }  # fmt: skip
     _ours.rules = [rule for rule, wanted in asked.items() if wanted]
     try:

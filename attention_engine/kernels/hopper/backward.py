@@ -25,9 +25,10 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward
-from attention_engine.kernels.common import Buffers, Sizes, build
+from attention_engine.kernels.common import Buffers, Sizes, block_values, build, reader
+from attention_engine.kernels.hopper.chances import Cells, Draw, make_bits
 from attention_engine.kernels.hopper.keys.copies import copy_item, copy_items, prepare_items
-from attention_engine.kernels.hopper.keys.form import KeyForm
+from attention_engine.kernels.hopper.keys.form import CHOOSING, KeyForm
 from attention_engine.kernels.hopper.keys.items import NO_MORE, NUMBERS, Ends, KeyItem, handed_walk
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
 from attention_engine.kernels.hopper.keys.spare_warps import SpareWork, prepare_together, start_spare, tell_when_added
@@ -35,9 +36,10 @@ from attention_engine.kernels.hopper.keys.steps import compute_item, store
 from attention_engine.kernels.hopper.notes import note_in, values_of
 from attention_engine.kernels.items import KeyBlocks, Round, Shares
 from attention_engine.kernels.pair_maths import NOTHING
-from attention_engine.kernels.splice import take_for_granted
-from attention_engine.kernels.tiles import NO_NUMBERS
+from attention_engine.kernels.splice import name_value, take_for_granted
+from attention_engine.kernels.tiles import NO_NUMBERS, QueryWalk
 from attention_engine.kernels.warps import GROUP, WARP
+from attention_engine.passes.drop_weights import SEED_OF_BLOCK, dropped_below
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
@@ -71,7 +73,7 @@ def backward(
 @T.macro
 def run_item(form: KeyForm, buffers: Buffers) -> None:
     """A block for each block of keys."""
-    with T.Kernel(*form.blocks.grid, threads=GROUP + form.tile.threads) as index:
+    with T.Kernel(*form.blocks.grid, threads=form.threads) as index:
         wait_for_kernel_before()
         memory = KeyMemory.allocate(form)
         block, kv_head, batch = form.blocks.keys_of(index)
@@ -91,9 +93,37 @@ def run_item(form: KeyForm, buffers: Buffers) -> None:
                     prepare_together(work, buffers)
                     tell_when_added(work, buffers, memory.added, 0, 0)
         else:
-            start_computing(form)
-            compute_item(form, buffers, memory, item, walk)
-            store(form, buffers, memory, item)
+            if form.tile.drops_apart:
+                if thread < GROUP + form.tile.threads:
+                    compute_one(form, buffers, memory, item, walk)
+                else:
+                    T.dec_max_nreg(CHOOSING)
+                    choose_pairs(form, buffers, memory, item, walk)
+            else:
+                compute_one(form, buffers, memory, item, walk)
+
+
+@T.macro
+def compute_one(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, walk: QueryWalk) -> None:
+    """The only item of a block, by a computing thread."""
+    start_computing(form)
+    compute_item(form, buffers, memory, item, walk)
+    store(form, buffers, memory, item)
+
+
+@T.macro
+def choose_pairs(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, walk: QueryWalk) -> None:
+    """A making thread's bits of an item, step by step."""
+    cells, batch, kv0 = Cells.of_thread(form.tile), item.batch, item.block * form.tile.kv
+    values = tuple((v, e) for v, e in form.schedule.block if v is SEED_OF_BLOCK)
+    read = reader(buffers, form.sizes.inside(form.problem, batch, item.kv_head))
+    seed = block_values(values, batch, item.kv_head, read)[SEED_OF_BLOCK]
+    for step in T.unroll(item.steps, unroll_factor=1):
+        visit = walk.at(step)
+        draw = Draw(
+            dropped_below(form.schedule), seed, batch, visit.head, kv0, name_value(visit.start), form.tile.q, True
+        )
+        make_bits(memory.chances, cells, draw, item.round.steps + step)
 
 
 @T.macro

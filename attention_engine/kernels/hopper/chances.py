@@ -3,9 +3,11 @@ hands them on through shared memory, a bit a pair.
 
 A computing thread has two rows of each sixteen, and two neighbouring columns of each eight. So it has the eight pairs
 of a cell (ir/chance.py) whose row has one parity, and the thread four lanes on has the others. One making thread serves
-such two: a call of Philox for each sixteen columns, whose words are compared four bytes at once. What is left of a word
-are the first bits of its bytes, 1 where a pair is kept. Those of the first sixteen columns stay there, those of the
-next move one bit down, and so on: a computing thread reads two words a tile, for columns of either parity.
+such two: a call of Philox for each sixteen columns. Two calls are compared at once, and leave a word of which each
+reader has half of each byte: bytes go by the cell and a column's parity, halves by a row's, and bits by bit 3 of query
+and key.
+
+Rows are queries in the forward pass, and keys in the backward pass over keys.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.kernels.chance import WORD, kept_bytes
+from attention_engine.kernels.chance import WORD, kept_in_cells
 from attention_engine.kernels.common import named, over_pairs, store
 from attention_engine.kernels.hopper.barriers import Ring, give_back, wait
 from attention_engine.kernels.items import stage_of
@@ -27,20 +29,25 @@ CELL = 16  # rows, and columns, in which a thread has one cell
 STAGES = 2
 
 
+def words_of(columns: int) -> int:
+    """How many words hold the bits of a making thread's cells in so many columns."""
+    return -(-columns // (2 * CELL))
+
+
 @dataclass(frozen=True)
 class Chances:
-    """The bits of a block's steps: each computing thread's two words."""
+    """The bits of a block's steps: each making thread's words, one for two cells."""
 
     bits: Ring
 
     @staticmethod
-    def allocate(tile: Tile) -> Chances | None:
-        """Made in the kernel; None where weights are dropped otherwise, or none are."""
+    def allocate(tile: Tile, columns: int) -> Chances | None:
+        """Made in the kernel; None where weights are dropped otherwise, or none are. columns: of a tile of pairs."""
         if not tile.drops_apart:
             return None
         bits = Ring(
-            tile=named("bits", T.alloc_shared([STAGES, 2, tile.threads], WORD)),
-            full=named("bits_full", T.alloc_barrier(arrive_count=[GROUP] * STAGES)),
+            tile=named("bits", T.alloc_shared([STAGES, words_of(columns), GROUP], WORD)),
+            full=named("bits_full", T.alloc_barrier(arrive_count=[GROUP // WARP] * STAGES)),
             empty=named("bits_empty", T.alloc_barrier(arrive_count=[tile.threads // WARP] * STAGES)),
         )
         return Chances(bits)
@@ -52,20 +59,17 @@ class Chances:
 
 @dataclass(frozen=True)
 class Cells:
-    """Whose pairs a making thread chooses: its cells' first row in a tile, and first column; where the first of its two
-    readers stands among the computing threads."""
+    """Whose pairs a making thread chooses: its number, its cells' first row in a tile, and first column."""
 
+    maker: Any
     row: Any
     column: Any
-    reader: Any
 
     @staticmethod
     def of_thread(tile: Tile) -> Cells:
         """This thread's."""
-        maker = T.get_thread_binding() - (GROUP + tile.threads)
-        warp, row, column = maker // 16, maker // 4 % 4, maker % 4
-        reader = name_value(warp * WARP + row * 8 + column)
-        return Cells(name_value(warp * CELL + row * 2), name_value(column * 2), reader)
+        maker = name_value(T.get_thread_binding() - (GROUP + tile.threads))
+        return Cells(maker, name_value(maker // 16 * CELL + maker // 4 % 4 * 2), name_value(maker % 4 * 2))
 
 
 @dataclass(frozen=True)
@@ -79,70 +83,77 @@ class Draw:
     row0: Any
     column0: Any
     columns: int
+    rows_are_keys: bool = False
 
-    def kept(self, cells: Cells, number: Any) -> list[Any]:
-        """Of one of a thread's cells, the first bits of each word's bytes; words by the parities of row and column."""
-        query, key = self.row0 + cells.row, self.column0 + cells.column + number * CELL
-        return kept_bytes(name_value, self.bound, self.seed, self.batch, self.head, query, key)
+    def words(self, cells: Cells) -> list[Any]:
+        """A making thread's."""
+        return [self._word(cells, number) for number in range(words_of(self.columns))]
+
+    def _word(self, cells: Cells, number: int) -> Any:
+        firsts = range(number * 2 * CELL, min((number + 1) * 2 * CELL, self.columns), CELL)
+        row, column = name_value(self.row0 + cells.row), name_value(self.column0 + cells.column)
+        places = [(column + first, row) if self.rows_are_keys else (row, column + first) for first in firsts]
+        kept = kept_in_cells(name_value, self.bound, self.seed, self.batch, self.head, places)
+        return _with_queries_in_bytes(kept) if self.rows_are_keys else kept
+
+
+def _with_queries_in_bytes(kept: Any) -> Any:
+    """A word whose bytes go by a key's parity, and halves of bytes by a query's, the other way round."""
+    apart = T.bitwise_xor(kept, T.shift_right(kept, T.uint32(4)))
+    apart = name_value(T.bitwise_and(apart, T.uint32(0x00F0_00F0)))
+    return T.bitwise_xor(kept, T.bitwise_xor(apart, T.shift_left(apart, T.uint32(4))))
 
 
 @T.macro
 def make_bits(chances: Chances, cells: Cells, draw: Draw, step: Any) -> None:
     """A making thread's bits of one tile, that of the step after so many of its block."""
-    even_even = T.alloc_var(WORD, 0)
-    even_odd = T.alloc_var(WORD, 0)
-    odd_even = T.alloc_var(WORD, 0)
-    odd_odd = T.alloc_var(WORD, 0)
-    for n in T.unroll(draw.columns // CELL):
-        kept = draw.kept(cells, n)
-        down = T.cast(n, WORD)
-        even_even = even_even + T.shift_right(kept[0], down)
-        even_odd = even_odd + T.shift_right(kept[1], down)
-        odd_even = odd_even + T.shift_right(kept[2], down)
-        odd_odd = odd_odd + T.shift_right(kept[3], down)
+    words = draw.words(cells)
     slot, turn = stage_of(step, STAGES)
     wait(chances.bits.empty, slot, turn ^ 1)
-    chances.bits.tile[slot, 0, cells.reader] = even_even
-    chances.bits.tile[slot, 1, cells.reader] = even_odd
-    chances.bits.tile[slot, 0, cells.reader + 4] = odd_even
-    chances.bits.tile[slot, 1, cells.reader + 4] = odd_odd
-    T.barrier_arrive(chances.bits.full[slot])
+    store_words(chances, words, slot, cells.maker)
+    T.sync_warp()
+    give_back(T.get_thread_binding(), chances.bits.full, slot)
+
+
+def store_words(chances: Chances, words: list[Any], slot: Any, maker: Any) -> None:
+    """Puts a making thread's words where its readers find them."""
+    for number, word in enumerate(words):
+        store(chances.bits.tile, word, slot, number, maker)
 
 
 @dataclass(frozen=True)
 class Bits:
-    """A computing thread's two words of a tile: of columns of even and of odd numbers."""
+    """A computing thread's words of a tile, whose halves of bytes are the upper ones."""
 
     chances: Chances
     step: Any
-    of_even: Any
-    of_odd: Any
+    words: tuple[Any, ...]
 
     @staticmethod
     def of_step(chances: Chances, thread: Any, step: Any) -> Bits:
         """Those of the step after so many of a block, when they are there."""
         slot, turn = stage_of(step, STAGES)
         wait(chances.bits.full, slot, turn)
-        words = (name_value(chances.bits.tile[slot, parity, thread - GROUP]) for parity in (0, 1))
-        return Bits(chances, step, *words)
+        number = name_value(thread - GROUP)
+        row = number % WARP // 4
+        maker, down = number // WARP * 16 + row // 2 * 4 + number % 4, T.cast((1 - row % 2) * 4, WORD)
+        count = chances.bits.tile.shape[1]
+        words = (name_value(T.shift_left(chances.bits.tile[slot, n, maker], down)) for n in range(int(count)))
+        return Bits(chances, step, tuple(words))
 
     def hand_back(self, thread: Any) -> None:
         """Nobody of the thread's warp reads them any more."""
         self.chances.hand_back(thread, self.step)
 
-    def keep(self, i: Any, j: Any) -> Any:
+    def keep(self, i: Any, j: Any, rows_are_keys: bool = False) -> Any:
         """Is the pair at row i and column j kept?"""
-        byte = 3 - (i % 16 // 8 * 2 + j % 16 // 8)  # bits 3 of query and key say which
-        bit = T.shift_left(T.uint32(1), T.cast(byte * 8 + 7 - j // CELL, WORD))
-        return T.uint32(0) < T.bitwise_and(T.if_then_else(j % 2 == 0, self.of_even, self.of_odd), bit)
-
-
-@T.macro
-def drop_step(chances: Chances, scores: Any, tile: Tile, thread: Any, step: Any) -> None:
-    """Weights of a step that meet no value become 0."""
-    bits = Bits.of_step(chances, thread, step)
-    drop_pairs(bits, scores, tile)
-    bits.hand_back(thread)
+        of_row, of_column = i % CELL // 8, j % CELL // 8
+        in_half = of_column * 2 + of_row if rows_are_keys else of_row * 2 + of_column
+        place = j // CELL % 2 * 16 + j % 2 * 8 + 4 + in_half
+        word = self.words[-1]
+        for number, earlier in reversed(list(enumerate(self.words[:-1]))):
+            word = T.if_then_else(j < (number + 1) * 2 * CELL, earlier, word)
+        return T.uint32(0) < T.bitwise_and(word, T.shift_left(T.uint32(1), T.cast(place, WORD)))
 
 
 def drop_pairs(bits: Bits, scores: Any, tile: Tile) -> None:

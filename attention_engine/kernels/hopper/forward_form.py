@@ -29,7 +29,7 @@ from attention_engine.plan.attention_buffers import SEQUENCE_TILES, custom_shape
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import products_take_turns
 
-MAKING = 56  # registers of a thread that chooses which weights are dropped
+MAKING = 40  # registers of a thread that chooses which weights are dropped
 BlockValues = tuple[tuple[Expr, Expr], ...]  # variables, and what a block computes of them once
 
 

@@ -16,7 +16,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Expr
 from attention_engine.kernels.common import FLOAT, Buffers, named, where_partial
 from attention_engine.kernels.hopper.barriers import Ring, finish_before, give_back
-from attention_engine.kernels.hopper.chances import Chances, drop_step
+from attention_engine.kernels.hopper.chances import Bits, Chances, drop_pairs
 from attention_engine.kernels.hopper.forward_form import BlockValues, ForwardForm
 from attention_engine.kernels.hopper.query_tiles import QueryTiles
 from attention_engine.kernels.items import Item
@@ -77,7 +77,7 @@ class ForwardMemory:
         entries = named("entries", T.alloc_shared([stages], "int32")) if form.plan.mapped else None
         return ForwardMemory(
             queries=queries, keys=keys, values=values, weights=weights, scores=scores, other=other, output=output,
-            rows=rows, parts=parts, written=written, chances=Chances.allocate(tile), entries=entries,
+            rows=rows, parts=parts, written=written, chances=Chances.allocate(tile, tile.kv), entries=entries,
         )  # fmt: skip
 
 
@@ -206,14 +206,16 @@ def store_row(values: Any, row: Any, batch: Any, head: Any, q0: Any, rows: int, 
 def make_first_weights(work: Work) -> None:
     """The first step's scores, which are on their way, become weights; no output is due yet."""
     form, memory, item, thread = work.form, work.memory, work.item, work.thread
+    bits = None if memory.chances is None else Bits.of_step(memory.chances, thread, item.round.steps)
     T.wait_wgmma(0)
     first, _ = work.stage(0)
     first_visit = work.walk.at(0)
     give_back(thread, memory.keys.empty, first)
     memory.queries.give_back_after_scores(thread, item.round, work.steps == 1)
     weigh(form, work.maths, first_visit)
-    if memory.chances is not None:
-        drop_step(memory.chances, memory.scores, form.tile, thread, item.round.steps)
+    if bits is not None:
+        bits.hand_back(thread)
+        drop_pairs(bits, memory.scores, form.tile)
     T.copy(memory.scores, memory.weights)
     if form.starts_ahead:
         start_tile(form, work.maths, work.walk_of_starts, 1)
@@ -237,6 +239,7 @@ def take_step(work: Work, after: Any) -> None:
     T.barrier_wait(values.full[before], turn_before)
     T.wgmma_gemm(memory.weights, values.tile[before, :, :], memory.output, policy=ROWS_WHOLE)
     form.turns.hand_on(thread)
+    bits = None if memory.chances is None else Bits.of_step(memory.chances, thread, item.round.steps + step)
     T.wait_wgmma(1)  # the scores are there, the output on its way
     give_back(thread, memory.keys.empty, stage)
     memory.queries.give_back_after_scores(thread, item.round, step + 1 == work.steps)
@@ -246,8 +249,9 @@ def take_step(work: Work, after: Any) -> None:
         take_output(form, memory, thread, before)
     elif not form.waits_early:
         fenced()
-    if memory.chances is not None:
-        drop_step(memory.chances, memory.scores, form.tile, thread, item.round.steps + step)
+    if bits is not None:
+        bits.hand_back(thread)
+        drop_pairs(bits, memory.scores, form.tile)
     T.copy(memory.scores, memory.weights)
     if form.starts_ahead:
         start_tile(form, work.maths, work.walk_of_starts, step + 1)

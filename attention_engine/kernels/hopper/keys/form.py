@@ -24,6 +24,7 @@ from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import makes_delta, rows_of_delta, vanishes_with_weights
 
 COPYING, COPYING_LISTS = 24, 40  # registers of a copying thread; more where persistent blocks read lists
+CHOOSING = 40  # registers of a thread that chooses which weights are dropped
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,16 @@ class KeyForm(Form):
         return self.tile.threads // GROUP * WARP
 
     @cached_property
+    def threads(self) -> int:
+        """The threads of a block: those that copy, those that compute, those that choose which weights are dropped."""
+        return GROUP + self.tile.threads + GROUP * self.tile.drops_apart
+
+    @cached_property
     def registers(self) -> tuple[int, int]:
         """Of a copying and of a computing thread."""
         lists = self.plan.mapped or self.within
-        return registers(self.tile.threads, COPYING_LISTS if self.persistent and lists else COPYING)
+        copying = COPYING_LISTS if self.persistent and lists else COPYING
+        return registers(self.tile.threads, copying, CHOOSING * self.tile.drops_apart)
 
     @property
     def within(self) -> bool:

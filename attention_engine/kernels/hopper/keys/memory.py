@@ -10,6 +10,7 @@ import tilelang.language as T
 from attention_engine.kernels.common import FLOAT, named
 from attention_engine.kernels.diagonals import SkewedSums
 from attention_engine.kernels.hopper.barriers import Ring
+from attention_engine.kernels.hopper.chances import Chances
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, Notes
 from attention_engine.kernels.hopper.keys.pair_operands import PairOperands, operands_of
@@ -62,6 +63,7 @@ class KeyMemory:
     spare: SpareMemory
     entries: Any
     item_notes: Notes | None
+    chances: Chances | None  # where a group of its own chooses which weights are dropped
 
     @property
     def notes(self) -> Notes:
@@ -93,7 +95,7 @@ class KeyMemory:
             output_gradients=output_gradients, rows=rows, pairs=pairs, results=results, added=added,
             spare=SpareMemory.allocate(form),
             entries=named("entries", T.alloc_shared([stages], "int32")) if persistent and form.plan.mapped else None,
-            item_notes=Notes(tile) if persistent else None,
+            item_notes=Notes(tile) if persistent else None, chances=Chances.allocate(tile, tile.q),
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from attention_engine.kernels.diagonals import (
     sum_diagonals,
 )
 from attention_engine.kernels.hopper.barriers import arrive_when_read
+from attention_engine.kernels.hopper.chances import Bits
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
@@ -170,10 +171,13 @@ def take_step(work: Work, step: Any) -> None:
         take_sums_for_granted(work.buffers, row, q0 * form.dim, tile.q * form.dim)
     place = place_of(work, head)
     staged = {row_variable(n): Stage(memory.rows[n], stage) for n in form.row_names}
-    maths = PairMaths(form.schedule, sizes, place, PairTile((tile.kv, tile.q), True, q0, kv0, staged))
+    chosen = None if memory.chances is None else bind(bits_of_step, work, step)
+    maths = PairMaths(form.schedule, sizes, place, PairTile((tile.kv, tile.q), True, q0, kv0, staged, chosen=chosen))
     outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
     at = Step(number=step, stage=stage, turn=turn, visit=visit, q0=q0, maths=maths, outside=outside)
     pairs.make(at, queries, memory.output_gradients, memory.values.tile)
+    if memory.chances is not None:
+        memory.chances.hand_back(work.thread, item.round.steps + step)
     sum_pairs_of_keys(work, at)
     if form.within:
         at_ends(work, q0, bind(clear_neighbours, work, at))
@@ -190,6 +194,13 @@ def take_step(work: Work, step: Any) -> None:
     T.wait_wgmma(0)
     if work.thread % WARP == 0:
         T.barrier_arrive(queries.empty[stage])
+
+
+def bits_of_step(work: Work, step: Any) -> Callable[[Any, Any], Any]:
+    """What says of a step's pairs whether their weights meet values; read when it is asked for."""
+    assert work.memory.chances is not None, "nobody asks where nothing is chosen"
+    bits = Bits.of_step(work.memory.chances, work.thread, work.item.round.steps + step)
+    return bind(bits.keep, rows_are_keys=True)
 
 
 def place_of(work: Work, head: Any) -> Place:
