@@ -162,16 +162,19 @@ class KeyBlocks:
     ahead: Any  # how far ahead the unit is that a unit's blocks prepare
     given: Any  # units whose delta isn't theirs to make
     most: Any = None  # blocks of a head, where a list in memory says how many there are (`listed`)
+    turn: Any = None  # after how many blocks walks over queries turn; None: they don't
 
     @staticmethod
-    def of(problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0) -> KeyBlocks:
+    def of(
+        problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0, turn: Any = None
+    ) -> KeyBlocks:  # fmt: skip
         """The blocks of a kernel with this tile."""
         most = sizes.spell(most_key_tiles(problem, tile)) if tile.within_sequences else None
         return KeyBlocks(
             blocks=T.ceildiv(sizes.kv, tile.kv), heads=problem.kv_heads, batch=sizes.batch,
             pairs=sizes.batch * problem.kv_heads, longest_first=longest_first, at_once=at_once,
             together=sizes.variable(TOGETHER) if longest_first else 1, ahead=sizes.variable(AHEAD),
-            given=sizes.variable(MADE_BEFORE), most=most,
+            given=sizes.variable(MADE_BEFORE), most=most, turn=turn,
         )  # fmt: skip
 
     def listed(self, buffers: Any) -> KeyBlocks:
@@ -243,6 +246,10 @@ class KeyBlocks:
         unit, position = self.position(index)
         block = self.block_in_unit(unit, position)
         return block, *self.pair_in_unit(unit, position, block)
+
+    def walks_back(self, index: Any) -> Any:
+        """Does a block of the grid walk from the last queries to the first (plan/hopper.py)? None: none does."""
+        return None if self.turn is None else name_value(T.truncdiv(index, self.turn)) % 2 == 0
 
     def block_in_unit(self, unit: Any, position: Any) -> Any:
         """The block of keys of a unit's block."""

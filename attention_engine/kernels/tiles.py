@@ -171,16 +171,21 @@ class SequenceWalk(KeyWalk):
 
 
 class QueryWalk:
-    """The tiles of queries, of all heads that share a block's keys, that the block walks over: `count` steps."""
+    """The tiles of queries, of all heads that share a block's keys, that the block walks over: `count` steps.
+
+    backwards: from the last tile to the first, if that holds in the kernel; None: never.
+    """
 
     def __init__(
-        self, of: Walks, buffers: Any, batch: Any, kv_head: Any, row: Any, handed: HandedQueries | None = None
+        self, of: Walks, buffers: Any, batch: Any, kv_head: Any, row: Any, handed: HandedQueries | None = None,
+        backwards: Any = None,
     ) -> None:  # fmt: skip
         plan, sizes, tile = of.plan, of.sizes, of.tile
         self.plan, self.shape, self.group, self.kv_head, self.handed = plan, tile, of.problem.group, kv_head, handed
         self.kv0 = row * tile.kv
         self.bounds = with_starts(plan.bounds, buffers, batch)
         self.lists: _Lists | None = None
+        self.begin, self.stride = None, None
         if handed is not None:
             self.first, self.count = handed.first, handed.count
             return
@@ -192,7 +197,12 @@ class QueryWalk:
         pieces = T.ceildiv(sizes.q, PIECE)
         first, stop = q_range(self.bounds, self.kv0, self.kv0 + tile.kv - 1, PIECE, pieces)
         self.first = _name("first", first)
-        self.count = _name("count", self.group * T.ceildiv(stop - self.first, tile.q // PIECE))
+        tiles = T.ceildiv(stop - self.first, tile.q // PIECE)
+        self.count = _name("count", self.group * tiles)
+        if backwards is not None:
+            last = self.first * PIECE + (tiles - 1) * tile.q
+            self.begin = name_value(T.if_then_else(backwards, last, self.first * PIECE))
+            self.stride = name_value(T.if_then_else(backwards, -tile.q, tile.q))
 
     def first_entry(self) -> Any:
         """The first entry of a list, read together with its count by who would wait for one after the other."""
@@ -203,6 +213,8 @@ class QueryWalk:
         first_head, in_turn = self.kv_head * self.group, step % self.group
         if not self.plan.mapped:
             start = self.first * PIECE + step // self.group * self.shape.q
+            if self.begin is not None:
+                start = self.begin + step // self.group * self.stride
             return Visit(start, self._is_partial, first_head + in_turn)
         if self.handed is not None:
             entry = self.handed.entry(step)

@@ -29,6 +29,11 @@ class TilePlan:
         """Do later queries see more keys, or as many of them as a window leaves?"""
         return any(bound.q > 0 and bound.kv < 0 for bound in self.bounds.bounds)
 
+    @property
+    def sees_to_the_end(self) -> bool:
+        """Does a key that some query sees have all later ones too, and say the bounds so alone?"""
+        return not self.mapped and all(bound.q >= 0 for bound in self.bounds.bounds)
+
     def heads(self, problem: Problem, over_keys: bool) -> int:
         """Heads of the lists."""
         return (problem.heads if over_keys else problem.kv_heads) if self.by_head else 1

@@ -20,16 +20,18 @@ from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.passes.verify_schedule import verify_row_sums
 from attention_engine.plan import attention_buffers as buffers
-from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
+from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER, TURN
 from attention_engine.plan.buffers import buffers_of
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
     ALL_UNITS,
+    blocks_of_a_turn,
     makes_delta,
     pairs_issue_much,
     pairs_of_a_unit,
     starts_longest_first,
     units_ahead,
+    walks_turn,
 )
 from attention_engine.plan.launches import Launch, Step, Trim
 from attention_engine.plan.rules import (
@@ -150,9 +152,11 @@ class AttentionPlan:
     def numbers(self, batch: int, queries: int, keys: int, finals: Sequence[str] = ()) -> dict[str, int]:
         """The numbers of a backward pass: how blocks over keys are ordered, and for which units delta is given."""
         tile, places = self.tiles.backward, places_of(self.target)
-        together = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places)
+        turns = walks_turn(self.problem, tile, self.tile_plan)
+        together = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places, turns)
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
-        return {TOGETHER: together, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if finals else ahead}
+        turn = blocks_of_a_turn(tile, keys, places, together)
+        return {TOGETHER: together, TURN: turn, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if finals else ahead}
 
     # ---- what the mask and the maths ask for
 

@@ -29,11 +29,11 @@ from attention_engine.plan.buffers import (
     own_length,
 )
 from attention_engine.plan.forms import ROW_PAD, Tile
-from attention_engine.plan.hopper import makes_delta, starts_longest_first
+from attention_engine.plan.hopper import makes_delta, starts_longest_first, walks_turn
 
 LISTS = "tile_lists"
 SEQUENCE_TILES, KEY_TILES = "sequence_tiles", "key_tiles"
-TOGETHER, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "units_ahead", "units_given"
+TOGETHER, TURN, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "blocks_of_a_turn", "units_ahead", "units_given"
 LENGTHS = {"batch": BATCH, "seq_len": QUERIES, "seq_len_kv": KEYS}  # of custom inputs' axes
 
 
@@ -247,6 +247,7 @@ def over_keys(
     found += [gradient("dv", KEYS, problem.kv_heads, problem.dim_v, problem, wide)]
     if tile.hopper:
         found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
+        found += [Number(TURN)] if walks_turn(problem, tile, plan) else []
         found += [Number(AHEAD)] if with_dq else []
         if with_dq and makes_delta(problem, rows, schedule, summed):
             found += [Number(MADE_BEFORE), output(problem, Role.GIVEN)]

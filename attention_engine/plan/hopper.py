@@ -112,20 +112,48 @@ def starts_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     return sorted_by_grid and plan.later_is_longer and not pairs_in_turn(problem, tile)
 
 
+def walks_turn(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
+    """Do blocks over keys walk from the last queries to the first, so many and then not so many (blocks_of_a_turn)?
+
+    Longest first, the first to run start together, and each sees queries from its own keys on. From the last query
+    down they read the same ones at the same time. They end one after another, the shortest first, and the next begin
+    so, the longest first: those read the same ones at the same time from their first query up, and end together. Were
+    all to walk alike, half of the blocks would read at as many places as there are blocks, all heads of a group at
+    each, which the L2 cache doesn't hold.
+    """
+    grouped = problem.group > 1 and starts_longest_first(problem, tile, plan)
+    return grouped and plan.sees_to_the_end and not tile.persistent
+
+
 def backward_persists(problem: Problem, tile: Tile) -> bool:
     """Is there a form of that kernel over keys whose blocks walk over items? Its warpgroups have keys of their own, and
     tiles of keys and values lie in blocks of 64 columns, by which results leave."""
     return (problem.dim, problem.dim_v) == (128, 128) and not tile.shared_weights
 
 
-def pairs_of_a_unit(problem: Problem, tile: Tile, batch: int, queries: int, keys: int, places: int) -> int:
+def pairs_of_a_unit(
+    problem: Problem, tile: Tile, batch: int, queries: int, keys: int, places: int, turns: bool = False
+) -> int:  # fmt: skip
     """Over how many pairs of key head and batch blocks then start longest first, on a GPU that runs so many blocks at
     once: over as many as it runs together, if the L2 cache holds their queries and gradients, or a few less, for units
-    of one size."""
+    of one size. turns: walks turn, and read in step whatever the cache holds; of an even number of units the second of
+    two fills up what the first one leaves."""
+    if turns:
+        blocks = -(-keys // tile.kv)
+        pairs = batch * problem.kv_heads
+        units = 2 * max(round(pairs * blocks / (2 * places)), 1) if pairs * blocks > places else 1
+        return -(-pairs // min(units, pairs))
     of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
     pairs, cached = batch * problem.kv_heads, L2_BYTES // (of_a_query * max(queries, 1))
     at_once = max(min(cached, round(places / -(-keys // tile.kv))), 1)
     return -(-pairs // -(-pairs // at_once))
+
+
+def blocks_of_a_turn(tile: Tile, keys: int, places: int, together: int) -> int:
+    """After how many blocks walks turn, where they do: after a unit's, if those run together, else after as many as
+    do."""
+    of_a_unit = together * -(-keys // tile.kv)
+    return of_a_unit if 2 * of_a_unit <= 3 * places else places
 
 
 def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:

@@ -44,8 +44,9 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.attention_buffers import TURN
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import backward_persists, starts_longest_first, why_not_over_keys
+from attention_engine.plan.hopper import backward_persists, starts_longest_first, walks_turn, why_not_over_keys
 
 
 def backward(
@@ -62,7 +63,8 @@ def backward(
     assert not at_once or (with_dq and backward_persists(problem, tile)), "default tiles ask first"
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
-    blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once)
+    turn = sizes.variable(TURN) if walks_turn(problem, tile, plan) else None
+    blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once, turn)
     form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
     parameters = sizes.declare(
         attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent, wide=wide)
@@ -78,7 +80,7 @@ def run_item(form: KeyForm, buffers: Buffers) -> None:
         memory = KeyMemory.allocate(form)
         block, kv_head, batch = form.blocks.keys_of(index)
         unit, position = form.blocks.position(index)
-        walk = form.walk(buffers, batch, kv_head, block)
+        walk = form.walk(buffers, batch, kv_head, block, index=index)
         item = KeyItem(block, kv_head, batch, walk.count, unit=unit)
         thread = T.get_thread_binding()
         if thread < GROUP:

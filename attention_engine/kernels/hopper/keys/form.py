@@ -158,11 +158,12 @@ class KeyForm(Form):
 
     def walk(
         self, buffers: Buffers, batch: Any, kv_head: Any, block: Any, handed: HandedQueries | None = None,
-        sizes: Sizes | None = None, known: Mapping[Expr, Any] = NO_NUMBERS,
+        sizes: Sizes | None = None, known: Mapping[Expr, Any] = NO_NUMBERS, index: Any = None,
     ) -> QueryWalk:  # fmt: skip
         """The walk of a block of keys over tiles of queries; handed: one that another warp begins; batch: b, of which
-        these numbers are known."""
+        these numbers are known; index: the block's in the grid, by which walks may turn."""
         of = Walks(self.plan, self.problem, sizes or self.sizes, self.tile)
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
-        return QueryWalk(of, buffers, batch, kv_head, block, handed)
+        backwards = self.blocks.walks_back(index) if index is not None else None
+        return QueryWalk(of, buffers, batch, kv_head, block, handed, backwards)
