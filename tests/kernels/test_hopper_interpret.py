@@ -427,6 +427,30 @@ def test_blocks_prepare_for_units_after_theirs(name, ahead, kernels, monkeypatch
     assert ran("backward")
 
 
+TURNS = {  # head dim, how far on queries stand, and after how many blocks walks turn
+    "each block": (128, 0, 1), "a unit": (128, 0, 6), "never": (128, 0, 1 << 30), "head dim 64": (64, 0, 2),
+    "queries that see nothing": (128, -140, 1), "keys that all see": (128, 100, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_blocks_of_grouped_heads_walk_from_either_end(name, kernels, monkeypatch):
+    dim, offset, turn = TURNS[name]
+    kernels.update(backward=key_tile(80 if dim == 128 else 128))
+    monkeypatch.setattr(attention_plan, "blocks_of_a_turn", lambda *_: turn)
+    shape = Shape(2, 270, 300, 4, 2, dim, dim)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    leaves = [tensors[n].requires_grad_() for n in "qkv"]
+    meta = shape.meta(torch.float16)
+    engine = AttentionEngine(meta, None, scale(0.1), causal_from(offset), OnlineSoftmax(), backend="interpret")
+    found = torch.autograd.grad(engine(*leaves), leaves, tensors["do"])
+    assert ran("backward")
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    o = plain.attention(*exact, "softmax", score=plain.scaled(0.1), mask=lambda b, h, i, j: i + offset >= j)
+    for mine, true in zip(found, torch.autograd.grad(o, exact, tensors["do"].double()), strict=True):
+        assert (mine.double() - true).norm() < 2e-3 * true.norm()
+
+
 @pytest.mark.parametrize("name", UNITS)
 def test_delta_of_units_ahead_knows_of_gradients_of_returned_rows(name, kernels, monkeypatch):
     dim, tile, batch, heads, causal, pairs = UNITS[name]

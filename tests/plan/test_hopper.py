@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
+from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import row_variable
 from attention_engine.library import (
     OnlineRetention,
     OnlineSigmoid,
     OnlineSoftmax,
     causal,
+    causal_from,
     dilated,
     relative_bias,
     scale,
@@ -21,13 +23,17 @@ from attention_engine.library import (
 from attention_engine.passes.maths import analyse
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import (
+    blocks_of_a_turn,
     pairs_in_turn,
+    pairs_of_a_unit,
     products_take_turns,
     rows_read,
     units_ahead,
     vanishes_with_weights,
+    walks_turn,
     why_not_over_keys,
 )
 from attention_engine.plan.rules import ONE_CHAIN
@@ -113,6 +119,34 @@ def test_units_that_start_together_dont_prepare_for_each_other(keys, together):
     ahead = units_ahead(Tile(80, 128, 256, 2, HopperKeys()), keys, places, together)
     assert ahead * blocks >= places  # the first of the unit starts when the first that prepared for it is over
     assert ahead == 1 or (ahead - 2) * blocks < places
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "together", "turn"),
+    [
+        (1, 8192, 2, 128), (1, 4096, 4, 128), (4, 2048, 8, 128),  # 128 of 132 blocks, whatever the cache holds
+        (1, 5120, 4, 160), (1, 6144, 4, 192),  # an even number of units
+        (1, 2048, 8, 128), (1, 100, 8, 8),  # all run at once
+        (1, 16384, 1, 128), (1, 32768, 1, 132),  # more blocks of a pair than run at once
+    ],
+)  # fmt: skip
+def test_units_of_walks_that_turn(batch, keys, together, turn):
+    problem, tile = Problem(32, 8, 128, 128, "bfloat16"), Tile(80, 128, 256, 2, HopperKeys())
+    assert pairs_of_a_unit(problem, tile, batch, keys, keys, 132, turns=True) == together
+    assert blocks_of_a_turn(tile, keys, 132, together) == turn
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "turns"),
+    [
+        (causal, (4, 2), True), (causal_from(3), (4, 2), True), (causal, (2, 2), False), (None, (4, 2), False),
+        (sliding_window(99), (4, 2), False), (dilated(3), (4, 2), False),
+    ],
+)  # fmt: skip
+def test_walks_of_grouped_heads_turn_where_all_see_the_last_queries(mask, heads, turns):
+    problem = Problem(*heads, 128, 128, "bfloat16")
+    plan = plan_tiles(AttentionEngine(mask_mod=mask)._program.mask)
+    assert walks_turn(problem, Tile(80, 128, 256, 2, HopperKeys()), plan) is turns
 
 
 @pytest.mark.parametrize(
