@@ -173,32 +173,36 @@ class SequenceWalk(KeyWalk):
 class QueryWalk:
     """The tiles of queries, of all heads that share a block's keys, that the block walks over: `count` steps.
 
-    backwards: from the last tile to the first, if that holds in the kernel; None: never.
+    backwards: from the last tile to the first, if that holds in the kernel; None: never. by_heads: all tiles of a head,
+    then those of the next; else all heads of a tile.
     """
 
     def __init__(
         self, of: Walks, buffers: Any, batch: Any, kv_head: Any, row: Any, handed: HandedQueries | None = None,
-        backwards: Any = None,
+        backwards: Any = None, by_heads: bool = False,
     ) -> None:  # fmt: skip
         plan, sizes, tile = of.plan, of.sizes, of.tile
         self.plan, self.shape, self.group, self.kv_head, self.handed = plan, tile, of.problem.group, kv_head, handed
         self.kv0 = row * tile.kv
         self.bounds = with_starts(plan.bounds, buffers, batch)
         self.lists: _Lists | None = None
-        self.begin, self.stride = None, None
+        self.begin, self.stride, self.tiles = None, None, None
         if handed is not None:
             self.first, self.count = handed.first, handed.count
+            self.tiles = name_value(T.truncdiv(self.count, self.group)) if by_heads else None
             return
         self.first = 0
         if plan.mapped:
             self.lists = _Lists(plan, buffers, batch, kv_head, row)
             self.count = self.lists.count if plan.by_head else self.group * self.lists.count
+            self.tiles = self.lists.count if by_heads else None
             return
         pieces = T.ceildiv(sizes.q, PIECE)
         first, stop = q_range(self.bounds, self.kv0, self.kv0 + tile.kv - 1, PIECE, pieces)
         self.first = _name("first", first)
         tiles = T.ceildiv(stop - self.first, tile.q // PIECE)
         self.count = _name("count", self.group * tiles)
+        self.tiles = name_value(tiles) if by_heads else None
         if backwards is not None:
             last = self.first * PIECE + (tiles - 1) * tile.q
             self.begin = name_value(T.if_then_else(backwards, last, self.first * PIECE))
@@ -210,17 +214,20 @@ class QueryWalk:
 
     def at(self, step: Any, first: Any = None) -> Visit:
         """The tile and the query head of a step; first: the `first_entry`, where it was read."""
-        first_head, in_turn = self.kv_head * self.group, step % self.group
+        first_head, tile, in_turn = self.kv_head * self.group, step // self.group, step % self.group
+        if self.tiles is not None:
+            in_turn = name_value(T.truncdiv(step, self.tiles))
+            tile = name_value(step - in_turn * self.tiles)
         if not self.plan.mapped:
-            start = self.first * PIECE + step // self.group * self.shape.q
+            start = self.first * PIECE + tile * self.shape.q
             if self.begin is not None:
-                start = self.begin + step // self.group * self.stride
+                start = self.begin + tile * self.stride
             return Visit(start, self._is_partial, first_head + in_turn)
         if self.handed is not None:
             entry = self.handed.entry(step)
         else:
             assert self.lists is not None, "who is handed nothing reads the list"
-            entry = self.lists.entry(step if self.plan.by_head else step // self.group, first)
+            entry = self.lists.entry(step if self.plan.by_head else tile, first)
         piece, in_group = (entry // 2, in_turn)
         if self.plan.by_head:
             piece, in_group = entry // (2 * self.group), entry // 2 % self.group

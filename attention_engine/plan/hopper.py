@@ -125,6 +125,18 @@ def walks_turn(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     return grouped and plan.sees_to_the_end and not tile.persistent
 
 
+def walks_by_heads(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
+    """Does a block over keys walk over all queries of one head, and then over those of the next?
+
+    Where blocks that run together see other queries (windows, documents), they read at as many places as there are
+    blocks. The L2 cache holds those of one head of each group, not of all. The form that has pairs in turn has no
+    registers left for it.
+    """
+    apart = plan.mapped or bool(plan.bounds.bounds)
+    grouped = problem.group > 1 and not plan.by_head and not pairs_in_turn(problem, tile)
+    return grouped and apart and not walks_turn(problem, tile, plan)
+
+
 def backward_persists(problem: Problem, tile: Tile) -> bool:
     """Is there a form of that kernel over keys whose blocks walk over items? Its warpgroups have keys of their own, and
     tiles of keys and values lie in blocks of 64 columns, by which results leave."""

@@ -21,7 +21,7 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import TilePlan
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import makes_delta, rows_of_delta, vanishes_with_weights
+from attention_engine.plan.hopper import makes_delta, rows_of_delta, vanishes_with_weights, walks_by_heads
 
 COPYING, COPYING_LISTS = 24, 40  # registers of a copying thread; more where persistent blocks read lists
 CHOOSING = 40  # registers of a thread that chooses which weights are dropped
@@ -166,4 +166,5 @@ class KeyForm(Form):
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         backwards = self.blocks.walks_back(index) if index is not None else None
-        return QueryWalk(of, buffers, batch, kv_head, block, handed, backwards)
+        by_heads = walks_by_heads(self.problem, self.tile, self.plan)
+        return QueryWalk(of, buffers, batch, kv_head, block, handed, backwards, by_heads)
