@@ -43,7 +43,9 @@ LATENT = Tile(64, 64, 256, 2)  # of keys that are values too, on Hopper
 ROWS_HANDED = 2816  # bytes for row values that one warpgroup hands another, and barriers
 MOST_REQUESTS = 1024  # whose parts are dealt by their lengths, which one block adds up
 WIDE = 128  # tiles: in wider caches lengths may differ by so much that one request would be walked alone at last
-DEALT = 16  # parts more than requests, for each SM: a model of blocks in turns gives 0.96 of what even ones reach
+DEALT = (
+    4  # blocks more than rows, for each that the GPU runs at once: a model of blocks in turns gives 0.9 of even ones
+)
 LEAST_DEALT = 32  # tiles of a part that is dealt
 EXACT_SHAPES = ((64, 64, 128, 0), (64, 32, 128, 0), (64, 16, 128, 0), (32, 16, 64, 0))  # fp32 tiles are made in place
 
@@ -296,7 +298,8 @@ class CachedPlan:
         few = batch > MOST_REQUESTS or queries * self.problem.group > self.tile.q or tiles <= WIDE
         if asked is not None or few or self.problem.kv_heads * batch < BUSY * sms or not self.may_deal:
             return 0
-        return batch + -(-DEALT * sms // self.problem.kv_heads)
+        at_once = sms * (1 if self.cache.shared else 2)
+        return batch + -(-DEALT * at_once // self.problem.kv_heads)
 
     def parts_of(self, batch: int, queries: int, keys: int, asked: int | None) -> int:
         """How many parts each row of a call is cut into; queries: of each request, or all that are packed.

@@ -49,7 +49,7 @@ def test_lengths_that_say_nonsense_do_no_harm():
 @pytest.fixture
 def _dealing(monkeypatch):
     """Small calls are dealt, too."""
-    for name, value in {"WIDE": 1, "BUSY": 0, "LEAST_DEALT": 2, "DEALT": 6}.items():
+    for name, value in {"WIDE": 1, "BUSY": 0, "LEAST_DEALT": 2, "DEALT": 3}.items():
         monkeypatch.setattr(plan, name, value)
 
 

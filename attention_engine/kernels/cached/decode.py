@@ -57,48 +57,59 @@ def decode(
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
 
     @T.macro
+    def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
+        place, block, owner = at
+        row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
+        parts = sizes.spell(cached.PARTS) if in_parts else 1
+        batch, part, parts = of.part(buffers, owner, place, parts)
+        kv_head, packed = of.rows(buffers, row_tiles, block, batch)
+        q = Operand("q", problem, (tile.q, dim))
+        k = Operand("k", problem, (tile.kv, dim))
+        v = k if cache.shared else Operand("v", problem, (tile.kv, dim_v))
+        weights = Operand("weights", problem, (tile.q, tile.kv), fragment=not cache.shared)
+        scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
+        other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
+        sums = Accumulator("output", problem, (tile.q, dim_v))
+        written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
+        maths = of.maths(buffers, batch, packed, scores, other)
+        keys = of.source(buffers, "k", batch, kv_head, packed, None)
+        values = of.source(buffers, "k" if cache.shared else "v", batch, kv_head, packed, maths.place)
+        of.bring_queries(q, buffers["q"], packed)
+        T.fill(sums.sum, 0)
+        maths.start()
+        begin, count = of.tiles(packed, part, parts)
+        for step in loop(count, tile.stages):
+            kv0 = (begin + step) * tile.kv
+            bring(keys if v is not k else values, k, kv0)
+            T.clear(scores)
+            of.multiply_keys(q, k, scores)
+            maths.score(kv0)
+            if schedule.fill is not None:
+                where_partial(of.may_be_partial(packed, kv0), bind(maths.mask, kv0))
+            maths.weigh(kv0)
+            load(weights, scores)
+            if schedule.rescale is not None:
+                multiply_rows(sums.sum, maths.rows[schedule.rescale], tile, dim_v)
+            if cache.shared:
+                of.add_shared_values(weights, k, sums.sum, dim_v)
+            else:
+                bring(values, v, kv0)
+                accumulate(weights, v, sums)
+        of.leave(buffers, maths, sums.sum, written, place if in_parts else None)
+
+    @T.macro
     def body(buffers: Any) -> None:
         row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
         parts = sizes.spell(cached.PARTS) if in_parts else 1
         batches = 1 if cache.dealt else sizes.batch
-        with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=tile.threads) as (place, block, owner):
+        with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=tile.threads) as at:
             if overlaps:
                 T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
-            batch, part, parts = of.part(buffers, owner, place, parts)
-            kv_head, packed = of.rows(buffers, row_tiles, block, batch)
-            q = Operand("q", problem, (tile.q, dim))
-            k = Operand("k", problem, (tile.kv, dim))
-            v = k if cache.shared else Operand("v", problem, (tile.kv, dim_v))
-            weights = Operand("weights", problem, (tile.q, tile.kv), fragment=not cache.shared)
-            scores = T.alloc_fragment([tile.q, tile.kv], FLOAT)
-            other = T.alloc_fragment([tile.q, tile.kv], FLOAT) if needs_another(schedule) else None
-            sums = Accumulator("output", problem, (tile.q, dim_v))
-            written = T.alloc_fragment([tile.q], FLOAT) if len(schedule.rows) > 0 else None
-            maths = of.maths(buffers, batch, packed, scores, other)
-            keys = of.source(buffers, "k", batch, kv_head, packed, None)
-            values = of.source(buffers, "k" if cache.shared else "v", batch, kv_head, packed, maths.place)
-            of.bring_queries(q, buffers["q"], packed)
-            T.fill(sums.sum, 0)
-            maths.start()
-            begin, count = of.tiles(packed, part, parts)
-            for step in loop(count, tile.stages):
-                kv0 = (begin + step) * tile.kv
-                bring(keys if v is not k else values, k, kv0)
-                T.clear(scores)
-                of.multiply_keys(q, k, scores)
-                maths.score(kv0)
-                if schedule.fill is not None:
-                    where_partial(of.may_be_partial(packed, kv0), bind(maths.mask, kv0))
-                maths.weigh(kv0)
-                load(weights, scores)
-                if schedule.rescale is not None:
-                    multiply_rows(sums.sum, maths.rows[schedule.rescale], tile, dim_v)
-                if cache.shared:
-                    of.add_shared_values(weights, k, sums.sum, dim_v)
-                else:
-                    bring(values, v, kv0)
-                    accumulate(weights, v, sums)
-            of.leave(buffers, maths, sums.sum, written, place if in_parts else None)
+            if cache.dealt:  # behind the last part there is nothing to do
+                if buffers[cached.PART_REQUESTS][at[0]] >= 0:
+                    walk(buffers, at)
+            else:
+                walk(buffers, at)
 
     return build("decode_parts" if in_parts else "decode", parameters, body)
 

@@ -49,29 +49,39 @@ def latent(
     steps = LatentSteps(problem, schedule, tile, cache, sizes)
 
     @T.macro
+    def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
+        place, block, owner = at
+        parts = sizes.spell(cached.PARTS) if in_parts else 1
+        memory = Memory.allocate(steps)
+        batch, part, parts = steps.part(buffers, owner, place, parts)
+        kv_head, packed = steps.rows(buffers, T.ceildiv(sizes.q * problem.group, tile.q), block, batch)
+        begin, count = steps.tiles(packed, part, parts)
+        of = Part(packed, batch, begin, count, place if in_parts else None)
+        if T.get_thread_binding() >= 2 * GROUP:
+            T.inc_max_nreg(COMPUTING)
+            make_right(steps, buffers, memory, of)
+        else:
+            if T.get_thread_binding() >= GROUP:
+                T.inc_max_nreg(COMPUTING)
+                make_left(steps, buffers, memory, of)
+            else:
+                T.dec_max_nreg(COPYING)
+                if T.get_thread_binding() < WARP:
+                    copy_tiles(steps, buffers, memory, of, kv_head)
+
+    @T.macro
     def body(buffers: Any) -> None:
         row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
         parts = sizes.spell(cached.PARTS) if in_parts else 1
         batches = 1 if cache.dealt else sizes.batch
-        with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=3 * GROUP) as (place, block, owner):
-            memory = Memory.allocate(steps)
+        with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=3 * GROUP) as at:
             if overlaps:
                 T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
-            batch, part, parts = steps.part(buffers, owner, place, parts)
-            kv_head, packed = steps.rows(buffers, row_tiles, block, batch)
-            begin, count = steps.tiles(packed, part, parts)
-            of = Part(packed, batch, begin, count, place if in_parts else None)
-            if T.get_thread_binding() >= 2 * GROUP:
-                T.inc_max_nreg(COMPUTING)
-                make_right(steps, buffers, memory, of)
+            if cache.dealt:  # behind the last part there is nothing to do
+                if buffers[cached.PART_REQUESTS][at[0]] >= 0:
+                    walk(buffers, at)
             else:
-                if T.get_thread_binding() >= GROUP:
-                    T.inc_max_nreg(COMPUTING)
-                    make_left(steps, buffers, memory, of)
-                else:
-                    T.dec_max_nreg(COPYING)
-                    if T.get_thread_binding() < WARP:
-                        copy_tiles(steps, buffers, memory, of, kv_head)
+                walk(buffers, at)
 
     return build("decode_parts" if in_parts else "decode", parameters, body)
 
