@@ -28,3 +28,10 @@ def test_kernels_keep_the_rule(name, record_property):
     queries = DRAFTS if name == "tree" else 5
     found += errors(name, replace(shape, queries=queries, page=64), torch.bfloat16, "interpret", 3)
     record_property(*worst_ratio(found, name))
+
+
+@pytest.mark.parametrize("name", ["softmax", "entropy", "sink"])
+def test_parts_that_are_dealt(name, monkeypatch):
+    for constant, value in {"WIDE": 1, "BUSY": 0, "LEAST_DEALT": 1, "DEALT": 3}.items():
+        monkeypatch.setattr(plan, constant, value)
+    assert errors(name, Shape((700, 77, 6, 64, 129, 0), dim=DIM, page=64), torch.bfloat16, "interpret")
