@@ -296,6 +296,8 @@ class CachedPlan:
         alone: where blocks are many, and lengths may differ much."""
         tiles, sms = -(-keys // self.tile.kv), places_of(self.target)
         few = batch > MOST_REQUESTS or queries * self.problem.group > self.tile.q or tiles <= WIDE
+        if self.cache.shared:  # no GPU has dealt parts of keys that are values too
+            return 0
         if asked is not None or few or self.problem.kv_heads * batch < BUSY * sms or not self.may_deal:
             return 0
         at_once = sms * (1 if self.cache.shared else 2)

@@ -8,6 +8,7 @@ a block that has no key leaves states as they begin.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
@@ -97,21 +98,8 @@ def decode(
                 accumulate(weights, v, sums)
         of.leave(buffers, maths, sums.sum, written, place if in_parts else None)
 
-    @T.macro
-    def body(buffers: Any) -> None:
-        row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
-        parts = sizes.spell(cached.PARTS) if in_parts else 1
-        batches = 1 if cache.dealt else sizes.batch
-        with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=tile.threads) as at:
-            if overlaps:
-                T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
-            if cache.dealt:  # behind the last part there is nothing to do
-                if buffers[cached.PART_REQUESTS][at[0]] >= 0:
-                    walk(buffers, at)
-            else:
-                walk(buffers, at)
-
-    return build("decode_parts" if in_parts else "decode", parameters, body)
+    over_all = bind(over_parts, of, tile.threads, in_parts, overlaps, walk)
+    return build("decode_parts" if in_parts else "decode", parameters, over_all)
 
 
 @dataclass(frozen=True)
@@ -231,6 +219,26 @@ class Steps:
     def _in_parts(self, packed: Rows) -> Rows:
         """Rows as parts hold them: those of parts that are dealt have a place for all requests."""
         return replace(packed, owner=0) if self.cache.dealt else packed
+
+
+@T.macro
+def over_parts(
+    of: Steps, threads: int, in_parts: bool, overlaps: bool, walk: Callable[[Any, tuple[Any, Any, Any]], None],
+    buffers: Any,
+) -> None:  # fmt: skip
+    """A block for each part of each tile of rows: walk(buffers, (place of the part, key head and tile, request))."""
+    sizes, cache, problem = of.sizes, of.cache, of.problem
+    row_tiles = T.ceildiv(sizes.q * problem.group, of.tile.q)
+    parts = sizes.spell(cached.PARTS) if in_parts else 1
+    batches = 1 if cache.dealt else sizes.batch
+    with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=threads) as at:
+        if overlaps:
+            T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
+        if cache.dealt:  # behind the last part there is nothing to do
+            if buffers[cached.PART_REQUESTS][at[0]] >= 0:
+                walk(buffers, at)
+        else:
+            walk(buffers, at)
 
 
 @T.macro

@@ -24,7 +24,7 @@ from tvm import DataType
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem
-from attention_engine.kernels.cached.decode import Steps
+from attention_engine.kernels.cached.decode import Steps, over_parts
 from attention_engine.kernels.cached.packed_rows import PackedMaths, Rows, of_heads
 from attention_engine.kernels.common import FLOAT, Sizes, build, named, store, where_partial
 from attention_engine.kernels.splice import name_value
@@ -69,21 +69,8 @@ def latent(
                 if T.get_thread_binding() < WARP:
                     copy_tiles(steps, buffers, memory, of, kv_head)
 
-    @T.macro
-    def body(buffers: Any) -> None:
-        row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
-        parts = sizes.spell(cached.PARTS) if in_parts else 1
-        batches = 1 if cache.dealt else sizes.batch
-        with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=3 * GROUP) as at:
-            if overlaps:
-                T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
-            if cache.dealt:  # behind the last part there is nothing to do
-                if buffers[cached.PART_REQUESTS][at[0]] >= 0:
-                    walk(buffers, at)
-            else:
-                walk(buffers, at)
-
-    return build("decode_parts" if in_parts else "decode", parameters, body)
+    over_all = bind(over_parts, steps, 3 * GROUP, in_parts, overlaps, walk)
+    return build("decode_parts" if in_parts else "decode", parameters, over_all)
 
 
 @dataclass(frozen=True)
