@@ -14,6 +14,8 @@ from torch import Tensor
 
 from attention_engine.distributed.layout import Run
 from attention_engine.ir.program import DELTA, Q_IDX, B, Backward, H, final_gradient, final_variable
+from attention_engine.passes.maths import Maths
+from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.reference.dense import attend_backward, compute_dtype
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.runtime.attention_op import PairAttention
@@ -128,6 +130,19 @@ class OfRun:
             at = Evaluator(places, named, delta.dtype, q.device)
             total[load.name] = add_at(into.view(named[load.name].shape), load, value, at)
         return total
+
+
+def goes_block_by_block(maths: Maths, wanted: Sequence[str], by_kernels: bool) -> bool:
+    """Do the gradients of a block of keys need nothing of other blocks but final rows and delta?
+
+    Not where a row's extreme is met anew, nor where delta is a sum over all keys: where outputs may be far off after
+    rounding, or a row's sum is corrected for it.
+    """
+    backward, schedule = maths.wanting(wanted).backward, maths.wanting(wanted).backward_schedule
+    if backward is None or schedule is None or backward.extremes:
+        return False
+    corrected = any(gradient.corrections for gradient in plan_row_sums(schedule, backward, False).gradients)
+    return not by_kernels or not (backward.exact_delta or corrected)
 
 
 def wanted_of(names: Sequence[str], tensors: Sequence[Tensor]) -> list[str]:

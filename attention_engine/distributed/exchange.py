@@ -81,6 +81,18 @@ class Tokens:
         return self.layout.count(self.ranks.rank)
 
 
+def all_of(tokens: Tokens, dim: int, *mine: Tensor) -> list[Tensor]:
+    """All tokens of each tensor, in the order of the sequence: all are under way before the first is waited for."""
+    gathered = [tokens.ranks.begin_gather(tokens.padded(t.movedim(dim, 0))) for t in mine]
+    return [tokens.in_order(WAIT(t)).movedim(0, dim) for t in gathered]
+
+
+def sums_of(tokens: Tokens, dim: int, *of_all: Tensor) -> list[Tensor]:
+    """This rank's tokens of each tensor's sum over ranks."""
+    sums = [tokens.ranks.begin_sum(tokens.by_rank(t.movedim(dim, 0))) for t in of_all]
+    return [WAIT(t)[: tokens.own].movedim(0, dim) for t in sums]
+
+
 class _Gather(torch.autograd.Function):
     """Several tensors at once: all are under way before the first is waited for, and ranks send in one order. What
     comes of each is handed out in ranges, whose gradients are added up in fp32."""
@@ -88,8 +100,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tokens, dim: int, ranges: Sequence[Range], *mine: Tensor) -> tuple[Tensor, ...]:
         ctx.tokens, ctx.dim, ctx.ranges, ctx.dtypes = tokens, dim, ranges, [t.dtype for t in mine]
-        gathered = [tokens.ranks.begin_gather(tokens.padded(t.movedim(dim, 0))) for t in mine]
-        whole = [tokens.in_order(WAIT(t)).movedim(0, dim) for t in gathered]
+        whole = all_of(tokens, dim, *mine)
         return tuple(t.narrow(dim, first, stop - first) for t in whole for first, stop in ranges)
 
     @staticmethod
@@ -98,9 +109,8 @@ class _Gather(torch.autograd.Function):
         tokens: Tokens = ctx.tokens
         count = len(ctx.ranges)
         of_tensors = [arriving[n : n + count] for n in range(0, len(arriving), count)]
-        wide = [_in_all(tokens.layout.length, ctx.dim, ctx.ranges, parts) for parts in of_tensors]
-        sums = [tokens.ranks.begin_sum(tokens.by_rank(t)) for t in wide]
-        found = [WAIT(t)[: tokens.own].movedim(0, ctx.dim) for t in sums]
+        wide = [_in_all(tokens.layout.length, ctx.dim, ctx.ranges, parts).movedim(0, ctx.dim) for parts in of_tensors]
+        found = sums_of(tokens, ctx.dim, *wide)
         return None, None, None, *(t.to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True))
 
 

@@ -10,8 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attention_engine.distributed.block_gradients import wanted_of
+from attention_engine.distributed.block_gradients import BlockGradients, wanted_of
 from attention_engine.distributed.exchange import Range, Ranks, Tokens, gather, gather_ranges, to_heads, to_tokens
+from attention_engine.distributed.gathered import Gathered, GatheredFunction, gradients_of
 from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.placements import Placement
 from attention_engine.distributed.ring import Ring, RingAttention, RingFunction
@@ -113,7 +114,7 @@ class Call:
     keys: Layout
     sizes: Mapping[str, int]
     starts: dict[object, Tensor]
-    rings: dict[object, RingAttention | None]
+    rings: dict[object, RingAttention | BlockGradients | None]
     returns_rows: bool
     seed: Tensor | None  # of dropped weights
     bounds: Sequence[Bound]  # of the mask
@@ -189,7 +190,7 @@ def attend_together(
     queries, keys = split.gathered(call.queries), split.gathered(call.keys)
     if queries is None or keys is None:
         o, rows = call.attend(starts, q, k, v, custom)
-    elif split.ring and (made := _by_ring(call, starts, q, k, v, custom, placed, queries, keys)) is not None:
+    elif made := _with_own_gradients(call, starts, q, k, v, custom, placed, queries, keys):
         o, rows = made
     else:
         runs = queries.layout.runs[queries.ranks.rank]
@@ -207,16 +208,20 @@ def attend_together(
     return o, rows
 
 
-def _by_ring(
+def _with_own_gradients(
     call: Call, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
     placed: Sequence[Placement], queries: Tokens, keys: Tokens,
 ) -> tuple[Tensor, Rows] | None:  # fmt: skip
-    """The same as keys go round. None where gradients, or the rows, need all of a row's keys at once."""
+    """The same as keys go round, or gathered with gradients in fp32. None where autograd makes them of gathered keys:
+    where they, or the rows, need what blocks of keys don't have, or where nothing has gradients."""
     engine, runs, count = call.engine, queries.layout.runs[queries.ranks.rank], len(custom)
-    if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
-        k, v = share_keys(q, k, v)
     given = [*custom, *call.held]
     names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
+    follows = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *given))
+    if not (follows or call.split.ring):
+        return None
+    if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
+        k, v = share_keys(q, k, v)
 
     def prepare(
         first: int, key: int, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
@@ -224,23 +229,33 @@ def _by_ring(
         part = call.portion({**starts, "seq_len": first, "seq_len_kv": key}, q)
         return prepare_portion(engine, part, q, k, v, custom[:count], custom[count:], call.seed)
 
-    follows = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *given))
     wanted = wanted_of(names, given) if follows else None
     seen = {run: call.seen(run) for run in runs}
     (run, *_), (first, _) = runs, seen[runs[0]]
     key, _ = prepare(run.start, first, q[:, run.here], k[:, :1], v[:, :1], _of_one_key(given, placed, run))
     known = key, None if wanted is None else tuple(wanted)
     if known not in call.rings:
-        call.rings[known] = RingAttention.of(key, wanted, engine.device, engine.deterministic)
+        asked = engine.device, engine.deterministic
+        if call.split.ring:
+            call.rings[known] = RingAttention.of(key, wanted, *asked)
+        else:
+            call.rings[known] = gradients_of(key, wanted or [], *asked)
     attention = call.rings[known]
     if attention is None:
         return None
     for n, placement in enumerate(placed):
         if placement.keys is not None:
             (given[n],) = gather(keys, placement.keys, given[n])
-    ring = Ring(keys, runs, seen, placed, attention, names, lambda *block: prepare(*block)[1])
-    output, *rows = RingFunction.apply(ring, q, k, v, *given)  # type: ignore[no-untyped-call]
-    return output, dict(zip(attention.row_names, rows, strict=False)) if call.returns_rows else {}
+    behind = keys, runs, seen, placed
+    if isinstance(attention, RingAttention):
+        ring = Ring(*behind, attention, names, lambda *block: prepare(*block)[1])
+        output, *rows = RingFunction.apply(ring, q, k, v, *given)  # type: ignore[no-untyped-call]
+        row_names = attention.row_names
+    else:
+        gathered = Gathered(*behind, attention, names, lambda *block: prepare(*block)[1])
+        output, *rows = GatheredFunction.apply(gathered, q, k, v, *given)  # type: ignore[no-untyped-call]
+        row_names = attention.attention.row_names[: attention.attention.returned]
+    return output, dict(zip(row_names, rows, strict=False)) if call.returns_rows else {}
 
 
 def _of_one_key(custom: Sequence[Tensor], placed: Sequence[Placement], run: Run) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attention_engine.distributed import compiled, cost
 from attention_engine.distributed.agree import check_agreement
+from attention_engine.distributed.block_gradients import BlockGradients
 from attention_engine.distributed.deal import kept_pairs
 from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import PIECES_OF_A_RANK, Layout
@@ -101,7 +102,7 @@ class ContextParallel(torch.nn.Module):
         self._layouts: dict[int, Layout] = {}  # by length, the newest last
         self._agreed: set[object] = set()
         self._starts: dict[object, Tensor] = {}
-        self._rings: dict[object, RingAttention | None] = {}
+        self._rings: dict[object, RingAttention | BlockGradients | None] = {}
         self._found: tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]] | None = None
         self.key = f"ContextParallel {next(NUMBERS)}"  # by which compiled graphs find it
         compiled.KNOWN[self.key] = self

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention_engine.distributed.block_gradients import BlockGradients, without
+from attention_engine.distributed.block_gradients import BlockGradients, goes_block_by_block, without
 from attention_engine.distributed.exchange import Ranks, Tokens
 from attention_engine.distributed.layout import Run
 from attention_engine.distributed.placements import Placement
 from attention_engine.errors import NoMerge
 from attention_engine.passes.derive_merge import derive_merge
-from attention_engine.passes.maths import Maths, analyse_part
-from attention_engine.passes.row_sums import plan_row_sums
+from attention_engine.passes.maths import analyse_part
 from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.merge import join_parts, merge_parts
 from attention_engine.runtime.attention_op import PairAttention
@@ -50,7 +49,7 @@ class RingAttention:
         if attention.trained is not None and wanted is not None:
             return None
         maths, known = attention.maths, attention.program_kernels
-        if wanted is not None and not _goes_block_by_block(maths, wanted, known is not None):
+        if wanted is not None and not goes_block_by_block(maths, wanted, known is not None):
             return None
         try:
             merge = derive_merge(maths.program.returning(maths.forward_schedule.rows))
@@ -85,19 +84,6 @@ class RingAttention:
     def _sides(self, parts: Sequence[Part]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         outputs = [output.transpose(1, 2) for output, _ in parts]
         return outputs, {name: [states[name] for _, states in parts] for name in self.parts.merge.read}
-
-
-def _goes_block_by_block(maths: Maths, wanted: Sequence[str], by_kernels: bool) -> bool:
-    """Do the gradients of a block of keys need nothing of other blocks but final rows and delta?
-
-    Not where a row's extreme is met anew, nor where delta is a sum over all keys: where outputs may be far off after
-    rounding, or a row's sum is corrected for it.
-    """
-    backward, schedule = maths.wanting(wanted).backward, maths.wanting(wanted).backward_schedule
-    if backward is None or schedule is None or backward.extremes:
-        return False
-    corrected = any(gradient.corrections for gradient in plan_row_sums(schedule, backward, False).gradients)
-    return not by_kernels or not (backward.exact_delta or corrected)
 
 
 class Moving:

@@ -141,6 +141,27 @@ def refused(mesh) -> dict[str, str]:
     return found
 
 
+def in_16_bits(mesh) -> dict[str, list[float]]:
+    """Errors of o, dq, dk, dv in bf16 over those of one process, beside float64."""
+    found = {}
+    torch.manual_seed(4)
+    whole = [torch.randn(1, 256, h, 16).bfloat16() for h in (4, 2, 2, 4)]
+
+    def made(run, dtype, own=lambda t: t):
+        leaves = [own(t.to(dtype)).clone().requires_grad_() for t in whole[:3]]
+        o = run(*leaves)
+        return [t.double() for t in (o.detach(), *torch.autograd.grad(o, leaves, own(whole[3].to(dtype))))]
+
+    exact = made(AttentionEngine(None, None, None, lib.causal, backend="reference"), torch.float64)
+    engine = AttentionEngine(None, None, None, lib.causal, backend="interpret")
+    one = [(a - b).norm() for a, b in zip(made(engine, torch.bfloat16), exact, strict=True)]
+    for method in METHODS:
+        attention = ContextParallel(engine, mesh, method)
+        mine = [attention.unshard(t) for t in made(attention, torch.bfloat16, attention.shard)]
+        found[method] = [((a - b).norm() / e).item() for a, b, e in zip(mine, exact, one, strict=True)]
+    return found
+
+
 def waits_for_nobody(mesh) -> tuple[str, float]:
     """What a call says, and after how long, whose other ranks don't come."""
     group = dist.new_group(list(range(mesh.size())), timeout=timedelta(seconds=LIMIT))
@@ -156,7 +177,7 @@ def waits_for_nobody(mesh) -> tuple[str, float]:
 
 
 def everything(mesh):
-    return beside_weights(mesh), run_again(mesh), compiled(mesh), refused(mesh), waits_for_nobody(mesh)
+    return (*(f(mesh) for f in (beside_weights, run_again, in_16_bits, compiled, refused, waits_for_nobody)),)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +194,11 @@ def test_fsdp_and_ddp_average_gradients_to_those_of_one_process(found):
 def test_checkpoints_and_autocast_change_no_bit(found):
     for _, same, *_ in found:
         assert len(same) == 6 and all(same.values()), same
+
+
+def test_sums_over_runs_and_ranks_are_rounded_once(found):
+    for _, _, errors, *_ in found:
+        assert len(errors) == 3 and max(max(each) for each in errors.values()) <= 1.05, errors
 
 
 def test_three_lengths_are_one_graph_each_way(found):

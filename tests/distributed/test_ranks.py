@@ -278,7 +278,7 @@ def with_rows(of_block):
 def with_wrong_laws(mesh) -> dict[str, float]:
     """The errors when a law is broken: a comparison that doesn't see it would be none."""
     broken = {
-        "starts of queries": (Call, "attend", from_zero, "ALiBi, causal documents", "gather"),
+        "starts of queries": (Call, "portion", from_zero, "ALiBi, causal documents", "gather"),
         "starts of heads": (Call, "attend", from_zero, "retention", "heads"),
         "sums of gradients": (Ranks, "begin_sum", alone, "causal, grouped heads", "gather"),
         "order of keys": (Tokens, "in_order", as_sent, "causal, grouped heads", "gather"),

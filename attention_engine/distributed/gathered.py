@@ -1,0 +1,120 @@
+"""Keys gathered on each rank, with gradients of their own: those of keys leave kernels in fp32, are added up over runs
+and over ranks, and are rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attention_engine.distributed.block_gradients import BlockGradients, goes_block_by_block, without
+from attention_engine.distributed.exchange import Range, Tokens, all_of, sums_of
+from attention_engine.distributed.layout import Run
+from attention_engine.distributed.placements import Placement
+from attention_engine.reference.dense import compute_dtype
+from attention_engine.runtime.attention_op import PairAttention
+from attention_engine.runtime.attentions import find
+
+
+def gradients_of(key: str, wanted: Sequence[str], device: Any, deterministic: bool) -> BlockGradients | None:
+    """How an attention's gradients are made run by run. None where autograd makes them, rounded once a run."""
+    attention = find(key, PairAttention)
+    if attention.trained is not None or attention.bend is not None or attention.maths.backward is None:
+        return None
+    if not goes_block_by_block(attention.maths, wanted, attention.program_kernels is not None):
+        return None
+    return BlockGradients.of(attention, wanted, device, deterministic)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One call. runs: this rank's queries; seen: the range of keys that each may see. names: of the custom inputs, the
+    declared ones first. prepare(first query, first key, q, k, v, custom): what comes behind q, k, v."""
+
+    keys: Tokens
+    runs: Sequence[Run]
+    seen: Mapping[Run, Range]
+    placed: Sequence[Placement]
+    gradients: BlockGradients
+    names: Sequence[str]
+    prepare: Callable[..., list[Tensor]]
+
+    def own(self, tensors: Sequence[Tensor], run: Run) -> list[Tensor]:
+        """Custom inputs of a run and its keys, or of what has their shapes; those behind the declared ones are
+        whole."""
+        found, (first, stop) = list(tensors), self.seen[run]
+        for n, placement in enumerate(self.placed):
+            if placement.queries is not None:
+                found[n] = found[n].narrow(placement.queries, run.at, run.count)
+            if placement.columns is not None:
+                found[n] = found[n].narrow(placement.columns, first, stop - first)
+        return found
+
+    def given(
+        self, run: Run, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """q, k, v of a run, and what comes behind them. k, v: all keys."""
+        first, stop = self.seen[run]
+        q, k, v = q[:, run.here], k[:, first:stop], v[:, first:stop]
+        return q, k, v, self.prepare(run.start, first, q, k, v, self.own(custom, run))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """The output and all rows of this rank's queries."""
+        attention = self.gradients.attention
+        found = [attention.forward(*self.given(run, q, k, v, custom), attention.key) for run in self.runs]
+        rows = [torch.cat(each, 2) for each in zip(*(rows for _, rows in found), strict=True)]
+        return torch.cat([output for output, _ in found], 1), rows
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], made: Sequence[Tensor], d_o: Tensor,
+        d_rows: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+        """Gradients of this rank's q, k, v, and of custom inputs, by name, in at least fp32."""
+        wide, wanted = compute_dtype(q), self.gradients.wanted
+        dq, dk, dv = (torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (q, k, v))
+        total = without(wanted, self.names, custom, wide)
+        for run in self.runs:
+            first, stop = self.seen[run]
+            of_run = self.gradients.of_run(run, made, d_o, d_rows)
+            found = of_run.of_block(*self.given(run, q, k, v, custom), True)
+            dq[:, run.here] = found.q
+            dk[:, first:stop] += found.k
+            dv[:, first:stop] += found.v
+            for name, into in zip(self.names, self.own(total, run), strict=True):
+                if name in found.custom:
+                    into += found.custom[name].view(into.shape)
+        dk, dv = sums_of(self.keys, 1, dk, dv)
+        return dq, dk, dv, {n: t for n, t in zip(self.names, total, strict=True) if n in wanted}
+
+
+class GatheredFunction(torch.autograd.Function):
+    """(what is gathered, q, k, v, custom inputs with what functions capture...) -> the output and all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Gathered, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = k.dtype, v.dtype
+        k, v = all_of(call.keys, 1, k, v)
+        output, rows = call.forward(q, k, v, custom)
+        ctx.call, ctx.count = call, len(custom)
+        ctx.save_for_backward(q, k, v, *custom, output, *rows)
+        ctx.set_materialize_grads(False)
+        return (output, *rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Gathered = ctx.call
+        q, k, v, *rest = ctx.saved_tensors
+        custom, made, attention = rest[: ctx.count], rest[ctx.count :], call.gradients.attention
+        d_o, *d_rows = attention.arrived([], made, arriving[: 1 + attention.returned])
+        assert d_o is not None
+        named = {n: d for n, d in zip(attention.row_names, d_rows, strict=False) if d is not None}
+        dq, dk, dv, found = call.backward(q, k, v, custom, made, d_o, named)
+        of_custom = [found[n].to(t.dtype) if n in found else None for n, t in zip(call.names, custom, strict=True)]
+        return None, dq.to(q.dtype), dk.to(ctx.dtypes[0]), dv.to(ctx.dtypes[1]), *of_custom
