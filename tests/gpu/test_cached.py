@@ -3,10 +3,13 @@
 Most time goes into compiling. With `-n 16 -k "in_parts or graph"` a machine of 16 processors needs about a minute.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention_engine import AttentionEngine, library
+from tests import cached_cases
 from tests.cached_cases import CASES, DRAFTS, Shape, errors, in_pages
 from tests.plain import worst_ratio
 
@@ -35,6 +38,20 @@ def test_packed_queries_keep_the_rule(name):
     shape = Shape(LENGTHS, 1, 16, 4, 128, 64, packed=(700, 1, 6, 0, 2, 0, 20))
     for parts in (1, 3):
         assert errors(name, shape, torch.bfloat16, "tilelang", parts, "cuda")
+
+
+@pytest.mark.parametrize("page", [0, 64])
+@pytest.mark.parametrize("name", ["softmax", "entropy", "sigmoid", "padded_on_the_left"])
+def test_latent_attention_keeps_the_rule(name, page, monkeypatch):
+    monkeypatch.setattr(cached_cases, "CASES", {name: replace(CASES[name], dim_v=512)})
+    for queries, parts in ((1, 1), (3, 4)):
+        assert errors(name, Shape(LENGTHS, queries, 64, 1, 576, page), torch.bfloat16, "tilelang", parts, "cuda")
+
+
+@pytest.mark.parametrize("name", ["softmax", "entropy", "alibi"])
+def test_parts_that_are_dealt_keep_the_rule(name):
+    lengths = (*(37 * n % 500 for n in range(40)), 9000)  # a wide cache of many rows, one of them long
+    assert errors(name, Shape(lengths, 1, 16, 4, 128, 64), torch.bfloat16, "tilelang", None, "cuda")
 
 
 @pytest.mark.parametrize("parts", [1, 5])

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention_engine import AttentionEngine, arch, library, meta_tensor
 from attention_engine.plan import cached as plan
+from attention_engine.runtime.cached_shown import kernels_of_caches
 from tests import cached_cases
 from tests.cached_cases import CASES, DRAFTS, Shape, errors
 from tests.plain import worst_ratio
@@ -28,6 +30,17 @@ def test_kernels_keep_the_rule(name, record_property):
     queries = DRAFTS if name == "tree" else 5
     found += errors(name, replace(shape, queries=queries, page=64), torch.bfloat16, "interpret", 3)
     record_property(*worst_ratio(found, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("online", [library.OnlineSoftmax, library.OnlineSigmoid])
+def test_latent_attention_compiles_without_spills(online, monkeypatch):
+    monkeypatch.undo()
+    metas = [meta_tensor(None, h, None, d, dtype=torch.bfloat16) for h, d in ((64, 576), (1, 576), (1, 512))]
+    engine = AttentionEngine(tuple(metas), mask_mod=library.causal, online_func=online())
+    kernel = kernels_of_caches(engine, arch.H100(), 64, shared=True).every["decode"]
+    assert kernel.builder == "cached.latent.latent"
+    assert not kernel.resources.spills and kernel.resources.notes == ()
 
 
 @pytest.mark.parametrize("name", ["softmax", "entropy", "sink"])
