@@ -262,6 +262,7 @@ def test_one_learned_number_is_held_to_what_eagers_errors_come_to(dtype, few_cut
     assert max(lucky) > 2 * max(ratios)  # one draw of eager's error is no yardstick
 
 
+@pytest.mark.slow  # forty draws; one draw is held to such a yardstick below and above
 def test_a_yardstick_of_terms_is_the_root_mean_square_of_eagers_error(few_cuts):
     """Over draws, beside plain torch: within a fifth of it, so that a check by it is no weaker."""
     engine = build({"t": ()}, score_mod=lambda s, c, b, h, i, j: s * c["t"], dtype=torch.float16, backend="reference")
