@@ -89,9 +89,8 @@ def causal_sum(rows: int = 256, dim: int = 32, tile: int = 64):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("gpu", [
-    arch.A100(), *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in (arch.RTX4090(), arch.H100())),
-], ids=lambda gpu: gpu.target)  # fmt: skip
+@pytest.mark.slow  # test_tilelang_cannot_print_waits_of_unknown_counts reads the text of sm_80
+@pytest.mark.parametrize("gpu", [arch.A100(), arch.RTX4090(), arch.H100()], ids=lambda gpu: gpu.target)
 def test_a_dynamic_extent_with_two_stages_compiles(gpu: arch.Arch) -> None:
     lowered = codegen_compile.lower_kernel(causal_sum(), gpu)
     if gpu.has_tma:

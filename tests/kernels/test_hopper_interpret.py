@@ -113,6 +113,7 @@ def test_wide_heads_run_any_maths(name, program, kernels):
     assert ran("backward")
 
 
+@pytest.mark.slow  # above, each is held to float64
 def test_twins_agree_to_a_rounding(kernels):
     shape = Shape(1, 150, 200, 2, 1, 128, 128)
     inputs = shape.tensors(torch.float16, "cpu", 0)
