@@ -43,7 +43,7 @@ THINNED = {
         "plan/test_linear_plan", "ir/test_chance"),
     12: ("runtime/test_cached", "runtime/test_packed", "runtime/test_linear_packed", "runtime/test_moved",
         "runtime/test_parted", "runtime/test_dropout", "kernels/test_starts_hopper", "flex/test_cases",
-        "passes/test_derive_merge", "test_fuzz"),
+        "passes/test_derive_merge", "test_fuzz", "kernels/test_latent", "kernels/test_deal"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
 ONE_OF_EACH = {f"tests/{name}.py" for names in THINNED.values() for name in names}
