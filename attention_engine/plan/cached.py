@@ -296,7 +296,7 @@ class CachedPlan:
         alone: where blocks are many, and lengths may differ much."""
         tiles, sms = -(-keys // self.tile.kv), places_of(self.target)
         few = batch > MOST_REQUESTS or queries * self.problem.group > self.tile.q or tiles <= WIDE
-        if self.cache.shared:  # no GPU has dealt parts of keys that are values too
+        if self.cache.shared:  # a fifth to a half slower where lengths are even: heads' sums are wide, and joined
             return 0
         if asked is not None or few or self.problem.kv_heads * batch < BUSY * sms or not self.may_deal:
             return 0
