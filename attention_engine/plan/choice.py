@@ -183,8 +183,8 @@ def _own_keys(q: int) -> Tile:
 
 
 # By head dims, the queries of a tile where a group of its own chooses which weights are dropped: computing threads have
-# 224 registers then, and with 64 queries products wait for one another (ptxas C7512). On an H100, S 8192: 15 % faster
-# than where computing threads choose. At head dims 64 it is no faster.
+# 224 registers then, and with 64 queries products wait for one another (ptxas C7512). On an H100, S 8192: 8 to 9 %
+# faster than where computing threads choose. At head dims 64 it is no faster.
 DROPPED = {(128, 128): 48}
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others.
