@@ -189,10 +189,10 @@ class _Scratch:
         self.on_gpu = bool(likes) and likes[0].device.type == "cuda"
         self.is_kept = 4 * self.size <= MOST_BYTES
         self.device = (likes[0].device.index or 0) if self.on_gpu else -1
-        self.views: dict[object, tuple[Tensor, list[Tensor]]] = {}
+        self.views: dict[object, tuple[Tensor, list[Any]]] = {}
 
-    def __call__(self) -> list[Tensor]:
-        """The memory."""
+    def __call__(self) -> list[Any]:
+        """The memory, on a GPU as kernels take it: to make a tensor so at each call takes as long as all else here."""
         if not self.likes:
             return []
         if not self.is_kept or (self.on_gpu and _is_capturing()):
@@ -204,7 +204,7 @@ class _Scratch:
             found = self._views(key, held)
         return found[1]
 
-    def _views(self, key: object, held: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def _views(self, key: object, held: Tensor | None) -> tuple[Tensor, list[Any]]:
         if held is None or held.numel() < self.size:
             if len(_SCRATCH) >= MOST_SCRATCH:
                 _SCRATCH.clear()
@@ -216,5 +216,11 @@ class _Scratch:
         views = [
             p[: like.numel()].view(like.dtype).view(like.shape) for p, like in zip(pieces, self.likes, strict=True)
         ]
-        found = self.views[key] = (held, views)
+        found = self.views[key] = (held, [*map(_as_kernels_take, views)] if self.on_gpu else views)
         return found
+
+
+def _as_kernels_take(tensor: Tensor) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor)

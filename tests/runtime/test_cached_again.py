@@ -104,6 +104,15 @@ def test_calls_of_several_shapes_take_turns(checked):
         assert len(checked) == (0 if round_ else 3)
 
 
+def test_kernels_are_handed_scratch_memory_as_they_take_it():
+    """On a GPU torch's tensors would be made so at each launch; a kernel's host code has them as DLPack has them."""
+    tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
+    taken = cached_again._as_kernels_take(tensor)
+    assert tuple(taken.shape) == (3, 4) and str(taken.dtype) == "float32"
+    tensor[1, 2] = -1
+    assert torch.equal(torch.from_dlpack(taken), tensor)  # the same memory
+
+
 def test_what_parts_leave_has_one_piece_of_memory_for_each_thread(monkeypatch):
     monkeypatch.setattr(cached_again, "_SCRATCH", {})
     small, large = (cached_again._Scratch([torch.empty(n), torch.empty(n, 5)]) for n in (7, 1 << 20))
