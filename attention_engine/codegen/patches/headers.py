@@ -23,7 +23,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,9 @@ INCLUDED = (
 )  # fmt: skip
 STANDARD = ("std", "__pstl", "__gnu_cxx")  # whose overloads are many, each for types of its own
 ON_A_GPU = frozenset(
-    """c++config.h cmath compare concepts cpp_type_traits.h cstddef cstdint initializer_list limits move.h new
-    std_abs.h type_traits utility""".split()  # noqa: SIM905
+    """c++config.h cmath compare concepts cpp_type_traits.h cstddef cstdint cstdlib initializer_list limits math.h
+    iterator_concepts.h move.h new std_abs.h stdlib.h stl_iterator_base_funcs.h stl_iterator_base_types.h stl_pair.h
+    type_traits type_traits.h utility utility.h""".split()  # noqa: SIM905
 )  # of the host's standard library, what kernels may need: strings, streams and clocks run on no GPU
 FAST = "--use_fast_math"
 
@@ -229,9 +229,7 @@ def read(reading: Reading) -> Headers:
             macros.pop(name[0], None)
             if line.startswith("#define"):
                 macros[name[0]] = line
-    own = text[: text.index(f'# 1 "{source}"', text.index("cuda_runtime.h"))]  # what nvcc includes of itself
-    first = set(re.findall(r'^# \d+ "([^"]*)"', own, re.MULTILINE))
-    return Headers([replace_field(d, file="") if d.file in first else d for d in cut(text)], macros)
+    return Headers(list(cut(text)), macros)
 
 
 def keep(reading: Sequence[Any], place: str) -> None:
