@@ -192,7 +192,9 @@ def compiling(monkeypatch, refuses):
         return b"cubin"
 
     monkeypatch.setattr(nvcc, "compile_cuda", compile_cuda)
-    monkeypatch.setattr(headers, "lessened", lambda code, target, fast: "less")
+    monkeypatch.setattr(
+        headers, "lessened", lambda code, target, fast, beside_runtime=False: "more" if beside_runtime else "less"
+    )
     with patched():
         made = nvcc.compile_cuda("whole", "cubin", ["-arch=sm_90a"], options=["-std=c++20"])
     return made, given
@@ -201,7 +203,8 @@ def compiling(monkeypatch, refuses):
 def test_where_nvcc_refuses_less_it_gets_all(monkeypatch):
     pytest.importorskip("tilelang")
     assert compiling(monkeypatch, lambda code: False) == (b"cubin", ["less"])
-    assert compiling(monkeypatch, lambda code: code == "less") == (b"cubin", ["less", "whole"])
+    assert compiling(monkeypatch, lambda code: code == "less") == (b"cubin", ["less", "more"])
+    assert compiling(monkeypatch, lambda code: code != "whole") == (b"cubin", ["less", "more", "whole"])
 
 
 def test_where_headers_cannot_be_read_kernels_have_them_whole(monkeypatch):

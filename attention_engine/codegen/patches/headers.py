@@ -69,8 +69,11 @@ class Reading:
 class Headers:
     """The declarations of the headers, and the macros."""
 
-    def __init__(self, given: Sequence[Declaration], macros: dict[str, str]) -> None:
+    def __init__(self, given: Sequence[Declaration], macros: dict[str, str], of_runtime: int = 0) -> None:
         declarations = [d for d in given if runs_on_a_gpu(d)]
+        self.of_runtime = len(
+            [d for d in given[:of_runtime] if runs_on_a_gpu(d)]
+        )  # the first so many are cuda_runtime.h's
         self.declarations, self.macros = declarations, macros
         self.paths = [d.path for d in declarations]
         self.spaces = {name for path in self.paths for name in path}
@@ -85,6 +88,11 @@ class Headers:
         for path, declaration in zip(self.paths, declarations, strict=True):
             if not declaration.names and declaration.text.lstrip().startswith("using"):
                 self.opened[path] |= set(WORD.findall(declaration.text)) & self.spaces
+
+    @functools.cached_property
+    def beside_runtime(self) -> Headers:
+        """The rest, for nvcc with its own cuda_runtime.h."""
+        return Headers(self.declarations[self.of_runtime :], self.macros)
 
     def of(self, kernel: str) -> str:
         """The headers that a kernel needs."""
@@ -229,13 +237,17 @@ def read(reading: Reading) -> Headers:
             macros.pop(name[0], None)
             if line.startswith("#define"):
                 macros[name[0]] = line
-    return Headers(list(cut(text)), macros)
+    start = text.index(f'# 1 "{source}"', text.index("cuda_runtime.h"))  # behind what nvcc includes of itself
+    own = list(cut(text[:start]))
+    return Headers([*own, *cut(text[start:])], macros, len(own))
 
 
 def keep(reading: Sequence[Any], place: str) -> None:
     """Reads the headers for the values of a `Reading`, and writes what is to be known of them."""
     headers = read(Reading(*reading))
-    files.write_whole(Path(place), json.dumps([[d.kept for d in headers.declarations], headers.macros]))
+    files.write_whole(
+        Path(place), json.dumps([[d.kept for d in headers.declarations], headers.macros, headers.of_runtime])
+    )
 
 
 def _kept(reading: Reading) -> Headers | None:
@@ -253,8 +265,9 @@ def _kept(reading: Reading) -> Headers | None:
             subprocess.run(command, check=True, capture_output=True, cwd=package)
     if folders.distrust(kept) is not None:
         return None
-    declarations, macros = json.loads(kept.read_text())
-    return Headers([Declaration(tuple(a), tuple(n), t, k, tuple(w), f) for a, n, t, k, w, f in declarations], macros)
+    declarations, macros, of_runtime = json.loads(kept.read_text())
+    found = [Declaration(tuple(a), tuple(n), t, k, tuple(w), f) for a, n, t, k, w, f in declarations]
+    return Headers(found, macros, of_runtime)
 
 
 _lock = threading.Lock()
@@ -290,15 +303,17 @@ _INCLUDE = re.compile(r"^#include <([^>]+)>\n", re.MULTILINE)
 _INCLUDES = re.compile(r"^#if defined\(_MSC_VER\).*\n(?:#.*\n|\n)*#include <[^>]+>\n(?:#endif\n)?", re.MULTILINE)
 
 
-def lessened(code: str, target: str, fast: bool) -> str | None:
+def lessened(code: str, target: str, fast: bool, beside_runtime: bool = False) -> str | None:
     """The source of a kernel, or of several, with what it needs of the headers in their place; None where that isn't
-    known."""
+    known. beside_runtime: for nvcc with its own cuda_runtime.h."""
     asked = set(_INCLUDE.findall(code)) - {"cuda.h", f"{TEMPLATES}cuda_bf16_fallbacks.cuh"}  # under conditions
     kernel = _INCLUDES.sub("", code)
     if not asked or not asked <= set(INCLUDED) or _INCLUDE.search(kernel) is not None:
         return None
     headers = headers_for(reading_for(target, fast))
-    return None if headers is None else headers.of(kernel) + kernel
+    if headers is None:
+        return None
+    return (headers.beside_runtime if beside_runtime else headers).of(kernel) + kernel
 
 
 @contextlib.contextmanager
@@ -318,13 +333,17 @@ def put() -> Undo:
 
     def compile_cuda(code: str, target_format: str = "ptx", arch: Any = None, options: Any = None, **more: Any) -> Any:
         if inside() and isinstance(arch, list) and len(arch) == 1 and isinstance(options, list):
-            less = lessened(code, arch[0].removeprefix("-arch="), FAST in options)
+            wanted = code, arch[0].removeprefix("-arch="), FAST in options
+            less = lessened(*wanted)
             if less is not None:
-                try:
-                    with without_runtime() as first:
-                        return whole(less, target_format, arch, [first, *options], **more)
-                except RuntimeError:
-                    LOG.info("a kernel is compiled with its headers whole: nvcc refused what it seems to need of them")
+                with contextlib.suppress(RuntimeError), without_runtime() as first:
+                    return whole(less, target_format, arch, [first, *options], **more)
+                LOG.info(
+                    "a kernel is compiled with nvcc's cuda_runtime.h whole: nvcc refused what it seems to need of it"
+                )
+                with contextlib.suppress(RuntimeError):
+                    return whole(lessened(*wanted, beside_runtime=True), target_format, arch, options, **more)
+                LOG.info("a kernel is compiled with its headers whole: nvcc refused what it seems to need of them")
         return whole(code, target_format, arch, options, **more)
 
     return replace((nvcc, "compile_cuda", compile_cuda))
