@@ -154,9 +154,22 @@ def tile_of(problem: Problem, cache: Cache, target: Target) -> Tile:
     widest = 512 if cache.shared else 256
     for shape in shapes:
         tile = Tile(*shape)
+        if cache.shared and not by_columns(problem, cache):
+            tile = replace(tile, threads=tile.threads // 2)
         if shared_bytes(problem, cache, tile) <= arch.shared_memory_per_block and problem.dim_v <= widest:
             return tile
     raise TileDoesNotFit(problem.dim, problem.dim_v, problem.dtype, f"have no tile for a cache on {arch.name}")
+
+
+def value_columns(problem: Problem, cache: Cache) -> int:
+    """The columns of the output as a block holds them; of keys that are values too, whole 128 bytes, as wgmma reads."""
+    own = padded(problem.dim_v)
+    return min(padded(problem.dim), -(-own // 64) * 64) if cache.shared else own
+
+
+def by_columns(problem: Problem, cache: Cache) -> bool:
+    """Do warps share the columns of the products, not the rows? Where keys are values too, and these are wide."""
+    return cache.shared and value_columns(problem, cache) > 128
 
 
 def placed_by_hand(problem: Problem, cache: Cache, target: Target) -> bool:

@@ -196,8 +196,9 @@ class Engine(torch.nn.Module):
                 given = self._turned(given)
             wanted = again.requires_grad and torch.is_grad_enabled()
             return op.run_unwatched(again.key, returns, given, again.direct, wanted)
+        asked = form, signature(*present)
         try:
-            seen = self._seen.get((form, signature(*present)))
+            seen = self._seen.get(asked)
         except TypeError:  # a size that a compiler leaves open has no hash in PyTorch 2.11
             return None
         if seen is None or torch.is_autocast_enabled(seen.device):

@@ -9,7 +9,7 @@ from attention_engine import AttentionEngine, CustomIO, arch, library, meta_tens
 from attention_engine.errors import NoMerge, WrongCache, WrongSequences
 from attention_engine.plan import cached as plan
 from attention_engine.runtime import cached
-from tests.cached_cases import Entropic, in_pages
+from tests.cached_cases import CASES, Entropic, in_pages
 
 METAS = (meta_tensor(16, 32, 1, 128, dtype=torch.bfloat16), *(meta_tensor(16, 8, 8192, 128, dtype=torch.bfloat16),) * 2)
 KINDS = ["one after the other", "in pages", "packed queries", "values are columns of keys", "long, heads first"]
@@ -147,3 +147,20 @@ def test_starts_of_packed_sequences_may_be_int64_and_those_of_caches_not():
         engine.with_cache(q, caches, caches, kv_lengths=lengths.int(), cu_seqlens_q=starts)
     with pytest.raises(WrongCache, match=r"kv_lengths is torch.int64. Give int32: kv_lengths.to\(torch.int32\)"):
         engine.with_cache(q[:2, None], caches, caches, kv_lengths=lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kernel"), [
+    ("softmax_one", "combine"), ("sink", "combine"), ("shared_softmax", "decode"), ("shared_entropy", "decode"),
+])  # fmt: skip
+def test_rows_of_several_values_and_narrow_shared_values_lower_for_hopper(name, kernel):
+    """TileLang finds a layout for an epilogue that reads two values of a row, and for groups of four heads."""
+    case = CASES[name]
+    sizes = (32, 128), (8, 128), (8, case.dim_v or 128)
+    metas = tuple(meta_tensor(None, heads, None, dim, dtype=torch.bfloat16) for heads, dim in sizes)
+    score = case.score(128**-0.5) if case.score else None
+    engine = AttentionEngine(
+        metas, CustomIO(case.axes), score, case.mask, case.online(), scale=None if score is None else 1.0,
+        device=arch.H100(),
+    )  # fmt: skip
+    assert "__global__" in engine.source(kernel, form="cuda", cache_page=64, cache_shared=bool(case.dim_v))

@@ -206,13 +206,29 @@ class _Row:
 
         over_pairs(1, self.most, entry)
 
+    def _shared_rows(self, expr: Expr) -> dict[Expr, Any]:
+        """The row's values that it reads, where every thread can read them: TileLang finds no layout for several
+        fragments of one entry beside the output's."""
+        read = [node for node in topological(expr) if node in self.known]
+        if len(read) < 2:
+            return {}
+        values = T.alloc_shared([len(read)], FLOAT)
+        for place, variable in enumerate(read):
+
+            def entry(i: Any, place: int = place, fragment: Any = self.known[variable]) -> None:
+                store(values, fragment[i], place)
+
+            over_rows(1, entry)
+        return {variable: values[place] for place, variable in enumerate(read)}
+
     def finish(self, output: Any) -> None:
         """The epilogue, on the sum of all parts."""
         owner, query, head = self.row
         final, *rows = in_exp2(self.merge.output, *(row for _, row in self.merge.finals))
+        shared = self._shared_rows(final)
 
         def entry(d: Any) -> None:
-            (value,) = self.splice({OUTPUT: output[d]})(final)
+            (value,) = self.splice({OUTPUT: output[d], **shared})(final)
             _store_inside(
                 d < self.problem.dim_v, self.buffers["o"], T.cast(value, self.problem.dtype), (owner, query, head, d)
             )

@@ -55,7 +55,7 @@ def decode(
     sizes = Sizes(problem)
     parameters = sizes.declare(cached.walk(problem, cache, schedule, in_parts))
     of = Steps(problem, schedule, tile, cache, sizes)
-    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    dim, dim_v = padded(problem.dim), cached.value_columns(problem, cache)
 
     @T.macro
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
@@ -115,7 +115,7 @@ class Steps:
     def hold(self, value: Any) -> Any:
         """What a block works out once is held, or TileLang would spell its divisions out at each use; but for blocks
         that have no register left."""
-        return value if self.cache.shared else name_value(value)
+        return value if cached.by_columns(self.problem, self.cache) else name_value(value)
 
     def part(self, buffers: Any, owner: Any, place: Any, parts: Any) -> tuple[Any, Any, Any]:
         """The request of a block, which of its parts the block has, and how many it has. Behind the last part that is
@@ -189,18 +189,22 @@ class Steps:
 
     def multiply_keys(self, q: Operand, k: Operand, scores: Any) -> None:
         """scores += q @ k^T."""
-        if self.cache.shared:
+        if cached.by_columns(self.problem, self.cache):
             _multiply_by_columns(q.whole, k.whole, scores, True)
         else:
             multiply(q, k, scores, transpose_B=True)
 
     def add_shared_values(self, weights: Operand, k: Operand, output: Any, dim_v: int) -> None:
-        """output += weights @ the first columns of k. Two warpgroups have half of the columns each."""
-        _multiply_by_columns(weights.whole, k.whole[0 : self.tile.kv, 0:dim_v], output, False)
+        """output += weights @ the first columns of k. Where they are wide, two warpgroups have half of them each."""
+        values = k.whole[0 : self.tile.kv, 0:dim_v]
+        if cached.by_columns(self.problem, self.cache):
+            _multiply_by_columns(weights.whole, values, output, False)
+        else:
+            T.gemm(weights.whole, values, output)
 
     def leave(self, buffers: Any, maths: PackedMaths, output: Any, written: Any, part: Any) -> None:
         """What the block has found goes to memory: of a part, its sums and states."""
-        maths.finish(output, padded(self.problem.dim_v))
+        maths.finish(output, cached.value_columns(self.problem, self.cache))
         self.leave_columns(buffers, output, maths.packed, part)
         self.leave_rows(buffers, maths, written, part)
 
