@@ -200,7 +200,7 @@ class Steps:
         if cached.by_columns(self.problem, self.cache):
             _multiply_by_columns(weights.whole, values, output, False)
         else:
-            T.gemm(weights.whole, values, output)
+            _multiply_by_rows(weights.whole, values, output)
 
     def leave(self, buffers: Any, maths: PackedMaths, output: Any, written: Any, part: Any) -> None:
         """What the block has found goes to memory: of a part, its sums and states."""
@@ -257,6 +257,11 @@ def _bring_queries(q: Operand, source: Any, packed: Rows, problem: Problem) -> N
 @T.macro
 def _multiply_by_columns(a: Any, b: Any, c: Any, transposed: bool) -> None:
     T.gemm(a, b, c, transpose_B=transposed, policy=T.GemmWarpPolicy.FullCol)
+
+
+@T.macro
+def _multiply_by_rows(a: Any, b: Any, c: Any) -> None:
+    T.gemm(a, b, c, policy=T.GemmWarpPolicy.FullRow)
 
 
 @T.macro
