@@ -349,3 +349,7 @@ class HeadsDoNotDivide(AttentionEngineError, ValueError):
 
 class LengthNotInLayout(AttentionEngineError, ValueError):
     """A tensor isn't this rank's part of a sequence of any length that the ranks were told, or of too short a one."""
+
+
+class WrongPlacement(BadInput):
+    """A DTensor is sharded as no rank could attend alone: over tokens, over a head's entries, or unevenly."""

@@ -66,6 +66,7 @@ from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.names import declared, either, explains_names
 from attention_engine.runtime.packed import check_starts, sizes_of_packed
 from attention_engine.runtime.program_kernels import Direct
+from attention_engine.runtime.sharded import refuse_dtensor
 from attention_engine.runtime.tuning import Tuning, choose
 
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -191,6 +192,8 @@ class LinearAttentionEngine(LinearShown):
         1 before, and states are (N, H, D, DV). Raises BadInput for tensors that don't fit.
         """
         try:
+            if type(q) is not Tensor:
+                refuse_dtensor(q)
             captured = self._captured
             tensors = order_custom(self.custom_io, custom, named)
             tensors = [*tensors, *tensors_now(captured)] if captured else tensors

@@ -52,6 +52,7 @@ from attention_engine.runtime.on_caches import OnCaches
 from attention_engine.runtime.packed import refuse_lengths
 from attention_engine.runtime.packed_call import call_packed
 from attention_engine.runtime.parted import Parted
+from attention_engine.runtime.sharded import call_sharded, is_dtensor
 from attention_engine.runtime.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -180,6 +181,10 @@ class AttentionEngine(Built, Parted, OnCaches):
             BadInput: tensors that don't fit.
         """
         try:
+            if type(q) is not Tensor and is_dtensor(q):
+                lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_mask": block_mask}
+                results: WithRows = call_sharded(self, q, k, v, custom, named, return_rowscales, dropout_seed, lengths)
+                return results
             captured = self._captured
             held = tensors_now(captured) if captured else ()
             seed = None

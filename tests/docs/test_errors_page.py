@@ -58,6 +58,7 @@ def test_every_error_that_a_user_can_meet_without_a_gpu_is_on_the_page():
         "NoCudaCompiler", "NotYetSupported", "TileDoesNotFit", "TooLong", "UnknownArch", "UnknownProgram",
         "WrongCustomDtype", "BadScript", "HazardInKernel", "NotWhileCapturing", "NothingRan", "TuneFileUnreadable",
         "TuneFileUnwritable", "KernelsNotBuilt", "RanksDisagree", "HeadsDoNotDivide", "LengthNotInLayout",
+        "WrongPlacement",
     }  # fmt: skip
     classes = {n for n, c in vars(errors).items() if isinstance(c, type) and c.__module__ == errors.__name__}
     assert classes - {m.error.__name__ for m in mistakes.MISTAKES} - elsewhere == set()
