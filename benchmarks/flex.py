@@ -1,6 +1,6 @@
 """flex_attention beside torch's FlexAttention: five masks and scores, their numbers first, then forward and backward.
 
-python -m benchmarks.flex                ours and torch's, case by case, on a GPU
+python -m benchmarks.flex                ours, torch's Triton kernels and its FlashAttention-4, on a GPU
 python -m benchmarks.flex --who torch    one of them
 python -m benchmarks.flex --host         the host time alone, with functions made anew; on a CPU without launches
 """
@@ -8,14 +8,17 @@ python -m benchmarks.flex --host         the host time alone, with functions mad
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -55,14 +58,23 @@ def ours(mods: Mods, device: str) -> Callable[..., Tensor]:
     return lambda q, k, v: flex_attention(q, k, v, score, blocks)
 
 
-def torchs(mods: Mods, device: str) -> Callable[..., Tensor]:
+def torchs(mods: Mods, device: str, options: dict[str, Any] | None = None) -> Callable[..., Tensor]:
     """The call by torch.compile(flex_attention), its Triton kernels."""
     from torch.nn.attention import flex_attention as flex
 
     score, mask = mods
-    blocks: Any = torch.compile(flex.create_block_mask, dynamic=False)(mask, None, None, S, S, device=device)
+    wide = options is not None and torch.cuda.get_device_capability()[0] >= 10
+    size = (256, 128) if wide else 128  # of what FlashAttention-4 takes: its own tile
+    blocks: Any = torch.compile(flex.create_block_mask, dynamic=False)(
+        mask, None, None, S, S, device=device, BLOCK_SIZE=size
+    )
     compiled: Any = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, score, blocks)
+    return lambda q, k, v: compiled(q, k, v, score, blocks, kernel_options=options)
+
+
+def flash(mods: Mods, device: str) -> Callable[..., Tensor]:
+    """The same by FlashAttention-4, where it is installed."""
+    return torchs(mods, device, {"BACKEND": "FLASH"})
 
 
 def inputs(device: str) -> list[Tensor]:
@@ -111,49 +123,60 @@ def ms(run: Callable[[], object], rounds: int = 12) -> float:
     return sorted(times)[rounds // 2]
 
 
-MAKERS = {"ours": ours, "torch": torchs}
+MAKERS = {"ours": ours, "torch": torchs, "flash": flash}
 
 
-def compile_case(who: str, name: str) -> None:
-    """Compiles what a case runs, forward and backward, and keeps it on disk."""
-    *qkv, arriving = inputs("cuda")
-    torch.autograd.grad(MAKERS[who](cases("cuda")[name], "cuda")(*qkv), qkv, arriving)
-    torch.cuda.synchronize()
+@contextmanager
+def alone(lock: str) -> Iterator[IO[str]]:
+    """While no other process holds this file."""
+    with Path(lock).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield held
 
 
-def begin_compiling(who: Sequence[str], names: Sequence[str]) -> dict[tuple[str, str], subprocess.Popen[bytes]]:
-    """A process for each case, which share the compilers' folders with this one."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor_")
-    command = [sys.executable, "-m", "benchmarks.flex", "--compile"]
-    return {(w, n): subprocess.Popen([*command, "--who", w, n]) for n in names for w in who}
+def one(who: str, name: str, lock: str) -> None:
+    """Compiles a case, and times it when no other process does: a row, which stands in the file too."""
+    mods, (*qkv, arriving), began = cases("cuda")[name], inputs("cuda"), time.perf_counter()
+    found, said, made = [math.nan, math.nan], "", list[Tensor]()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return call(*qkv)
+
+    def backward() -> object:
+        return torch.autograd.grad(made[0], qkv, arriving, retain_graph=True)
+
+    try:
+        call = MAKERS[who](mods, "cuda")
+        for n, run in enumerate((forward, backward)):
+            made += [call(*qkv)] * n
+            run()
+            torch.cuda.synchronize()
+            with alone(lock):
+                found[n] = ms(run)
+        said = f"error {off(call, mods, 'cuda'):.2f} of eager's"
+    except Exception as error:  # noqa: BLE001 # what a peer refuses is a result
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    row = f"{who:6} {name:12} {found[0]:7.3f} ms, {found[1]:7.3f} ms, {said}"
+    print(f"{row} ({time.perf_counter() - began:.0f} s)", flush=True)
+    with alone(lock) as rows:
+        rows.write(json.dumps([who, name, *found]) + "\n")
 
 
 def measure(who: Sequence[str], names: Sequence[str]) -> None:
-    """Prints a row a case, compiled, compared, then timed, and how many times the other's time torch's is."""
-    known, (*qkv, arriving) = cases("cuda"), inputs("cuda")
-    names = names or list(known)
-    compiling, times = begin_compiling(who, names), {}
-    for compiles in compiling.values():  # all of them: what compiles would slow what is timed
-        compiles.wait()
-    for name in names:
-        for each in who:
-            began, call = time.perf_counter(), MAKERS[each](known[name], "cuda")
-            with torch.no_grad():
-                call(*qkv)
-                forward = ms(lambda: call(*qkv))  # noqa: B023
-            o = call(*qkv)
-            backward = ms(lambda: torch.autograd.grad(o, qkv, arriving, retain_graph=True))  # noqa: B023
-            times[each] = forward, backward
-            row = f"{each:6} {name:12} {forward:7.3f} ms, {backward:7.3f} ms"
-            print(f"{row} ({time.perf_counter() - began:.0f} s)", flush=True)
-        if len(times) > 1:
-            ratios = [b / a for a, b in zip(times["ours"], times["torch"], strict=True)]
-            print(f"ratio  {name:12} {ratios[0]:7.2f}   , {ratios[1]:7.2f}", flush=True)
-    for name in names:
-        for each in who:
-            error = off(MAKERS[each](known[name], "cuda"), known[name], "cuda")
-            print(f"{each:6} {name:12} error {error:5.2f} of eager's", flush=True)
+    """A process for each case and each of who, which print their rows; then how many times ours the others take."""
+    names = names or list(cases("cpu"))
+    with tempfile.NamedTemporaryFile(mode="r", suffix=".jsonl") as rows:
+        command = [sys.executable, "-m", "benchmarks.flex", "--lock", rows.name, "--who"]
+        waiting = [subprocess.Popen([*command, each, name]) for each in who for name in names]
+        for process in waiting:
+            process.wait()
+        times = {(each, name): of for each, name, *of in map(json.loads, rows)}
+    for each in who:
+        for name in names:
+            if each != "ours" and ("ours", name) in times and (each, name) in times:
+                a, b = times["ours", name], times[each, name]
+                print(f"{each:6} {name:12} {b[0] / a[0]:7.2f}   , {b[1] / a[1]:7.2f} times ours")
 
 
 def host(device: str) -> None:
@@ -193,21 +216,17 @@ def host(device: str) -> None:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--who", choices=["ours", "torch"])
+    parser.add_argument("--who", choices=list(MAKERS), action="append")
     parser.add_argument("names", nargs="*", help="cases; all where none is named")
     parser.add_argument("--host", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="compile the cases, and end")
+    parser.add_argument("--lock", help="one case, timed while this file is locked, where its times are added")
     asked = parser.parse_args()
     if asked.host:
         host("cuda" if torch.cuda.is_available() else "cpu")
-        return
-    who = [asked.who] if asked.who else ["ours", "torch"]
-    if asked.compile:
-        for each in who:
-            for name in asked.names:
-                compile_case(each, name)
-        return
-    measure(who, asked.names)
+    elif asked.lock:
+        one(asked.who[0], asked.names[0], asked.lock)
+    else:
+        measure(asked.who or list(MAKERS), asked.names)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from attention_engine.errors import AttentionEngineError, HeadsDoNotGroup, OptionsClash, WrongBlockMask
 from attention_engine.flex import compiled, foreign
+from attention_engine.flex.again import Form, again, form_of, note
 from attention_engine.flex.engines import build, find
 from attention_engine.flex.masks import BlockMask, noop_mask
 from attention_engine.flex.options import USUAL, Options, read_options
@@ -76,9 +77,18 @@ def flex_attention(
         torch.Size([1, 2, 16, 8])
     """
     try:
+        form = None
+        if return_aux is None and online_func is None and dropout_p == 0.0 and not is_compiling():
+            options = USUAL if kernel_options is None else read_options(kernel_options)
+            form = form_of(query, key, score_mod, block_mask, scale, enable_gqa, return_lse, options)
+            if form is not None:
+                mask_mod = None if block_mask is None else block_mask.mask_mod
+                found = again(form, query, key, value, score_mod, mask_mod, return_lse)
+                if found is not None:
+                    return found
         return _attend(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
-            online_func, dropout_p,
+            online_func, dropout_p, form,
         )  # fmt: skip
     except AttentionEngineError as error:
         if is_compiling():  # the compiler follows what is raised, but no traceback
@@ -89,6 +99,7 @@ def flex_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool,
     return_lse: bool, kernel_options: Any, return_aux: Any, online_func: OnlineFunc | None, dropout_p: float,
+    form: Form | None,
 ) -> Any:  # fmt: skip
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         check_ranks("bhsd", query, key, value)
@@ -105,7 +116,7 @@ def _attend(
     if scale is None:  # a compiler knows how long a range is
         scale = (len(range(of_q[3])) if is_compiling() else of_q[3]) ** -0.5
     maxima = rows and return_aux is not None and bool(return_aux.max_scores)
-    found = call(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows)
+    found = call(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows, form)
     if rows:
         return _returned(found, return_aux)
     return found if return_aux is None else (found, AuxOutput())
@@ -113,13 +124,16 @@ def _attend(
 
 def call(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, online_func: OnlineFunc | None,
-    scale: float, maxima: bool, options: Options, rows: bool,
+    scale: float, maxima: bool, options: Options, rows: bool, form: Form | None = None,
 ) -> Any:  # fmt: skip
-    """The output of an engine of these functions, or (output, rows by name)."""
+    """The output of an engine of these functions, or (output, rows by name). form: under which it is noted."""
     seed = seed_tensor(None, query.device) if options.dropout_p else None
     if not is_compiling():
         engine, captured = find(score_mod, mask_mod, online_func, scale, maxima, options)
-        return engine._call(query, key, value, (), captured, None, rows, {}, seed)
+        made = engine._call(query, key, value, (), captured, None, rows, {}, seed)
+        if form is not None:
+            note(form, (query, key, value), score_mod, mask_mod, engine, captured)
+        return made
     if is_dynamo_compiling():
         return compiled.run(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows, seed)
     # torch runs this very code on fake tensors, which nothing may keep

@@ -102,7 +102,7 @@ class _Reading:
             _FIXED[id(function)] = function
             return True
         scope = function.__globals__
-        for name in _globals_of(code):
+        for name in globals_of(code):
             if name in scope:
                 self.parts.append(name)
                 if not self.read(scope[name], depth + 1):
@@ -116,7 +116,13 @@ def _of_package(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in FIXED
 
 
-def _globals_of(code: CodeType) -> tuple[str, ...]:
+def stays(value: object) -> bool:
+    """Was it read, and found to hold nothing that changes?"""
+    return id(value) in _FIXED
+
+
+def globals_of(code: CodeType) -> tuple[str, ...]:
+    """The names that the code reads of its module, or of builtins."""
     known = _NAMES.get(id(code))
     if known is None:
         if len(_NAMES) >= MOST_CODES:

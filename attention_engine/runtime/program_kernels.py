@@ -100,11 +100,13 @@ class Bound:
         return tensor_of(memory, "o"), [tensor_of(memory, row) for row in self.rows]
 
     def direct(self) -> Direct:
-        """`forward` where no tile map is needed, with all that it looks up bound beforehand: a twentieth of a call's
-        host time. Tiles of packed sequences are listed before."""
+        """`forward` with all that it looks up bound beforehand: a twentieth of a call's host time. Tiles of masks, and
+        of packed sequences, are listed before."""
         of_q, of_k, of_v = self.strides
         if of_q is None or of_k is None or of_v is None or self.kernels.problem.staged:
             return self._flat
+        if not self.kernels.plan.lists_no_keys:
+            return self._direct_steps((of_q, of_k, of_v))
         run, empty_like = self.kernels.forward.run, torch.empty_like
         output, *rows = self.ready.results(["o", *self.rows])
         misaligned = 0 if self.unit == 1 else ALIGNED - 1
@@ -117,6 +119,21 @@ class Bound:
             found = (empty_like(output), *[empty_like(row) for row in rows])
             run(*of_q, q, *of_k, k, *of_v, v, *map(as_parameter, custom), *found)
             return found
+
+        return launch
+
+    def _direct_steps(self, strides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> Direct:
+        """The same of a forward pass of several launches, which list the tiles of a mask first."""
+        given = [*zip("qkv", strides, strict=True), *[(place, ()) for place in self.custom]]
+        steps = self.ready.by_number(given, ["o", *self.rows])
+        if steps is None:
+            return self._flat
+        misaligned = 0 if self.unit == 1 else ALIGNED - 1
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & misaligned:
+                return self._flat(q, k, v, *custom)
+            return steps(q, k, v, *map(as_parameter, custom))
 
         return launch
 
@@ -251,12 +268,12 @@ class ProgramKernels:
     def direct(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Direct | None:
         """The forward pass of all tensors with these shapes, strides and dtypes, nothing left to look up.
 
-        None where a call must look at more: torch's switch for tf32, where a bias lies, a tile map, or no entries.
+        None where a call must look at more: torch's switch for tf32, where a bias lies, or no entries.
         """
         if q.dtype is torch.float32 or self._biases or not (q.numel() and k.numel() and v.numel()):
             return None
         bound = self.bound(q, k, v, [as_parameter(c) for c in custom])
-        return bound.direct() if bound.kernels.plan.lists_no_keys else None
+        return bound.direct()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""

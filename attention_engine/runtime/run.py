@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -99,6 +100,34 @@ class Ready:
         likes = {place: like for step in self.steps if isinstance(step, _Launch) for place, like, _ in step.made}
         return [likes[place] for place in places]
 
+    def by_number(
+        self, given: Sequence[tuple[str, Sequence[int]]], wanted: Sequence[str]
+    ) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
+        """All steps with their arguments looked up beforehand: (tensors in the order of `given`) -> what is wanted.
+
+        given: places, and the strides that stand before a tensor. None where a step must look at more.
+        """
+        steps = [step for step in self.steps if isinstance(step, _Launch) and not step.launch.of_sequences]
+        if len(steps) < len(self.steps):
+            return None
+        numbers, slots = [], dict[str, list[int]]()
+        for place, number in [*self.numbers.items(), *[(p, n) for p, strides in given for n in strides]]:
+            slots.setdefault(place, []).append(len(numbers))
+            numbers.append(number)
+        tensors = [*[place for place, _ in given], *[place for step in steps for place, _, _ in step.made]]
+        for n, place in enumerate(tensors, len(numbers)):
+            slots.setdefault(place, []).append(n)
+        each = [step.by_number(slots) for step in steps]
+        take = itemgetter(*[slots[place][-1] for place in wanted], len(numbers))  # of two or more: a tuple
+
+        def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+            values = [*numbers, *tensors]
+            for run in each:
+                run(values)
+            return take(values)[:-1]
+
+        return call
+
     def __call__(self, memory: Memory) -> None:
         """Runs them all; memory: what is given to them, and then also what they made."""
         memory.update(self.numbers)
@@ -161,6 +190,30 @@ class _Launch:
             memory.update(share_results(memory, self.key, lambda: self._made(memory)))
         else:
             memory.update(self._made(memory))
+
+    def by_number(self, slots: Mapping[str, Sequence[int]]) -> Callable[[list[Any]], None]:
+        """The same, of a list of values. slots: where those of each place stand in it; what is made goes to its end."""
+        take, launch = itemgetter(*[n for place in self.places for n in slots[place]]), self._kernel.run
+        zeros_like, empty_like = torch.zeros_like, torch.empty_like
+        likes, first = [(like, zeroed) for _, like, zeroed in self.made], slots[self.made[0][0]][0]
+
+        def run(values: list[Any]) -> None:
+            values += [zeros_like(like) if zeroed else empty_like(like) for like, zeroed in likes]
+            launch(*take(values))
+
+        def run_once(values: list[Any]) -> None:
+            if is_capturing(self.device):
+                run(values)
+                return
+
+            def make() -> dict[str, Tensor]:
+                run(values)
+                return dict(zip([place for place, _, _ in self.made], values[first:], strict=True))
+
+            found = self.kept((*self.key, stream_of(self.device)), make)
+            values[first:] = found.values()
+
+        return run_once if self.launch.lasting else run
 
     def _made(self, memory: Memory) -> dict[str, Tensor]:
         found: dict[str, Any] = {}
