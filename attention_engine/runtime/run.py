@@ -110,7 +110,7 @@ class Ready:
         steps = [step for step in self.steps if isinstance(step, _Launch) and not step.launch.of_sequences]
         if len(steps) < len(self.steps):
             return None
-        numbers, slots = [], dict[str, list[int]]()
+        numbers, slots = list[Any](), dict[str, list[int]]()
         for place, number in [*self.numbers.items(), *[(p, n) for p, strides in given for n in strides]]:
             slots.setdefault(place, []).append(len(numbers))
             numbers.append(number)
@@ -124,7 +124,7 @@ class Ready:
             values = [*numbers, *tensors]
             for run in each:
                 run(values)
-            return take(values)[:-1]
+            return tuple(take(values)[:-1])
 
         return call
 
