@@ -180,7 +180,7 @@ def measure(who: Sequence[str], names: Sequence[str]) -> None:
 
 
 def host(device: str) -> None:
-    """Microseconds of Python of calls whose functions are made anew, in inference."""
+    """Microseconds of Python of calls whose functions are kept, or made anew, in inference."""
     if device == "cpu":
         torch.set_num_threads(1)
         without_launches()
@@ -202,15 +202,22 @@ def host(device: str) -> None:
         mask = create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, 128, 128)
         flex_attention(q, k, v, None, mask, kernel_options=options)
 
+    kept, slope = create_block_mask(causal, None, None, 128, 128), lambda s, b, h, i, j: s - slopes[h] * (i - j)
+    of_documents = create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, 128, 128)
     before = FINDER._built.cache_info().misses
     print("host time of a call, us" + (" (launches left out)" if device == "cpu" else ""))
-    calls = {"an engine": lambda: engine(q, k, v), "a mask made anew": plain, "a score and a mask made anew": scored,
-             "documents, made anew": packed}  # fmt: skip
+    calls = {
+        "an engine": lambda: engine(q, k, v),
+        "a mask, kept": lambda: flex_attention(q, k, v, None, kept, kernel_options=options),
+        "a score and a mask, kept": lambda: flex_attention(q, k, v, slope, kept, kernel_options=options),
+        "documents, kept": lambda: flex_attention(q, k, v, None, of_documents, kernel_options=options),
+        "a mask made anew": plain, "a score and a mask made anew": scored, "documents, made anew": packed,
+    }  # fmt: skip
     for name, call in calls.items():
         call()
         print(f"{name:32} {host_us(call):8.1f}")
     made = FINDER._built.cache_info().misses - before
-    print(f"engines made for {3 * (ROUNDS + 1) * CALLS} calls of three kinds: {made}")
+    print(f"engines made for {6 * (ROUNDS + 1) * CALLS} calls of six functions: {made}")
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """Calls whose signature was seen skip the checks: nothing that a check would refuse or change may slip through."""
 
+import copy
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -119,17 +121,30 @@ def test_without_torch_s_guards_calls_are_looked_up(monkeypatch):
 
 
 def test_where_a_call_must_look_at_more_it_does():
-    """The switch for tf32, an address that decides what is staged, a tile map, no entries."""
+    """The switch for tf32, an address that decides what is staged, no entries."""
     q, k, v = (t.detach() for t in qkv(dtype=torch.float16))
     bias = build({"bias": ("heads", "seq_len", "seq_len_kv")}, dtype=torch.float16, **WITH_BIAS)
     bias(q, k, v, torch.zeros(q.shape[2], q.shape[1], k.shape[1]))
-    mapped = build(dtype=torch.float16, mask_mod=lambda b, h, i, j: (i * 7 + j) % 3 == 0)
-    mapped(q, k, v)
     single, empty = build(), build(dtype=torch.float16)
     single(q.float(), k.float(), v.float())
     empty(q[:0], k[:0], v[:0])
-    for engine in (bias, mapped, single, empty):
+    for engine in (bias, single, empty):
         assert [seen.direct for seen in engine._seen.values()] == [None]
+
+
+def test_launches_that_list_tiles_are_known_too():
+    """By lengths alone, which are listed once, and by a tensor, which are listed in each call."""
+    q, k, v = (t.detach() for t in qkv(150, dtype=torch.float16))
+    ends = torch.tensor(60)
+    by_lengths = build(dtype=torch.float16, mask_mod=lambda b, h, i, j: (i * 7 + j) % 3 == 0)
+    by_tensor = build(dtype=torch.float16, mask_mod=lambda b, h, i, j: (j < ends) & (i >= j))
+    for engine in (by_lengths, by_tensor):
+        plain = copy.copy(engine)
+        plain.backend = "reference"
+        for end in (60, 60, 10, 140):
+            ends.fill_(end)
+            torch.testing.assert_close(engine(q, k, v), plain(q, k, v), rtol=1e-2, atol=2e-3)
+        assert all(seen.direct is not None for seen in engine._seen.values())
 
 
 def test_what_a_first_call_only_pretends_is_not_kept():
