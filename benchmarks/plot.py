@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import history
+
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "speed"
 DIRECTIONS = ("forward", "backward")
@@ -262,6 +264,7 @@ def first_screen(look: Look) -> Any:
 
 PICTURES: dict[str, Callable[[Look], Any]] = {
     "h100": first_screen,
+    "history": history.draw,
     "h100_linear": lambda look: linear(of_files("h100_linear"), look),
     **{
         f"h100_{shape}_{mask}": lambda look, family=f"mha-{shape}.softmax.{mask}": curves(
@@ -288,8 +291,14 @@ def save(name: str, draw: Callable[[Look], Any], folder: Path) -> None:
 
 
 def pictures_of(paths: Sequence[Path]) -> dict[str, Callable[[Look], Any]]:
-    """Bars for each shape and length of these results, curves for what was measured at several lengths."""
+    """Bars for each shape and length of these results, curves for what was measured at several lengths; of results in
+    milliseconds, those of linear attention, one picture."""
     results, name = read(paths), paths[0].stem
+    in_time = ["ms" in row for row in results.rows]
+    if any(in_time):
+        if not all(in_time):
+            raise ValueError("some of these results are TFLOP/s, and some milliseconds: no one picture")
+        return {name: lambda look: linear(results, look)}
     cases = [split(row["case"]) for row in results.rows]
     found: dict[str, Callable[[Look], Any]] = {}
     for shape, length in sorted({(family.split(".")[0], length) for family, length in cases}):

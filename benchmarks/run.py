@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention_engine.errors import AttentionEngineError
 from attention_engine.tuner.cases import Case, find
+from benchmarks import history
 from benchmarks.cases import Inputs, References, make_inputs, make_references, moved_bytes
 from benchmarks.peers import PEERS, Attention, Peer, Unavailable
 from benchmarks.profile import profile, proton
@@ -166,9 +167,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each call")
     parser.add_argument("--out", type=Path, help="writes OUT.csv and OUT.json")
+    parser.add_argument("--history", action="store_true", help="adds the ten figures that were measured to history.csv")
     parser.add_argument("--profile", action="store_true", help="what our kernels take, one by one, and ncu's counters")
     parser.add_argument("--proton", type=Path, metavar="FILE", help="writes FILE.hatchet, a Proton profile (triton)")
     args = parser.parse_args(argv)
+    if args.history and not args.out:
+        parser.error("--history names the file of the results: give --out, too")
     cases = find(*args.case)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
@@ -185,6 +189,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += found
         if args.out:
             write(args.out, rows, where)
+    if args.history:
+        history.add(where, [asdict(row) for row in rows], args.out.with_suffix(".json").name)
+        print("\n".join(history.losses(history.read()[1])))
 
 
 if __name__ == "__main__":

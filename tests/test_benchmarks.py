@@ -12,7 +12,7 @@ import torch
 from attention_engine import AttentionEngine
 from attention_engine.tuner import cases as named
 from attention_engine.tuner.cases import Case, Shape
-from benchmarks import plot, run
+from benchmarks import history, plot, run
 from benchmarks.cases import make_inputs, make_references, moved_bytes
 from benchmarks.peers import PEERS, Peer, Unavailable
 from benchmarks.timing import Ceilings, Timing, summarise
@@ -144,6 +144,52 @@ def test_results_of_two_machines_are_no_one_picture(tmp_path):
     run.write(tmp_path / "two", rows(), {"device": "another"})
     with pytest.raises(ValueError, match=r"two\.csv was measured with another device"):
         plot.read([tmp_path / "one.csv", tmp_path / "two.csv"])
+
+
+@pytest.mark.parametrize("path", sorted(plot.RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_every_file_of_results_can_be_drawn(path):
+    """One picture of each: the others are drawn alike."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    found = plot.pictures_of([path])
+    assert found
+    mpl.pyplot.close(next(iter(found.values()))(plot.LOOKS["light"]))
+
+
+def test_results_in_milliseconds_and_in_tflops_are_no_one_picture():
+    paths = [plot.RESULTS / f"{name}.csv" for name in ("h100_linear", "h100_turns")]
+    with pytest.raises(ValueError, match="some milliseconds"):
+        plot.pictures_of(paths)
+
+
+def test_a_version_gets_a_line_and_a_loss_is_said(tmp_path):
+    path = tmp_path / "history.csv"
+    history.write(["# where figures are from"], [], path)
+    case = history.FIGURES["full_forward"].case
+
+    def measured(commit, tflops, dtype="float16", status="ok"):
+        row = {"case": case, "peer": "attention_engine", "direction": "forward", "dtype": dtype, "status": status}
+        where = {"commit": commit, "device": "none", "date": "2026-11-26"}
+        return history.add(where, [{**row, "tflops": tflops}], f"{commit}.json", path)
+
+    assert measured("one", 700.0) == measured("two", 650.0) == ["float16"]
+    assert measured("two", 660.0) == ["float16"], "the same version again"
+    assert measured("two", 600.0, status="wrong") == [] and measured("two", 720.0, "bfloat16") == ["bfloat16"]
+    said, versions = history.read(path)
+    assert said == ["# where figures are from"]
+    assert [(v["commit"], v["dtype"], v["full_forward"]) for v in versions] == [
+        ("one", "float16", "700.0"), ("two", "float16", "660.0"), ("two", "bfloat16", "720.0"),
+    ]  # fmt: skip
+    (sixteen, brain) = history.losses(versions)
+    assert "660 (two) of    700 (one)  LOSS" in sixteen and "LOSS" not in brain
+
+
+def test_the_figures_that_are_followed_are_cases_and_peers_of_the_benchmark():
+    for figure in history.FIGURES.values():
+        assert figure.case in named.CASES and figure.peer in PEERS and figure.direction in run.DIRECTIONS
+    said, versions = history.read()
+    assert len(history.FIGURES) == 10 and said and all(v["from"] and v["commit"] for v in versions)
 
 
 @pytest.mark.parametrize("name", plot.PICTURES)
