@@ -1,0 +1,52 @@
+"""A row's bits don't depend on which batch it is computed in: outputs always, gradients with deterministic=True."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine
+from attention_engine.library import OnlineSoftmax, causal, scale
+from attention_engine.plan.forms import HopperForward, HopperKeys, Tile
+from attention_engine.runtime import op, program_kernels
+from tests.cases import Shape
+
+HOPPER = {
+    "forward": Tile(128, 64, 256, 2, HopperForward(persistent=True)), "backward": Tile(64, 128, 256, 2, HopperKeys()),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["straight", "for Hopper"])
+def kernels(request, monkeypatch):
+    """Kernels of both kinds, in the interpreter: its GPU runs three persistent blocks at once."""
+    default = program_kernels.default_tiles
+    op.ATTENTIONS.clear()
+    if request.param == "for Hopper":
+        monkeypatch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **HOPPER))
+    yield
+    op.ATTENTIONS.clear()
+
+
+def results(engine, tensors):
+    leaves = [tensors[name].detach().requires_grad_() for name in "qkv"]
+    o = engine(*leaves)
+    return {"o": o, **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, tensors["do"]), strict=True))}
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["a key head each", "grouped"])
+@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
+def test_a_sequence_has_the_same_bits_alone_and_among_others(kernels, mask, heads):
+    """Grouped heads under a causal mask: blocks of keys of every other unit walk back (plan/hopper.py, walks_turn), so
+    the order of dK's and dV's additions depends on the batch."""
+    shape = Shape(3, 200, 150, *heads, 64, 64)
+    tensors = shape.tensors(torch.bfloat16, "cpu", 0)
+    metas = shape.meta(torch.bfloat16)
+    engine = AttentionEngine(
+        metas, None, scale(0.125), mask, OnlineSoftmax(), backend="interpret", deterministic=True
+    )  # fmt: skip
+    together = results(engine, tensors)
+    asked = ("o", "dq") if mask is causal and heads[0] != heads[1] else ("o", "dq", "dk", "dv")
+    for batch in range(3):
+        alone = results(engine, {name: x[batch : batch + 1] for name, x in tensors.items()})
+        for name in asked:
+            assert torch.equal(alone[name][0], together[name][batch]), (name, batch)
