@@ -26,10 +26,10 @@ from torch import Tensor
 from attention_engine import AttentionEngine
 from attention_engine.flex import create_block_mask, flex_attention
 from attention_engine.flex.engines import FINDER
+from benchmarks.gallery import Mods, gallery
 from benchmarks.host import CALLS, ROUNDS, host_us, without_launches
 
 B, H, S, D = 2, 16, 8192, 128
-Mods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -54,7 +54,7 @@ def cases(device: str) -> dict[str, Mods]:
 def ours(mods: Mods, device: str) -> Callable[..., Tensor]:
     """The call by this package."""
     score, mask = mods
-    blocks = create_block_mask(mask, None, None, S, S)
+    blocks = None if mask is None else create_block_mask(mask, None, None, S, S)
     return lambda q, k, v: flex_attention(q, k, v, score, blocks)
 
 
@@ -108,6 +108,14 @@ def off(call: Callable[..., Tensor], mods: Mods, device: str, head: int = 5) -> 
     return max(float((f - x).abs().mean() / (e - x).abs().mean()) for f, e, x in zip(found, eager, exact, strict=True))
 
 
+def kept_share(mask: Callable[..., Any] | None) -> float:
+    """The pairs of the first head that a mask keeps, of all."""
+    if mask is None:
+        return 1.0
+    index, zero = torch.arange(S, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+    return sum(float(mask(zero + b, zero, index[:, None], index).float().mean()) for b in range(B)) / B
+
+
 def ms(run: Callable[[], object], rounds: int = 12) -> float:
     """The median, with the cache of the GPU cold."""
     cold = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
@@ -115,6 +123,7 @@ def ms(run: Callable[[], object], rounds: int = 12) -> float:
     for n in range(rounds + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         cold.zero_()
+        torch.cuda._sleep(1_000_000)  # the host is ahead then
         begin.record()
         run()
         end.record()
@@ -136,7 +145,8 @@ def alone(lock: str) -> Iterator[IO[str]]:
 
 def one(who: str, name: str, lock: str) -> None:
     """Compiles a case, and times it when no other process does: a row, which stands in the file too."""
-    mods, (*qkv, arriving), began = cases("cuda")[name], inputs("cuda"), time.perf_counter()
+    (*qkv, arriving), began = inputs("cuda"), time.perf_counter()
+    mods = {**gallery("cuda", S, H), **cases("cuda")}[name]
     found, said, made = [math.nan, math.nan], "", list[Tensor]()
 
     def forward() -> Tensor:
@@ -154,10 +164,11 @@ def one(who: str, name: str, lock: str) -> None:
             torch.cuda.synchronize()
             with alone(lock):
                 found[n] = ms(run)
-        said = f"error {off(call, mods, 'cuda'):.2f} of eager's"
+        with alone(lock):
+            said = f"error {off(call, mods, 'cuda'):.2f} of eager's, keeps {kept_share(mods[1]):.1%}"
     except Exception as error:  # noqa: BLE001 # what a peer refuses is a result
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    row = f"{who:6} {name:12} {found[0]:7.3f} ms, {found[1]:7.3f} ms, {said}"
+    row = f"{who:6} {name:24} {found[0]:7.3f} ms, {found[1]:7.3f} ms, {said}"
     print(f"{row} ({time.perf_counter() - began:.0f} s)", flush=True)
     with alone(lock) as rows:
         rows.write(json.dumps([who, name, *found]) + "\n")
@@ -176,7 +187,7 @@ def measure(who: Sequence[str], names: Sequence[str]) -> None:
         for name in names:
             if each != "ours" and ("ours", name) in times and (each, name) in times:
                 a, b = times["ours", name], times[each, name]
-                print(f"{each:6} {name:12} {b[0] / a[0]:7.2f}   , {b[1] / a[1]:7.2f} times ours")
+                print(f"{each:6} {name:24} {b[0] / a[0]:7.2f}   , {b[1] / a[1]:7.2f} times ours")
 
 
 def host(device: str) -> None:
@@ -226,12 +237,15 @@ def main() -> None:
     parser.add_argument("--who", choices=list(MAKERS), action="append")
     parser.add_argument("names", nargs="*", help="cases; all where none is named")
     parser.add_argument("--host", action="store_true")
+    parser.add_argument("--gallery", action="store_true", help="ours alone, of each mask and score of the gallery")
     parser.add_argument("--lock", help="one case, timed while this file is locked, where its times are added")
     asked = parser.parse_args()
     if asked.host:
         host("cuda" if torch.cuda.is_available() else "cpu")
     elif asked.lock:
         one(asked.who[0], asked.names[0], asked.lock)
+    elif asked.gallery:
+        measure(["ours"], list(gallery("cpu", S, H)))
     else:
         measure(asked.who or list(MAKERS), asked.names)
 
