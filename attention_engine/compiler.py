@@ -11,6 +11,7 @@ from attention_engine.arch import Arch
 from attention_engine.codegen.patches import kept_macros, patched
 from attention_engine.codegen.patches.collector import seldom_collected
 from attention_engine.errors import TileDoesNotFit
+from attention_engine.frontend.signatures import Form
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.ir.problem import Problem
@@ -63,6 +64,10 @@ class Kernel:
             from attention_engine.codegen.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
+        if self.target.language == "hip":
+            from attention_engine.codegen.dialects import compile_hip
+
+            return compile_hip(self.prim_func, self.target, self.configs)
         self.begin()
         kernel = self._find_or_compile() if self._work is None else self._work.result()
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
@@ -79,6 +84,8 @@ class Kernel:
         """Starts compiling in a thread, where it must be compiled; `compiled` waits for it."""
         if isinstance(self.target, str) or self._work is not None or "compiled" in vars(self):
             return
+        if self.target.language == "hip":
+            return  # compiled where it is first called: there is no cache of such kernels
         from attention_engine.codegen import ahead, cache
 
         if not cache.is_kept(self._key):
@@ -125,10 +132,15 @@ class Kernel:
         found: Callable[..., None] = getattr(self.compiled, "run", self.compiled)
         return found
 
-    def source(self, form: str) -> str:
-        """The kernel as "tilelang" or, compiled, as "cuda"."""
+    def source(self, form: Form) -> str:
+        """The kernel as "tilelang", as "hip" or "cutedsl" (lowered alone) or, compiled, as "cuda"."""
         if form == "tilelang":
             return str(self.prim_func.script())
+        if form == "hip" or form == "cutedsl":
+            from attention_engine.codegen.dialects import lower_as
+
+            assert isinstance(self.target, Arch), "the interpreter has no text"
+            return lower_as(form, self.prim_func, self.target, self.configs).text
         return str(self.compiled.source("cuda"))
 
 

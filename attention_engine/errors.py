@@ -311,6 +311,28 @@ class NoCudaCompiler(AttentionEngineError, RuntimeError):
         )
 
 
+class NoHipCompiler(AttentionEngineError, RuntimeError):
+    """A kernel was to run on an AMD GPU where there is no ROCm."""
+
+    def __init__(self, gpu: str) -> None:
+        super().__init__(
+            f"No HIP compiler (hipcc) found, so nothing can be compiled for {gpu}. Kernels for AMD's GPUs are lowered "
+            "to HIP text, which source(..., form='hip') shows; nobody has run one.\n  Install ROCm with hipcc on PATH, "
+            "and PyTorch for ROCm, or use backend='reference'."
+        )
+
+
+class NotLowered(AttentionEngineError, RuntimeError):
+    """TileLang can't make text of a kernel in another language than CUDA."""
+
+    def __init__(self, language: str, gpu: str, reason: str) -> None:
+        super().__init__(
+            f"TileLang can't lower this kernel to {language} for {gpu}: {reason}\n  docs/limits.md says which kernels "
+            "it lowers. form='cuda' shows the kernel that runs on NVIDIA's GPUs."
+        )
+        self.reason = reason
+
+
 class UnknownArch(AttentionEngineError, ValueError):
     """A GPU that this package has no description of."""
 

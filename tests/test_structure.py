@@ -42,7 +42,7 @@ BELOW["arch"] = {"errors", "settings", "ir"}
 BELOW_IN_CODEGEN: dict[str, set[str]] = {
     "tir_types": set(), "tiles": {"tir_types"}, "simulator": {"tir_types", "tiles"},
     "interpreter": {"tir_types", "tiles", "simulator"}, "patches": {"tir_types"}, "compile": {"tir_types", "patches"},
-    "cache": {"compile"}, "__init__": set(),
+    "cache": {"compile"}, "dialects": {"tir_types", "patches", "compile"}, "__init__": set(),
 }  # fmt: skip
 # The folders of kernels/: each knows what lies in kernels/ itself, and no other. Keys of kernels on disk rely on it.
 KERNEL_FOLDERS = {"straight", "hopper", "linear", "cached"}

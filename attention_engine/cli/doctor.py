@@ -61,7 +61,12 @@ def gpu() -> Finding:
         arch = detect()
     except AttentionEngineError as error:
         return Finding("GPU", False, str(error))
-    return Finding("GPU", True, f"{torch.cuda.get_device_name()}, as {arch.name} ({arch.target})")
+    from attention_engine.tuner.defaults import measured_on
+
+    known = measured_on(arch)
+    tiles = f"measured on {', '.join(known)}" if known else "chosen by what fits, measured on no such GPU"
+    words = f"{torch.cuda.get_device_name()}, as {arch.name} ({arch.target}); its default tiles were {tiles}"
+    return Finding("GPU", True, words)
 
 
 def driver() -> Finding:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 Backend: TypeAlias = Literal["auto", "tilelang", "tl", "reference", "interpret"]
-Form: TypeAlias = Literal["tilelang", "cuda"]
+Form: TypeAlias = Literal["tilelang", "cuda", "hip", "cutedsl"]
 MaskValue: TypeAlias = Literal["-inf", "0"]
 DecayOf: TypeAlias = Literal["token", "channel"]  # whose a decay is
 AxisName: TypeAlias = Literal["batch", "heads", "seq_len", "seq_len_kv"]

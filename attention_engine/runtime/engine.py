@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.meta import Heads, Meta
+from attention_engine.frontend.signatures import Form
 from attention_engine.ir.expr import Type
 from attention_engine.runtime import op
 from attention_engine.runtime.attentions import ATTENTIONS, Given
@@ -234,19 +235,26 @@ def gpu_of(engine: Engine) -> Arch | None:
     return detect(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
-def device_to_show(engine: Engine, form: str) -> Arch | None:
-    """The GPU whose kernels are shown as "tilelang" or "cuda": the engine's, else this machine's; None: the
-    interpreter's. Raises UnknownOption, NoDevice."""
-    if form not in ("tilelang", "cuda"):
-        raise UnknownOption(f'form is {as_given(form)}. Choose "tilelang" or "cuda".')
-    if (found := gpu_of(engine)) is not None:
+def device_to_show(engine: Engine, form: str, device: Arch | None = None) -> Arch | None:
+    """The GPU whose kernels are shown in a form: the one that is given, else the engine's, else this machine's; None:
+    the interpreter's. Raises UnknownOption, NoDevice."""
+    if form not in get_args(Form):
+        raise UnknownOption(f'form is {as_given(form)}. Choose "tilelang", "cuda", "hip" or "cutedsl".')
+    found = device or gpu_of(engine)
+    if form == "tilelang":
         return found
-    if form == "cuda":
+    if found is None:
+        which = "MI300X" if form == "hip" else "H100"
         raise NoDevice(
             f"there is no GPU to compile for. Say which: {type(engine).__name__}(..., "
-            "device=attention_engine.arch.H100())."
+            f"device=attention_engine.arch.{which}())."
         )
-    return None
+    if (found.language == "hip") is not (form == "hip"):
+        raise UnknownOption(
+            f'form is {as_given(form)}, and the GPU is {found.name}: "hip" is for AMD\'s, such as '
+            'device=arch.MI300X(); "cuda" and "cutedsl" are for NVIDIA\'s.'
+        )
+    return found.in_straight_lines() if form == "cutedsl" else found
 
 
 def kernel_of(kernels: Mapping[str, Kernel], name: str) -> Kernel:

@@ -83,16 +83,19 @@ class LinearShown(Engine):
         q, k, v, decay = self._tokens_first(q, k, v, decay)
         return linear_cost_of(q, k, v, decay, initial_state, output_final_state, device or gpu_of(self))
 
-    def source(self, kernel: str = "forward", form: Form = "tilelang", *, decay: DecayOf | None = "token") -> str:
+    def source(
+        self, kernel: str = "forward", form: Form = "tilelang", *, decay: DecayOf | None = "token",
+        device: Arch | None = None,
+    ) -> str:  # fmt: skip
         """A kernel as text, by the name that `compile_for` returns; "forward" is the one that makes the output.
 
-        form: "tilelang", or "cuda" for what is compiled (for `device`, else for this machine's GPU). Raises
-        UnknownOption, NoDevice.
+        form: "tilelang", or "cuda" for what is compiled (for `device`, else the engine's, else this machine's GPU);
+        "hip" and "cutedsl" as `AttentionEngine.source` takes them. Raises UnknownOption, NoDevice, NotLowered.
         """
-        kernels = self._planned(device_to_show(self, form), decay, starts=True)
+        kernels = self._planned(device_to_show(self, form, device), decay, starts=True)
         forward = next(each for name, each in kernels.items() if name in ("forward walk", "forward output"))
         text = kernel_of({"forward": forward, **kernels}, kernel).source(form)
-        return text if form == "cuda" else titled(kernel, text, linear_places_of(self))
+        return titled(kernel, text, linear_places_of(self)) if form == "tilelang" else text
 
     def compile_for(self, device: Arch, *custom: Tensor, decay: DecayOf | None = "token", **named: Tensor) -> list[str]:
         """Compiles the kernels of calls at the metas' lengths for a GPU, which need not be here; their names.

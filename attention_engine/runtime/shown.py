@@ -120,28 +120,29 @@ class Shown(Engine):
 
     def source(
         self, kernel: str = "forward", form: Form = "tilelang", packed: Packed = None, cache_page: int | None = None,
-        cache_shared: bool = False,
+        cache_shared: bool = False, device: Arch | None = None,
     ) -> str:  # fmt: skip
         """A kernel as text, by the name that `compile_for` returns: "forward", "preprocess", "backward", "postprocess",
         "decode", "decode parts", "combine", and what else this engine launches.
 
         form: "tilelang", under a title and in lines of less than 120 columns, or "cuda" for what is compiled (for
-        `device`, else for this machine's GPU). With custom inputs of other dtypes than fp32 the kernels of a call
-        differ in those loads. packed: as `program` takes it. cache_page, cache_shared: as `compile_for` takes them.
-        Raises UnknownOption, NoDevice.
+        `device`, else the engine's, else this machine's GPU). Two more are lowered and not compiled: "hip" for AMD's
+        GPUs, and "cutedsl", of kernels in straight lines, for CUTLASS's Python (docs/limits.md). With custom inputs of
+        other dtypes than fp32 the kernels of a call differ in those loads. packed: as `program` takes it. cache_page,
+        cache_shared: as `compile_for` takes them. Raises UnknownOption, NoDevice, NotLowered.
 
-            print(engine.source("backward", form="cuda"))
+            print(engine.source("backward", form="hip", device=arch.MI300X()))
         """
-        device = device_to_show(self, form)
+        device = device_to_show(self, form, device)
         if kernel in OF_CACHES or cache_page is not None:
             given = self._of_caches(device, cache_page or 0, cache_shared, packed)
             found = kernel_of(given.every, kernel)
         else:
-            found = self._source_kernel(kernel, form, packed)
-        return found.source(form) if form == "cuda" else titled(kernel, found.source(form), places_of(self))
+            found = self._source_kernel(kernel, form, packed, device)
+        return titled(kernel, found.source(form), places_of(self)) if form == "tilelang" else found.source(form)
 
-    def _source_kernel(self, kernel: str, form: str, packed: Packed = None) -> Kernel:
-        kernels, trained = self._kernels(form, packed=packed), self._kernels(form, trained=True, packed=packed)
+    def _source_kernel(self, kernel: str, form: str, packed: Packed = None, device: Arch | None = None) -> Kernel:
+        kernels, trained = (self._kernels(form, trained, packed, device) for trained in (False, True))
         found = dict(kernels.of_forward)
         found |= {} if trained.maths.backward is None else trained.of_backward
         return kernel_of(found, kernel)
@@ -152,8 +153,10 @@ class Shown(Engine):
         """The kernels of `with_cache`."""
         return kernels_of_caches(self, device, page, given, shared=shared, packed=packing_of(packed) is not None)
 
-    def _kernels(self, form: str, trained: bool = False, packed: Packed = None) -> Kernels:
-        asked = self._asked(self.device, device_to_show(self, form) is None, packed=packed)
+    def _kernels(
+        self, form: str, trained: bool = False, packed: Packed = None, device: Arch | None = None
+    ) -> Kernels:  # fmt: skip
+        asked = self._asked(device or self.device, device_to_show(self, form, device) is None, packed=packed)
         return (asked.trained if trained else asked).kernels_as_known(self.tuning)
 
     def _asked(

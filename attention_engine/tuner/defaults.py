@@ -21,7 +21,7 @@ from attention_engine.plan.targets import Target
 from attention_engine.tuner.entries import Entry, parse
 
 FOLDER = Path(__file__).parent / "data"
-ROOMY = 160 * 1024  # bytes of shared memory a block: A100, H100 and B200 have more, the others 99 KB
+ROOMY = 160 * 1024  # bytes of shared memory a block: A100, H100 and B200 have more, RTX cards 99 KB
 
 
 @functools.cache
@@ -35,7 +35,15 @@ def family(target: Target) -> str:
     """Whose defaults a GPU runs with; the interpreter stands for Hopper."""
     if not isinstance(target, Arch) or target.has_wgmma:
         return "sm_90a"
+    if target.language == "hip":
+        return "cdna"
     return "sm_80" if target.shared_memory_per_block > ROOMY else "sm_89"
+
+
+def measured_on(target: Target) -> tuple[str, ...]:
+    """The GPUs on which default tiles of its family were measured, by name; none where all were chosen by what fits."""
+    found = dict.fromkeys(str(entry.key["measured"]) for entry in entries(family(target)))
+    return tuple(name for name in found if name != "no")
 
 
 def default_entry(kernel: KernelName, problem: Problem, target: Target) -> Entry:

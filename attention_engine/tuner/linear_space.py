@@ -139,7 +139,7 @@ def refusal(kernel: str, problem: LinearProblem, target: Target, default: Linear
 
 def _reason_it_cannot_run(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile) -> str | None:
     wgmma = arch.has_wgmma and problem.dtype != "float32"
-    warps = tile.threads // 32
+    warps = tile.threads // arch.warp
     step = 64 * (warps // 4) if wgmma else 16 * warps
     if tile.threads > arch.max_threads_per_block or (wgmma and tile.threads % 128):
         unit = "warpgroups of 128" if wgmma else "warps"

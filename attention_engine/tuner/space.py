@@ -91,7 +91,7 @@ def _reason_it_cannot_run(kernel: KernelName, problem: Problem, arch: Arch, tile
 
 def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) -> str | None:
     rows = tile.kv if kernel == "backward" else tile.q
-    warps = tile.threads // 32
+    warps = tile.threads // arch.warp
     wgmma = arch.has_wgmma and problem.dtype != "float32"
     if tile.threads > arch.max_threads_per_block:
         return f"{tile.threads} threads are more than a block may have, {arch.max_threads_per_block}"

@@ -155,7 +155,10 @@ def test_sources_have_names_and_forms():
     assert said(UnknownOption, engine.source, "dq") == (
         "no kernel is called 'dq'. Choose 'forward', 'preprocess', 'backward', 'postprocess'."
     )
-    assert said(UnknownOption, engine.source, "forward", "ptx") == 'form is \'ptx\'. Choose "tilelang" or "cuda".'
+    assert (
+        said(UnknownOption, engine.source, "forward", "ptx")
+        == 'form is \'ptx\'. Choose "tilelang", "cuda", "hip" or "cutedsl".'
+    )
 
 
 # ---- tensors
