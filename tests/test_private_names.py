@@ -51,6 +51,7 @@ REACHED = {
     "tilelang.cuda.intrinsics.macro.wgmma_macro_generator.TensorCoreIntrinEmitter.wgmma_accum_regs",
     "tilelang.engine.lower._prepare_device_codegen_mod",
     "tilelang.env.Environment.is_print_on_compilation_enabled",
+    "tilelang.env.Environment.is_span_enable",
     "tilelang.language.eager.builder.mutate",
     "tilelang.language.eager.utils.get_compiled_object",
     "tvm_ffi.remove_global_func",

@@ -22,6 +22,7 @@ tilelang = pytest.importorskip("tilelang")
 import tilelang.language as T  # noqa: E402
 import tvm_ffi  # noqa: E402
 from tilelang import tvm  # noqa: E402
+from tilelang.ir import get_stmt_span  # noqa: E402
 from tilelang.language.eager import builder, utils  # noqa: E402
 from tvm import ir, tirx  # noqa: E402
 
@@ -39,6 +40,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     shared_names,
 )
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
+from attention_engine.compiler import Kernel  # noqa: E402
 from tests.codegen import flash  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
@@ -231,6 +233,7 @@ def test_every_change_of_ours_names_its_proof_here():
     no_changes = {"__init__", "scope", "declarations", "kept_macros", "collector"}
     modules = {path.stem for path in folder.glob("*.py")} - no_changes
     of_patches = {"remembered", "wait_groups", "fences", "printed", "quiet", "headers", "host_code", "shared_names"}
+    of_patches |= {"lines"}
     assert modules == of_patches | {"proofs", "ended_reads", "choices"}
     found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF, choices.PROOF}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
@@ -312,6 +315,26 @@ def test_tilelang_reports_what_it_compiles(monkeypatch):
         assert not tilelang.env.is_print_on_compilation_enabled()
         monkeypatch.setenv("ATTENTION_ENGINE_VERBOSE", "1")
         assert tilelang.env.is_print_on_compilation_enabled()
+
+
+def lines_of(kernel):
+    """The places in Python that its statements know."""
+    found = []
+    tirx.stmt_functor.post_order_visit(
+        kernel.body, lambda node: found.append(get_stmt_span(node)) if isinstance(node, tirx.Stmt) else None
+    )
+    return {str(span) for span in found if span is not None}
+
+
+def test_tilelang_notes_the_line_of_each_statement(monkeypatch):
+    """Ours are the same programs without."""
+    meta = meta_tensor(1, 2, 64, 64, dtype="float16")
+    kernel = AttentionEngine((meta,) * 3, device=arch.H100())._source_kernel("preprocess", "tilelang")
+    assert not lines_of(kernel.prim_func)
+    monkeypatch.setenv("ATTENTION_ENGINE_VERBOSE", "1")
+    noted = vars(Kernel)["prim_func"].func(kernel)
+    assert any("rows.py" in line for line in lines_of(noted))
+    assert noted.script() == kernel.prim_func.script()
 
 
 def test_what_tilelang_finds_in_our_kernels_no_user_hears(capfd, caplog, monkeypatch):
