@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import torch
@@ -83,13 +84,14 @@ class Layout:
             raise LengthNotInLayout(
                 f"{pieces} pieces can't be dealt evenly to {ranks} ranks. Count a multiple of them."
             )
-        cuts, load = _cuts(length, pieces), [0] * ranks
+        cuts = _cuts(length, pieces)
+        free = [(0, rank) for rank in range(ranks)]  # a heap: the work that each has so far
         held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         for piece in sorted(range(pieces), key=lambda n: (-counts[n], n)):
-            free = [rank for rank in range(ranks) if len(held[rank]) < pieces // ranks]
-            rank = min(free, key=lambda r: (load[r], r))
+            load, rank = heappop(free)
             held[rank].append(cuts[piece])
-            load[rank] += counts[piece]
+            if len(held[rank]) < pieces // ranks:
+                heappush(free, (load + counts[piece], rank))
         return Layout.of_places("dealt", held)
 
     @property
@@ -97,12 +99,12 @@ class Layout:
         """How many ranks share the sequence."""
         return len(self.runs)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Of the whole sequence."""
         return sum(self.count(rank) for rank in range(self.ranks))
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The most tokens that a rank holds: collectives send as many of each."""
         return max(self.count(rank) for rank in range(self.ranks))
