@@ -65,9 +65,7 @@ def torchs(mods: Mods, device: str, options: dict[str, Any] | None = None) -> Ca
     score, mask = mods
     wide = options is not None and torch.cuda.get_device_capability()[0] >= 10
     size = (256, 128) if wide else 128  # of what FlashAttention-4 takes: its own tile
-    blocks: Any = torch.compile(flex.create_block_mask, dynamic=False)(
-        mask, None, None, S, S, device=device, BLOCK_SIZE=size
-    )
+    blocks: Any = flex.create_block_mask(mask, None, None, S, S, device=device, BLOCK_SIZE=size)
     compiled: Any = torch.compile(flex.flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, score, blocks, kernel_options=options)
 
