@@ -21,29 +21,30 @@ GOLDEN = HERE / "golden"
 
 # Files of many cases, each of seconds: `make test` runs one case in so many, by its name, and `make slow` the rest.
 SAMPLED = {
-    16: ("kernels/test_hopper_interpret", "kernels/test_numerics_interpret", "kernels/test_linear_interpret",
-        "kernels/test_key_items", "kernels/test_lengths", "kernels/test_tile_map", "runtime/test_transforms",
-        "runtime/test_integers", "runtime/test_extremes", "runtime/test_bent_outputs", "kernels/test_hopper_unseen",
-        "runtime/test_unseen_keys"),
-    12: ("runtime/test_functions", "runtime/test_odd_programs", "runtime/test_masks", "runtime/test_captured",
-        "runtime/test_absent_pairs", "runtime/test_linear", "runtime/test_custom_inputs", "passes/test_half_range",
-        "runtime/test_linear_shared_keys"),
+    16: ("kernels/test_hopper_interpret", "kernels/test_linear_interpret", "kernels/test_key_items",
+        "kernels/test_tile_map", "runtime/test_integers", "runtime/test_extremes", "runtime/test_bent_outputs",
+        "kernels/test_hopper_unseen"),
+    12: ("runtime/test_functions", "runtime/test_masks", "runtime/test_captured", "runtime/test_absent_pairs",
+        "runtime/test_linear", "runtime/test_custom_inputs", "runtime/test_linear_shared_keys"),
 }  # fmt: skip
 # Files of many cases, each cheap, along backends, dtypes and layouts: one in so many, and of each test at least one.
 THINNED = {
-    3: ("runtime/test_engine", "runtime/test_gradients", "runtime/test_defaults", "runtime/test_shared_keys",
-        "runtime/test_doubts", "runtime/test_wide_values", "kernels/test_items", "passes/test_widths",
-        "runtime/test_op", "runtime/test_without_metas", "runtime/test_block_mask", "runtime/test_both_engines",
-        "runtime/test_integration", "runtime/test_check", "runtime/test_functional", "test_attn_script",
-        "flex/test_flex", "flex/test_sdpa", "integrations/test_families", "integrations/test_transformers",
-        "integrations/test_transformers_masks", "reference/test_dense", "passes/test_verify_schedule",
-        "passes/test_derive_backward", "passes/test_drop_weights", "passes/test_schedule", "plan/test_hopper",
-        "plan/test_attention_plan", "kernels/test_combine", "shipping/test_programs", "codegen/test_interpreter",
-        "kernels/test_first_tiles", "test_plain", "runtime/test_trials", "reference/test_linear",
-        "plan/test_linear_plan", "ir/test_chance"),
+    3: ("runtime/test_engine", "runtime/test_gradients", "runtime/test_defaults", "runtime/test_doubts",
+        "runtime/test_wide_values", "kernels/test_items", "runtime/test_op", "runtime/test_without_metas",
+        "runtime/test_block_mask", "runtime/test_both_engines", "runtime/test_integration", "runtime/test_check",
+        "runtime/test_functional", "test_attn_script", "flex/test_flex", "flex/test_sdpa",
+        "integrations/test_transformers", "integrations/test_transformers_masks", "reference/test_dense",
+        "passes/test_verify_schedule", "passes/test_derive_backward", "passes/test_drop_weights",
+        "passes/test_schedule", "plan/test_hopper", "shipping/test_programs", "codegen/test_interpreter", "test_plain",
+        "runtime/test_trials", "plan/test_linear_plan", "ir/test_chance"),
     12: ("runtime/test_cached", "runtime/test_packed", "runtime/test_linear_packed", "runtime/test_moved",
-        "runtime/test_parted", "runtime/test_dropout", "kernels/test_starts_hopper", "flex/test_cases",
-        "passes/test_derive_merge", "test_fuzz", "kernels/test_latent", "kernels/test_deal"),
+        "runtime/test_parted", "kernels/test_starts_hopper", "flex/test_cases", "passes/test_derive_merge",
+        "test_fuzz", "kernels/test_deal", "kernels/test_within_sequences", "kernels/test_keys_within_sequences",
+        "runtime/test_cached_again", "runtime/test_odd_programs", "kernels/test_first_tiles", "kernels/test_combine",
+        "integrations/test_continuous", "integrations/test_families", "reference/test_linear", "passes/test_widths",
+        "runtime/test_transforms", "runtime/test_shared_keys", "kernels/test_decay_sums", "passes/test_half_range",
+        "runtime/test_unseen_keys", "kernels/test_lengths", "plan/test_attention_plan"),
+    48: ("kernels/test_latent", "runtime/test_dropout", "kernels/test_numerics_interpret"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
 ONE_OF_EACH = {f"tests/{name}.py" for names in THINNED.values() for name in names}

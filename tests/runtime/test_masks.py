@@ -139,7 +139,7 @@ def test_maps_of_engines_alike_but_for_their_heads_are_apart():
     def by_head(b, h, q_idx, kv_idx):
         return (q_idx // 64 + kv_idx // 64 + h) % 3 > 0
 
-    for heads in (2, 6, 2):
+    for heads in (1, 3, 1):
         make = torch.Generator().manual_seed(heads)
         q, k, v = (torch.randn(1, 200, heads, DIM, generator=make).half().requires_grad_() for _ in range(3))
         found = []
