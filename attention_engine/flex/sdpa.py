@@ -17,6 +17,7 @@ from attention_engine.errors import (
     WrongCustomShape,
     WrongRank,
 )
+from attention_engine.flex.again import again
 from attention_engine.flex.attention import call
 from attention_engine.flex.options import USUAL, Options
 from attention_engine.frontend.frames import brief
@@ -80,8 +81,14 @@ def _attend(
         score_mod, mask_mod = _of_mask(_mask_of_four(attn_mask, before, sizes), query)
     if scale is None:
         scale = (len(range(dim)) if is_compiling() else dim) ** -0.5
-    found: Tensor = call(query, key, value, score_mod, mask_mod, None, scale, False, options, False)
-    return found if len(before) == 2 else found.reshape(*before, queries, value.shape[3])
+    form, found = None, None
+    if dropout_p == 0.0 and attn_mask is None and not is_compiling():
+        form = "sdpa", query.shape, key.shape, is_causal, scale, enable_gqa, options
+        found = again(form, query, key, value, score_mod, mask_mod, False)
+    if found is None:
+        found = call(query, key, value, score_mod, mask_mod, None, scale, False, options, False, form)
+    output: Tensor = found
+    return output if len(before) == 2 else output.reshape(*before, queries, value.shape[3])
 
 
 def _of_four(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

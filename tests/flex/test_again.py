@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attention_engine import errors
+from attention_engine import errors, scaled_dot_product_attention
 from attention_engine.flex import BlockMask, again, attention, create_block_mask, flex_attention, noop_mask
 
 S = 12
@@ -124,6 +124,15 @@ def test_so_many_calls_are_known(monkeypatch):
     for factor in factors:
         flex_attention(*qkv(), lambda s, b, h, i, j: s * factor)  # noqa: B023
     assert max(map(len, again.KNOWN.values())) == again.MOST_ALIKE
+
+
+def test_scaled_dot_product_attention_looks_for_no_engine(counted):
+    dense = torch.nn.functional.scaled_dot_product_attention
+    for _ in range(3):
+        given = qkv()
+        for more in (dict(is_causal=True), dict(is_causal=False), dict(scale=0.5), dict(scale=0.5, is_causal=True)):
+            assert_close(scaled_dot_product_attention(*given, **more), dense(*given, **more))
+    assert len(counted) == 4
 
 
 # ---- what has changed is seen
