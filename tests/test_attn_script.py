@@ -54,6 +54,14 @@ def test_a_gpt_learns_with_an_attention_of_ones_own(name, capsys):
     assert losses[-1] < losses[0] - 1
 
 
+def test_a_gpt_learns_with_blocks_that_it_chooses(capsys):
+    block_topk = importlib.import_module("block_topk")
+    losses = block_topk.main(["--device", "cpu", "--steps", "10", "--kept", "16"])
+    chosen, whole = losses["chosen blocks"], losses["all blocks"]
+    assert chosen == pytest.approx(whole, abs=1e-4) and whole[-1] < whole[0] - 1  # 16 of 16: the same attention
+    assert "loss of the last ten steps: chosen blocks" in capsys.readouterr().out
+
+
 def test_served_requests_get_the_tokens_that_transformers_generate_gives(capsys):
     pytest.importorskip("transformers")
     generate = importlib.import_module("generate")

@@ -160,8 +160,8 @@ MISTAKES = {
      "write torch.exp, or x.exp()."),
     "22": (
      BLOCKS + "AttentionEngine(metas)(q, k, v, block_mask=blocks)",
-     "WrongBlockMask: block_mask is BlockMask. A call takes a tensor of blocks; masks of other kinds, "
-     "FlexAttention's too, belong to the engine: AttentionEngine(..., block_mask=...)."),
+     "WrongBlockMask: block_mask is BlockMask. A call takes a tensor of blocks or a BlockList; masks "
+     "of other kinds, FlexAttention's too, belong to the engine: AttentionEngine(..., block_mask=...)."),
     "23": (
      "AttentionEngine((meta_tensor(2, 8, 4, 16, dtype=torch.float32),) * 3)(q, k, v)",
      "WrongHeads: q has 4 heads of dim 16, and the engine was built for 8 of 16. Heads and length look "

@@ -89,6 +89,8 @@ class _Row:
         self.batch, self.listed_head, self.row = listed
         self.group = 1 if over_keys else plan.candidates(problem)
         self.head, self.in_group = self.listed_head, 0
+        if plan.by_group:  # any of the heads that share the list
+            self.head = name_value(self.listed_head * problem.group)
         self.own_length, self.shape = tile.q if over_keys else tile.kv, tile
         self.start = self.row * self.own_length  # of the block's own side
         self.own_size, self.size = (sizes.q, sizes.kv) if over_keys else (sizes.kv, sizes.q)
@@ -191,7 +193,7 @@ class _Row:
     def note(self, position: Any, entry: Any) -> None:
         """Writes one entry of the list."""
         batch = self.batch if self.plan.by_batch else 0
-        store(self.buffers[LISTS], entry, batch, self.listed_head if self.plan.by_head else 0, self.row, position)
+        store(self.buffers[LISTS], entry, batch, self.plan.list_of(self.listed_head), self.row, position)
 
 
 @T.macro

@@ -115,7 +115,8 @@ class KeyWalk:
         self.bounds = with_starts(plan.bounds, buffers, batch)
         self.lists: HandedList | _Lists | None = handed
         if plan.mapped and handed is None:
-            self.lists = _Lists(plan, buffers, batch, head, row)
+            listed = T.truncdiv(head, of.problem.group) if plan.by_group else head
+            self.lists = _Lists(plan, buffers, batch, listed, row)
         if self.lists is not None:
             self.count = self.lists.count
             return
@@ -242,7 +243,7 @@ class _Lists:
 
     def __init__(self, plan: TilePlan, buffers: Any, batch: Any, head: Any, row: Any) -> None:
         self.buffer = buffers[LISTS]
-        self.listed = (batch if plan.by_batch else 0, head if plan.by_head else 0, row)
+        self.listed = (batch if plan.by_batch else 0, plan.list_of(head), row)
         for index, length in zip(self.listed, self.buffer.shape, strict=False):
             take_for_granted(T.And(index >= 0, index < length))
         of_count = (*self.listed, 0)

@@ -223,7 +223,8 @@ class AttentionPlan:
         name = f"tile map of {of}"
         arguments = buffers.tile_map(self.problem, plan, tile, over_keys, name)
         given = (plan.mask, tile, over_keys)
-        return [Launch(name, "tile_map.tile_map", given, arguments, frozenset([name]), lasting=not plan.reads)]
+        builder = "block_map.block_map" if plan.follows_blocks(tile.q, tile.kv) else "tile_map.tile_map"
+        return [Launch(name, builder, given, arguments, frozenset([name]), lasting=not plan.reads)]
 
     @cached_property
     def forward_schedule(self) -> ForwardSchedule:

@@ -23,17 +23,17 @@ from attention_engine.plan.choice import hints_matter
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import ATTENTIONS
+from attention_engine.runtime.blocks import Blocks, CallBlocks, name_of, place_in_map, spec_of
 from attention_engine.runtime.dropout import SPEC
-from attention_engine.runtime.inputs import BLOCKS, backend_for
+from attention_engine.runtime.inputs import backend_for
 from attention_engine.runtime.packed import count_sequences, tables_of
 from attention_engine.runtime.program_kernels import ProgramKernels
 from attention_engine.runtime.shown import Shown
 from attention_engine.runtime.tuning import Asked, choose
 
-Blocks: TypeAlias = tuple[bool, bool] | None  # an outside block mask: one for all batches? one for all heads?
 # A call's blocks, q's head dim where it makes the scale, how sequences are packed, and with which probability weights
 # are dropped (as text: a compiler may take a number for one that changes). Dynamo follows plain tuples.
-Variant: TypeAlias = tuple[Blocks, int | None, Packing | None, str]
+Variant: TypeAlias = tuple[Blocks | None, int | None, Packing | None, str]
 
 
 class Built(Shown):
@@ -57,18 +57,17 @@ class Built(Shown):
         return self.dropout_p.hex() if self.training and self.dropout_p else ""
 
     def _variant(
-        self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None,
+        self, blocks: CallBlocks | None = None, dim: int | None = None, packing: Packing | None = None,
         drops: str | None = None,
     ) -> Variant:  # fmt: skip
-        shared = None if blocks is None else (blocks.shape[0] == 1, blocks.shape[1] == 1)
-        return shared, dim if self.scale is None else None, packing, self._drops if drops is None else drops
+        of_blocks = None if blocks is None else blocks.variant
+        return of_blocks, dim if self.scale is None else None, packing, self._drops if drops is None else drops
 
     def _io(self, variant: Variant) -> CustomIO:
         blocks, _, packing, drops = variant
         more = [] if packing is None else tables_of(packing)
         if blocks is not None:
-            axes = (1 if blocks[0] else "batch", 1 if blocks[1] else "heads", "q_blocks", "kv_blocks")
-            more.append(CustomSpec(BLOCKS, axes))
+            more.append(spec_of(blocks))
         if drops:
             more.append(SPEC)
         return self.custom_io.with_more(more, packing) if more else self.custom_io
@@ -77,16 +76,14 @@ class Built(Shown):
         specs = super()._specs(variant)
         return specs if variant[2] is None else count_sequences(specs)
 
-    def _mask(self, blocks: Blocks) -> Callable[..., Any] | None:
-        """The user's mask and, with an outside block mask, the existence of the pair's block."""
+    def _mask(self, blocks: Blocks | None) -> Callable[..., Any] | None:
+        """The user's mask and, where a call says which blocks exist, the existence of the pair's block."""
         if blocks is None:
             return self.mask_mod
-        q_block, kv_block = self.block_size
         inner = self.mask_mod
 
         def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
-            at = (0 if blocks[0] else b, 0 if blocks[1] else h, q_idx // q_block, kv_idx // kv_block)
-            exists = custom[BLOCKS][at] != 0
+            exists = custom[name_of(blocks)][place_in_map(blocks, self.block_size, b, h, q_idx, kv_idx)] != 0
             if inner is None:
                 return exists
             from attention_engine.frontend.tracing import call

@@ -18,6 +18,7 @@ from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
 from attention_engine.passes.check_cuts import check_online, random_cuts
 from attention_engine.passes.maths import analyse
 from attention_engine.reference.dense import attend, attend_backward
+from attention_engine.runtime.blocks import BlockList, GivenBlocks
 from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.check_report import FAR, CheckReport, Formula, check_row, spell_tensors
 from attention_engine.runtime.check_terms import errors_of_terms, make_zeros, program_with_zeros, summed
@@ -41,7 +42,7 @@ class _Call:
     engine: Shown
     leaves: Sequence[Tensor]  # q, k, v, custom inputs, captured tensors
     names: Sequence[str]  # of all but the first three
-    blocks: Tensor | None
+    blocks: GivenBlocks | None
 
     @property
     def floating(self) -> list[str]:
@@ -51,7 +52,7 @@ class _Call:
 
 
 def check_call(
-    engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None
+    engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: GivenBlocks | None
 ) -> CheckReport:
     """The report on a call: of the engine as it is, or on a CPU with backend="auto" of its kernels on the interpreter.
 
@@ -70,8 +71,12 @@ def check_call(
     small, cut = cut_call(given)
     first, second, third, *rest = small.values()
     if blocks is not None:
-        rows, columns = (-(-t.shape[length] // n) for t, n in zip((first, second), engine.block_size, strict=True))
-        blocks = blocks[: first.shape[0], :, :rows, :columns]
+        size = blocks.block_size if isinstance(blocks, BlockList) else engine.block_size
+        rows, columns = (-(-t.shape[length] // n) for t, n in zip((first, second), size, strict=True))
+        if isinstance(blocks, BlockList):
+            blocks = blocks.cut(first.shape[0], rows, columns)
+        else:
+            blocks = blocks[: first.shape[0], :, :rows, :columns]
     try:
         return compare(runs, first, second, third, rest, blocks, cut=cut, doubted=(q, k, v, *custom))
     except NotInterpretable as refusal:
@@ -79,7 +84,7 @@ def check_call(
 
 
 def compare(
-    engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: Tensor | None, *,
+    engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], blocks: GivenBlocks | None, *,
     lacking: str = "", cut: Sequence[str] = (), doubted: Sequence[Tensor] = (),
 ) -> CheckReport:  # fmt: skip
     """Runs the engine, the dense maths in float64, and the dense maths in the tensors' dtype, on the same gradients.
@@ -135,7 +140,7 @@ def _parts_that_do_not_join(engine: Shown) -> list[str]:
     return []
 
 
-def _doubts(engine: Shown, tensors: Sequence[Tensor], blocks: Tensor | None) -> list[str]:
+def _doubts(engine: Shown, tensors: Sequence[Tensor], blocks: GivenBlocks | None) -> list[str]:
     """Warnings of what the call reads, whole."""
     tensors = [t.detach() for t in tensors]
     program, inputs, extra = engine._dense_program(tensors, blocks)

@@ -14,6 +14,7 @@ from attention_engine.frontend.frames import brief
 from attention_engine.frontend.made import Made
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Backend, Layout, MaskMod, ScoreMod
+from attention_engine.runtime.blocks import GivenBlocks
 from attention_engine.runtime.dropout import check_probability, seed_of_call
 from attention_engine.runtime.finding import KEPT, Finder
 from attention_engine.runtime.inputs import check_ranks
@@ -28,7 +29,7 @@ Specs = tuple[tuple[str, tuple[AxisSpec, ...]], ...]  # custom inputs: names and
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
-    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    custom_io: CustomIO | None = None, block_mask: GivenBlocks | None = None, block_size: tuple[int, int] = (128, 128),
     layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_rowscales: Literal[False] = False,
@@ -39,7 +40,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
-    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    custom_io: CustomIO | None = None, block_mask: GivenBlocks | None = None, block_size: tuple[int, int] = (128, 128),
     layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_rowscales: Literal[True],
@@ -50,7 +51,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
-    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    custom_io: CustomIO | None = None, block_mask: GivenBlocks | None = None, block_size: tuple[int, int] = (128, 128),
     layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_rowscales: bool,
@@ -60,7 +61,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
-    custom_io: CustomIO | None = None, block_mask: Tensor | None = None, block_size: tuple[int, int] = (128, 128),
+    custom_io: CustomIO | None = None, block_mask: GivenBlocks | None = None, block_size: tuple[int, int] = (128, 128),
     layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_rowscales: bool = False,
@@ -76,7 +77,7 @@ def attention(
         custom: custom inputs by name; the functions may as well capture tensors.
         custom_io: the axes of the custom inputs. Left out: a dimension is that of the batch, the heads, the queries or
             the keys where it is as long as one of them alone; any is read at explicit indices.
-        block_mask: which blocks exist, int8 or bool (B or 1, H or 1, ceil(Sq/bq), ceil(Skv/bkv)).
+        block_mask: which blocks exist, int8 or bool (B or 1, H or 1, ceil(Sq/bq), ceil(Skv/bkv)), or a `BlockList`.
         dropout_p: each weight is dropped with this probability, and the others are divided by 1 - dropout_p.
         dropout_seed: 0 to 2^63 - 1, or a tensor of one integer: which are. Left out, torch's generator draws one.
         return_rowscales: return (o, {name: row (B, H, Sq), fp32}) too.

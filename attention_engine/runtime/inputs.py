@@ -38,6 +38,7 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import DTYPES, Heads, Meta, check_heads, check_linear_heads
+from attention_engine.ir.block_lists import BLOCK_LIST
 from attention_engine.ir.expr import Type
 from attention_engine.ir.program import STARTS
 from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
@@ -357,7 +358,7 @@ def check_custom(
     if whole is not None:
         sizes |= {f"whole_{axis}": size for axis, size in whole.items()}
     for spec, tensor in zip(specs, tensors, strict=True):
-        if spec.name in (BLOCKS, STARTS):
+        if spec.name in (BLOCKS, BLOCK_LIST, STARTS):
             continue
         what = f"custom input {spec.name!r}"
         expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)
@@ -377,8 +378,8 @@ def check_blocks(blocks: Tensor, block_size: tuple[int, int], q: Tensor, k: Tens
     """An outside block mask as int8; BadInput unless its shape is that of the blocks."""
     if not isinstance(blocks, Tensor):
         raise WrongBlockMask(
-            f"block_mask is {type(blocks).__name__}. A call takes a tensor of blocks; masks of other kinds, "
-            "FlexAttention's too, belong to the engine: AttentionEngine(..., block_mask=...)."
+            f"block_mask is {type(blocks).__name__}. A call takes a tensor of blocks or a BlockList; masks of other "
+            "kinds, FlexAttention's too, belong to the engine: AttentionEngine(..., block_mask=...)."
         )
     rows, columns = (-(-t.shape[1] // size) for t, size in zip((q, k), block_size, strict=True))
     fits = blocks.ndim == 4 and blocks.shape[0] in (1, q.shape[0]) and blocks.shape[1] in (1, q.shape[2])

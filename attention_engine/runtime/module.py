@@ -20,6 +20,7 @@ from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.attentions import ATTENTIONS
+from attention_engine.runtime.blocks import BlockList, CallBlocks, GivenBlocks, blocks_of_call
 from attention_engine.runtime.built import Built, Variant
 from attention_engine.runtime.captured import (
     Axes,
@@ -31,7 +32,6 @@ from attention_engine.runtime.captured import (
 from attention_engine.runtime.dropout import check_probability, seed_of_call
 from attention_engine.runtime.flex import of_flex
 from attention_engine.runtime.inputs import (
-    check_blocks,
     check_custom,
     check_options,
     check_qkv,
@@ -136,6 +136,8 @@ class AttentionEngine(Built, Parted, OnCaches):
                     "  attention_engine.library.and_masks."
                 )
             mask_mod, block_mask = block_mask, None
+        if isinstance(block_mask, BlockList):
+            raise OptionsClash("a BlockList belongs to a call: engine(q, k, v, block_mask=BlockList(...)).")
         check_type("block_mask", block_mask, Tensor, optional=True)
         assert block_mask is None or isinstance(block_mask, Tensor)
         self.score_mod, self.mask_mod = score_mod, mask_mod
@@ -153,7 +155,7 @@ class AttentionEngine(Built, Parted, OnCaches):
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, self.ORDINARY))
         check_online(self._program, where=f"{place_of(self.online_func.online_fwd)}: ")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None,
                 return_rowscales: bool = False, cu_seqlens_q: Tensor | None = None,
                 cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
                 max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
@@ -164,7 +166,7 @@ class AttentionEngine(Built, Parted, OnCaches):
             q, k, v: (batch, length, heads, dim), or (batch, heads, length, dim) with layout="bhsd"; with cu_seqlens_q
                 (rows, heads, dim), the rows of many sequences behind one another.
             custom: custom inputs in the order of custom_io, or by name.
-            block_mask: which blocks exist, for this call alone.
+            block_mask: which blocks exist, for this call alone: a tensor as the constructor takes, or a `BlockList`.
             return_rowscales: return the rows of the epilogue, too.
             cu_seqlens_q: int32 (sequences + 1), where each sequence begins, and where the last ends. `b` is the
                 sequence then, `kv_idx` the place in it, and q_idx = length of keys - length of queries + place.
@@ -204,21 +206,21 @@ class AttentionEngine(Built, Parted, OnCaches):
     if TYPE_CHECKING:  # how an engine is called
 
         @overload
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None,
                     return_rowscales: Literal[False] = False, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
                     max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
                     **named: Tensor) -> Tensor: ...  # fmt: skip
 
         @overload
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None,
                     return_rowscales: Literal[True], cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
                     max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
                     **named: Tensor) -> WithRows: ...  # fmt: skip
 
         @overload
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None,
                     return_rowscales: bool, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
                     max_seqlen_k: int | None = None, dropout_seed: int | Tensor | None = None,
@@ -228,7 +230,7 @@ class AttentionEngine(Built, Parted, OnCaches):
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
-        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor], seed: Tensor | None = None,
+        block_mask: GivenBlocks | None, return_rowscales: bool, named: Mapping[str, Tensor], seed: Tensor | None = None,
     ) -> Tensor | WithRows:  # fmt: skip
         """A call with these tensors in place of the captured ones. seed: where weights are dropped."""
         seeds, form = ((), None) if seed is None else ((seed,), self.dropout_p)
@@ -248,7 +250,7 @@ class AttentionEngine(Built, Parted, OnCaches):
         backend = self._backend_for(q.device)
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         blocks = self._blocks(block_mask, q, k)
-        tensors = [*tensors, *([] if blocks is None else [blocks]), *seeds]
+        tensors = [*tensors, *([] if blocks is None else [blocks.map]), *seeds]
         heads = heads_of(q), heads_of(k), heads_of(v)
         self._note_call(heads, q.dtype)
         variant = self._variant(blocks, heads[0][1])
@@ -279,7 +281,7 @@ class AttentionEngine(Built, Parted, OnCaches):
             return output
         return output, dict(zip((n for n, _ in self._program.finals), rows, strict=True))
 
-    def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """The block mask of a call: its own, or the engine's."""
+    def _blocks(self, given: GivenBlocks | None, q: Tensor, k: Tensor) -> CallBlocks | None:
+        """The blocks of a call: its own, or the engine's."""
         blocks = given if given is not None else self.block_mask
-        return None if blocks is None else check_blocks(blocks, self.block_size, q, k)
+        return None if blocks is None else blocks_of_call(blocks, self.block_size, q, k)

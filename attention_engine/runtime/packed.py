@@ -27,6 +27,7 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.packing import SEQUENCES, TABLES, Packing
+from attention_engine.runtime.blocks import GivenBlocks
 from attention_engine.runtime.packed_shared import share_tables
 from attention_engine.runtime.packed_tables import tables_by_kernel
 
@@ -83,8 +84,8 @@ def refuse_lengths(cu_seqlens_k: object, max_seqlen_q: object, max_seqlen_k: obj
 
 
 def pack(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, blocks: Tensor | None = None,
-    by_kernel: bool = False, shares: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    blocks: GivenBlocks | None = None, by_kernel: bool = False, shares: bool = False,
 ) -> PackedRows:  # fmt: skip
     """The call as one of a single batch. by_kernel: may a kernel make the tables? shares: may other calls of the same
     starts use them? Raises BadInput."""

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from attention_engine.passes.drop_weights import SEED
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.attentions import ATTENTIONS
+from attention_engine.runtime.blocks import GivenBlocks
 from attention_engine.runtime.captured import axes_now, check_captured
 from attention_engine.runtime.inputs import (
     check_custom,
@@ -30,7 +31,7 @@ WithRows = tuple[Tensor, dict[str, Tensor]]
 
 def call_packed(
     engine: Shown, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
-    starts: tuple[Tensor, Tensor | None], block_mask: Tensor | None, return_rowscales: bool,
+    starts: tuple[Tensor, Tensor | None], block_mask: GivenBlocks | None, return_rowscales: bool,
     named: Mapping[str, Tensor], seed: Tensor | None = None,
 ) -> Tensor | WithRows:  # fmt: skip
     """The output (rows, heads, dim) and, where they are asked for, the returned rows (heads, rows).

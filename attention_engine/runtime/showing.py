@@ -19,9 +19,10 @@ from attention_engine.ir.program import KV_IDX, PRODUCT, Q_IDX, B, H, Program
 from attention_engine.library import OnlineSoftmax
 from attention_engine.reference.dense import attend
 from attention_engine.reference.evaluate import Evaluator
+from attention_engine.runtime.blocks import BlockList, GivenBlocks
 from attention_engine.runtime.captured import capturing, tensors_now
 from attention_engine.runtime.described import name_of
-from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, type_of
+from attention_engine.runtime.inputs import check_ranks, order_custom, type_of
 from attention_engine.runtime.masks import TracedMask, io_of, trace_mask
 from attention_engine.runtime.pictures import MaskPicture, Panel, ScorePicture
 
@@ -223,7 +224,7 @@ def _counts(key: Tensor, keys: int, size: int) -> Tensor:
 
 
 def mask_of_engine(
-    engine: Shown, given: Sequence[Tensor], named: Mapping[str, Tensor], block_mask: Tensor | None,
+    engine: Shown, given: Sequence[Tensor], named: Mapping[str, Tensor], block_mask: GivenBlocks | None,
     sizes: Sequence[int | None],
 ) -> tuple[TracedMask, int, int]:  # fmt: skip
     """An engine's mask, with these custom inputs and blocks, and how many queries and keys it is drawn for.
@@ -232,13 +233,16 @@ def mask_of_engine(
     """
     tensors = _given(engine, given, named)
     batch, heads, queries, keys = _sizes(engine, tensors, sizes)
-    q, k = (torch.empty(batch, n, heads, 0, device=_device(tensors, block_mask)) for n in (queries, keys))
+    known, device = engine.qkv_meta or engine._called, _device(tensors, block_mask)
+    key_heads = known[1].heads if known and known[0].heads == heads else heads
+    q = torch.empty(batch, queries, heads, 0, device=device)
+    k = torch.empty(batch, keys, key_heads, 0, device=device)
     blocks = engine._blocks(block_mask, q, k)
     variant = engine._variant(blocks)
     held = tensors_now(engine._captured)
     every = {**tensors, **dict(zip((c.name for c in engine._captured), held, strict=True))}
     if blocks is not None:
-        every[BLOCKS] = blocks
+        every[blocks.name] = blocks.map
     types = {**engine._types, **{name: type_of(tensor) for name, tensor in every.items()}}
     condition = engine._trace(types, variant).mask
     for node in topological(condition) if condition is not None else ():
@@ -278,6 +282,7 @@ def _sizes(engine: Shown, tensors: Mapping[str, Tensor], sizes: Sequence[int | N
     return batch, heads, queries, keys
 
 
-def _device(tensors: Mapping[str, Tensor], blocks: Tensor | None) -> torch.device:
+def _device(tensors: Mapping[str, Tensor], blocks: GivenBlocks | None) -> torch.device:
+    blocks = blocks.indices if isinstance(blocks, BlockList) else blocks
     first = next(iter([*([] if blocks is None else [blocks]), *tensors.values()]), None)
     return torch.device("cpu") if first is None else first.device

@@ -22,6 +22,7 @@ from attention_engine.passes.drop_weights import SEED
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
 from attention_engine.runtime.arguments import as_parameter
+from attention_engine.runtime.blocks import CallBlocks, GivenBlocks
 from attention_engine.runtime.cached_shown import NAMES as OF_CACHES
 from attention_engine.runtime.cached_shown import explain_cached, kernels_of_caches
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
@@ -32,7 +33,7 @@ from attention_engine.runtime.described import in_lines, in_one_line, name_of, p
 from attention_engine.runtime.dropout import SPEC, seed_tensor
 from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
 from attention_engine.runtime.explain import explain
-from attention_engine.runtime.inputs import BLOCKS, check_ranks, order_custom, stand_ins, type_of
+from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.packed import Packed, count_sequences, packing_of, sizes_of_packed, tables_of
 from attention_engine.runtime.packed_tables import tables_kernel
 from attention_engine.runtime.pictures import MaskPicture, ScorePicture
@@ -54,11 +55,11 @@ class Shown(Engine):
     online_func: OnlineFunc
     scale: float | None
     block_size: tuple[int, int]
-    block_mask: Tensor | None
+    block_mask: GivenBlocks | None
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], captured: Sequence[Tensor],
-        block_mask: Tensor | None, return_rowscales: bool, named: Mapping[str, Tensor], seed: Tensor | None = None,
+        block_mask: GivenBlocks | None, return_rowscales: bool, named: Mapping[str, Tensor], seed: Tensor | None = None,
     ) -> Any:  # fmt: skip
         raise NotImplementedError
 
@@ -70,11 +71,11 @@ class Shown(Engine):
     def _backend_for(self, device: torch.device) -> str:
         raise NotImplementedError
 
-    def _blocks(self, given: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    def _blocks(self, given: GivenBlocks | None, q: Tensor, k: Tensor) -> CallBlocks | None:
         raise NotImplementedError
 
     def _variant(
-        self, blocks: Tensor | None = None, dim: int | None = None, packing: Packing | None = None,
+        self, blocks: CallBlocks | None = None, dim: int | None = None, packing: Packing | None = None,
         drops: str | None = None,
     ) -> Any:  # fmt: skip
         """What a call with these blocks and this head dim, of sequences packed so, says of the program. drops: with
@@ -258,23 +259,23 @@ class Shown(Engine):
         return both if trained.maths.backward is None else both | trained.of_backward
 
     def _dense_program(
-        self, tensors: Sequence[Tensor], block_mask: Tensor | None
+        self, tensors: Sequence[Tensor], block_mask: GivenBlocks | None
     ) -> tuple[Program, list[str], list[Tensor]]:
         """The program of a call with these tensors (q, k, v, custom inputs, captured tensors), the names of all but the
         first three, and the blocks and the seed of dropout, 0, which are named last."""
         q, k = (t if self.layout == "bshd" else t.transpose(1, 2) for t in tensors[:2])
         blocks = self._blocks(block_mask, q, k)
         seeds = [seed_tensor(0, q.device)] if self._drops else []
-        extra = [*([] if blocks is None else [blocks]), *seeds]
+        extra = [*([] if blocks is None else [blocks.map]), *seeds]
         variant = self._variant(blocks, q.shape[3])
-        added = [*([] if blocks is None else [BLOCKS]), *([SEED] if seeds else [])]
+        added = [*([] if blocks is None else [blocks.name]), *([SEED] if seeds else [])]
         names = [*self.custom_io.specs, *[c.name for c in self._captured], *added]
         types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
         return self._trace(types, variant), names, extra
 
     def check(
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *custom: Tensor,
-        block_mask: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+        block_mask: GivenBlocks | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
         kv_lengths: Tensor | None = None, page_table: Tensor | None = None, q_starts: Tensor | None = None,
         **named: Tensor,
     ) -> CheckReport:  # fmt: skip
@@ -301,7 +302,7 @@ class Shown(Engine):
         return check_call(self, drawn[0], drawn[1], drawn[2], tensors, block_mask)
 
     def cost(
-        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None,
         device: Arch | None = None, **named: Tensor,
     ) -> Cost:  # fmt: skip
         """FLOPs of the pairs that a call with these tensors keeps, and bytes that must move, forward and backward; it
@@ -317,7 +318,7 @@ class Shown(Engine):
 
     def show_mask(
         self, *custom: Tensor, B: int | None = None, H: int | None = None, Sq: int | None = None,
-        Skv: int | None = None, block_mask: Tensor | None = None, batch: Choice = None, head: Choice = None,
+        Skv: int | None = None, block_mask: GivenBlocks | None = None, batch: Choice = None, head: Choice = None,
         tile: tuple[int, int] | None = None, **named: Tensor,
     ) -> MaskPicture:  # fmt: skip
         """A picture of the pairs that this engine keeps: SVG in a notebook, block characters where it is printed.
@@ -332,7 +333,7 @@ class Shown(Engine):
         return draw_mask(mask, title, queries, keys, batch, head, tile)
 
     def show_scores(
-        self, q: Tensor, k: Tensor, *custom: Tensor, block_mask: Tensor | None = None, weights: bool = False,
+        self, q: Tensor, k: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None, weights: bool = False,
         batch: Choice = None, head: Choice = None, **named: Tensor,
     ) -> ScorePicture:  # fmt: skip
         """A picture of the scores of q and k after score_mod, masked; with weights=True, of each row's final weights.
