@@ -81,6 +81,8 @@ def _forward(
     # causal retention: 5 % faster
     lazy = schedule.rescale is not None and dims == (64, 64) and not weights_take_special_functions(schedule)
     tile = Tile(q, kv, 2 * q, 2, HopperForward(lazy_rescale=lazy, drops_apart=apart))
+    if _narrow(plan) and dims in NARROW and not apart:
+        tile = replace(tile, kv=64, stages=NARROW[dims])
     ahead = dims in AHEAD and (plan.mapped or _steps(kv, plan, hints) <= AHEAD[dims])
     if plan.mapped:
         walks = dims in SHARED_OUT
@@ -120,6 +122,11 @@ def keys_within(problem: Problem, maths: Maths) -> Tile | None:
     return tile if fits else None
 
 
+def _narrow(plan: TilePlan) -> bool:
+    """Does a call list blocks of 64 keys, so that a tile of more would hold keys that are not listed?"""
+    return plan.blocks is not None and plan.bounds_say_the_rest and plan.blocks.kv % 128 == 64
+
+
 def _steps(kv: int, plan: TilePlan, hints: Hints | None) -> float:
     """How many tiles of keys a block of queries has, by the mask's bounds; infinitely many where nothing hints."""
     return math.inf if hints is None else hints[2] / kv / (2 if plan.later_is_longer else 1)
@@ -145,7 +152,10 @@ def _over_keys(problem: Problem, schedule: BackwardSchedule, target: Arch, strai
     dims = problem.dim, problem.dim_v
     light = pairs_are_light(schedule, summed, dims)
     tile, why = BACKWARD[dims][0 if light else 1], f"pairs need {'few' if light else 'many'} registers"
-    mapped = plan_tiles(schedule.mask).mapped
+    plan = plan_tiles(schedule.mask)
+    mapped = plan.mapped
+    if dims in NARROW and _narrow(plan) and not (summed.of_keys or summed.diagonals):
+        tile, why = replace(SHARED_KEYS, stages=3), "a call lists blocks of 64 keys"
     if dims in DROPPED and not mapped and may_drop_apart(problem, schedule):
         tile = _own_keys(DROPPED[dims]).in_form(drops_apart=True)
         why = "a group of its own chooses which weights are dropped"
@@ -175,6 +185,10 @@ SHARED_OUT = ((64, 64), (128, 128))
 # tiles they do. On an H100, full masks: 8 steps 4 % faster, 16 2 %, 64 1 % slower; causal: 4 steps 4 %, 8 1 %, 32 1 %
 # slower; documents of 8 steps 2 %. Head dim 64 in blocks of 192 queries: 1 to 2 % slower.
 AHEAD = {(128, 128): 16}
+
+
+# By head dims, in how many stages tiles of 64 keys come, where a call lists blocks of so many.
+NARROW = {(64, 64): 4, (128, 128): 3}
 
 
 def _own_keys(q: int) -> Tile:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from attention_engine.arch import Arch, detect
+from attention_engine.compiler import Kernel, pass_configs
 from attention_engine.errors import DevicesDiffer, NotATensor, WrongBlockMask, as_given
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.frames import briefly
 from attention_engine.ir.block_lists import BLOCK_LIST
+from attention_engine.ir.problem import Problem
+from attention_engine.runtime import op
 from attention_engine.runtime.inputs import BLOCKS, check_blocks
 
+ANY = Problem(1, 1, 64, 64, "float16")  # maps are of no problem
 # Of a map: is it one for all batches, one for all heads? Of lists: one for all batches; how many heads share a list (0:
 # all); the queries and keys of a block. Dynamo follows plain tuples.
 Blocks: TypeAlias = tuple[bool, bool] | tuple[bool, int, int, int]
@@ -99,6 +105,15 @@ class BlockList:
         found = torch.zeros(*self.indices.shape[:3], columns + 1, dtype=torch.int8, device=self.indices.device)
         return found.scatter_(-1, torch.where(inside, self.indices, columns).long(), 1)[..., :columns].contiguous()
 
+    def map_by_kernel(self, columns: int) -> Tensor | None:
+        """The same in one launch; None while the kernel is being compiled, and where there is nothing to list."""
+        kernel = _begun(self.counts is not None, self.indices.device)
+        if not kernel.ready or not (self.indices.numel() and columns):
+            return None
+        found = torch.empty(*self.indices.shape[:3], columns, dtype=torch.int8, device=self.indices.device)
+        kernel.run(*[t.contiguous() for t in (self.indices, self.counts) if t is not None], found)
+        return found
+
     def cut(self, batch: int, rows: int, columns: int) -> BlockList:
         """The lists of the first batches and blocks of queries, with the first blocks of keys alone."""
         indices, counted = self.indices[:batch, :, :rows], self._counted()[:batch, :, :rows]
@@ -108,6 +123,19 @@ class BlockList:
 
 
 GivenBlocks: TypeAlias = Tensor | BlockList
+
+
+@functools.lru_cache(maxsize=16)
+def map_kernel(counted: bool, device: Arch) -> Kernel:
+    """The kernel that makes a map of lists."""
+    return Kernel("listed_blocks.listed_blocks", (ANY, counted), device, ANY, pass_configs(ANY))
+
+
+@functools.lru_cache(maxsize=64)
+def _begun(counted: bool, device: torch.device) -> Kernel:
+    kernel = map_kernel(counted, detect(device))
+    kernel.begin()
+    return kernel
 
 
 class CallBlocks(NamedTuple):
@@ -148,9 +176,10 @@ def place_in_map(
 
 
 def blocks_of_call(
-    given: GivenBlocks, block_size: tuple[int, int], q: Tensor, k: Tensor
+    given: GivenBlocks, block_size: tuple[int, int], q: Tensor, k: Tensor, by_kernel: bool = False
 ) -> CallBlocks:  # fmt: skip
-    """What a call says of blocks, held against its q and k, (batch, length, heads, dim). block_size: of a map."""
+    """What a call says of blocks, held against its q and k, (batch, length, heads, dim). block_size: of a map.
+    by_kernel: may a kernel make a map of lists?"""
     if not isinstance(given, BlockList):
         found = check_blocks(given, block_size, q, k)
         return CallBlocks(found, (found.shape[0] == 1, found.shape[1] == 1))
@@ -170,7 +199,9 @@ def blocks_of_call(
     if q.device.type == "cpu" and not is_compiling():
         check_entries(given, columns)
     sharing = 0 if lists == 1 else heads // lists
-    return CallBlocks(given.to_map(columns), (given.indices.shape[0] == 1, sharing, *given.block_size))
+    found = given.map_by_kernel(columns) if q.is_cuda and by_kernel and op.unwatched() else None
+    found = given.to_map(columns) if found is None else found
+    return CallBlocks(found, (given.indices.shape[0] == 1, sharing, *given.block_size))
 
 
 def check_entries(lists: BlockList, columns: int) -> None:

@@ -284,4 +284,4 @@ class AttentionEngine(Built, Parted, OnCaches):
     def _blocks(self, given: GivenBlocks | None, q: Tensor, k: Tensor) -> CallBlocks | None:
         """The blocks of a call: its own, or the engine's."""
         blocks = given if given is not None else self.block_mask
-        return None if blocks is None else blocks_of_call(blocks, self.block_size, q, k)
+        return None if blocks is None else blocks_of_call(blocks, self.block_size, q, k, self.backend != "reference")

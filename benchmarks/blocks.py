@@ -1,0 +1,141 @@
+"""Lists of key blocks on a GPU: numbers against float64, then times, and how much of them goes to making lists.
+
+python -m benchmarks.blocks                         all lengths and lists
+python -m benchmarks.blocks --lengths 32768 --kept 16   of these alone
+python -m benchmarks.blocks --numbers               no times
+python -m benchmarks.blocks --peers                 FlexAttention beside, with a BlockMask of the same lists
+
+Each block of queries sees so many random blocks of keys; lists are one for each key head. TFLOP/s count pairs that
+lists keep, 2.5 times as much for a backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attention_engine import AttentionEngine, BlockList
+from benchmarks.timing import Clock
+
+HEADS, DIM, DTYPE = 16, 128, torch.bfloat16
+ROUNDS = 10
+MAKERS = ("listed_blocks", "block_map", "tile_map")  # kernels that make lists
+
+
+def draw(length: int, kept: int, key_heads: int, size: tuple[int, int]) -> BlockList:
+    """Random lists of so many blocks."""
+    generator = torch.Generator("cuda").manual_seed(kept)
+    shape = (1, key_heads, length // size[0], length // size[1])
+    indices = torch.rand(shape, generator=generator, device="cuda").topk(kept, -1).indices.to(torch.int32)
+    return BlockList(indices, torch.full(shape[:3], kept, dtype=torch.int32, device="cuda"), size)
+
+
+def inputs(length: int, key_heads: int) -> list[Tensor]:
+    """q, k, v, which want gradients."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def made(heads: int) -> Tensor:
+        found = torch.randn(1, length, heads, DIM, generator=generator, device="cuda", dtype=DTYPE)
+        return found.requires_grad_()
+
+    return [made(HEADS), made(key_heads), made(key_heads)]
+
+
+def dense(qkv: list[Tensor], do: Tensor, lists: BlockList, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of all pairs, with a mask made of the lists."""
+    q, k, v = (t.detach().to(dtype).transpose(1, 2).requires_grad_() for t in qkv)
+    group = q.shape[1] // k.shape[1]
+    found = lists.to_map(k.shape[2] // lists.block_size[1]).bool()
+    keep = found.repeat_interleave(lists.block_size[0], 2).repeat_interleave(lists.block_size[1], 3)
+    keep = keep.repeat_interleave(q.shape[1] // keep.shape[1], 1)
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * DIM**-0.5
+    weights = scores.masked_fill(~keep, -torch.inf).softmax(-1, dtype=torch.promote_types(dtype, torch.float32))
+    o = weights.to(dtype) @ v.repeat_interleave(group, 1)
+    gradients = torch.autograd.grad(o, (q, k, v), do.to(dtype).transpose(1, 2))
+    return [t.detach().transpose(1, 2) for t in (o, *gradients)]
+
+
+def ratios(engine: AttentionEngine, length: int, kept: int, key_heads: int, size: tuple[int, int]) -> list[float]:
+    """The summed errors of o, dq, dk and dv over those of eager."""
+    qkv, lists = inputs(length, key_heads), draw(length, kept, key_heads, size)
+    o = engine(*qkv, block_mask=lists)
+    do = torch.randn_like(o)
+    ours = [o.detach(), *torch.autograd.grad(o, qkv, do)]
+    right, eager = dense(qkv, do, lists, torch.float64), dense(qkv, do, lists, DTYPE)
+    return [round(float((a - c).abs().sum() / (b - c).abs().sum()), 3)
+            for a, b, c in zip(ours, eager, right, strict=True)]  # fmt: skip
+
+
+def flex(lists: BlockList, length: int) -> Callable[..., Tensor]:
+    """FlexAttention with the same blocks, on (batch, length, heads, dim)."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    assert lists.counts is not None
+    group = HEADS // lists.indices.shape[1]
+    counts, indices = (t.repeat_interleave(group, 1).contiguous() for t in (lists.counts, lists.indices))
+    mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(counts), torch.zeros_like(indices), counts, indices, BLOCK_SIZE=lists.block_size,
+        seq_lengths=(length, length),
+    )  # fmt: skip
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return compiled(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)  # type: ignore[no-any-return]
+
+    return attend
+
+
+def share_of_lists(call: Callable[[], object]) -> tuple[float, float]:
+    """Microseconds of the kernels that make lists, and of all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    times = [(event.key, event.self_device_time_total / 3) for event in seen.key_averages()]
+    return sum(t for name, t in times if any(maker in name for maker in MAKERS)), sum(t for _, t in times)
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 65536, 131072])
+    parser.add_argument("--kept", nargs="+", type=int, default=[16, 64])
+    parser.add_argument("--size", nargs=2, type=int, default=[128, 64], help="queries and keys of a block")
+    parser.add_argument("--key-heads", type=int, default=4)
+    parser.add_argument("--numbers", action="store_true", help="no times")
+    parser.add_argument("--peers", action="store_true")
+    args = parser.parse_args()
+    size, engine = (args.size[0], args.size[1]), AttentionEngine()
+    print(f"{HEADS} query heads, {args.key_heads} of keys, blocks of {size[0]} x {size[1]}", flush=True)
+    print("errors of o, dq, dk, dv over eager's:", ratios(engine, 2048, 5, args.key_heads, size), flush=True)
+    clock = Clock()
+    for length in args.lengths if not args.numbers else []:
+        for kept in args.kept:
+            qkv, lists = inputs(length, args.key_heads), draw(length, kept, args.key_heads, size)
+            operations = 4 * DIM * HEADS * length * kept * size[1]
+            attends: dict[str, Callable[..., Tensor]] = {"ours": lambda *t, n=lists: engine(*t, block_mask=n)}
+            attends |= {"FlexAttention": flex(lists, length)} if args.peers else {}
+            calls: dict[str, tuple[Callable[[], object], float]] = {}
+            for name, attend in attends.items():
+                o = attend(*qkv)
+                do = torch.randn_like(o)
+                calls[f"{name} forward"] = lambda a=attend, t=qkv: a(*t), operations
+                calls[f"{name} backward"] = (
+                    lambda o=o, t=qkv, d=do: torch.autograd.grad(o, t, d, retain_graph=True), 2.5 * operations,
+                )  # fmt: skip
+            print(f"{length} queries and keys, {kept} blocks of each block of queries", flush=True)
+            for name, timing in clock.times({n: call for n, (call, _) in calls.items()}, ROUNDS).items():
+                speed = calls[name][1] / timing.device_us * 1e-6
+                print(f"  {name:24} {timing.device_us:8.1f} us  {speed:6.1f} TFLOP/s   host {timing.host_us:6.1f} us",
+                      flush=True)  # fmt: skip
+            for name in ("ours forward", "ours backward"):
+                making, whole = share_of_lists(calls[name][0])
+                print(f"  lists of {name}: {making:.1f} of {whole:.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()
