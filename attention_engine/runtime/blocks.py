@@ -199,9 +199,20 @@ def blocks_of_call(
     if q.device.type == "cpu" and not is_compiling():
         check_entries(given, columns)
     sharing = 0 if lists == 1 else heads // lists
-    found = given.map_by_kernel(columns) if q.is_cuda and by_kernel and op.unwatched() else None
-    found = given.to_map(columns) if found is None else found
-    return CallBlocks(found, (given.indices.shape[0] == 1, sharing, *given.block_size))
+    made = given.map_by_kernel(columns) if q.is_cuda and by_kernel and op.unwatched() else None
+    return CallBlocks(
+        given.to_map(columns) if made is None else made, (given.indices.shape[0] == 1, sharing, *given.block_size)
+    )
+
+
+def blocks_alike(given: GivenBlocks, q: Tensor, k: Tensor) -> CallBlocks:
+    """The blocks of calls with blocks like these, and as many heads as q and k have; of any length."""
+    like = given.indices if isinstance(given, BlockList) else given
+    found = torch.empty(1, 1, 1, 1, dtype=torch.int8, device=q.device)
+    batch, lists = (n == 1 for n in like.shape[:2])
+    if not isinstance(given, BlockList):
+        return CallBlocks(found, (batch, lists))
+    return CallBlocks(found, (batch, 0 if lists else q.shape[2] // like.shape[1], *given.block_size))
 
 
 def check_entries(lists: BlockList, columns: int) -> None:

@@ -22,7 +22,7 @@ from attention_engine.passes.drop_weights import SEED
 from attention_engine.passes.maths import Maths, analyse
 from attention_engine.runtime import parts
 from attention_engine.runtime.arguments import as_parameter
-from attention_engine.runtime.blocks import CallBlocks, GivenBlocks
+from attention_engine.runtime.blocks import BlockList, CallBlocks, GivenBlocks, blocks_alike, map_kernel, spec_of
 from attention_engine.runtime.cached_shown import NAMES as OF_CACHES
 from attention_engine.runtime.cached_shown import explain_cached, kernels_of_caches
 from attention_engine.runtime.captured import axes_now, specs_of, tensors_now
@@ -161,7 +161,8 @@ class Shown(Engine):
         return (asked.trained if trained else asked).kernels_as_known(self.tuning)
 
     def _asked(
-        self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = (), packed: Packed = None
+        self, device: Arch | None, interpret: bool, given: Sequence[Tensor] = (), packed: Packed = None,
+        block_mask: GivenBlocks | None = None,
     ) -> Asked:  # fmt: skip
         """The problem that the metas describe, and a call's custom inputs: fp32 ones, unless there are some."""
         place = torch.device("cuda" if device is None and not interpret else "cpu")
@@ -170,19 +171,22 @@ class Shown(Engine):
         q, k, v = (torch.empty(1, 1, m.heads, m.dim, dtype=dtype, device=place) for m in metas)
         v = v[..., : parts.width(v.shape[3])]
         declared = list(self.custom_io.specs.values())
+        blocks = None if block_mask is None else blocks_alike(block_mask, q, k)
         maths, tensors = self._maths(packed), list(given) or stand_ins(declared, self._types, place)
+        types = {s.name: type_of(t) for s, t in zip(declared, given, strict=True)} if given else {}
         seeds = [seed_tensor(0, place)] if self._drops else []
         held = tensors_now(self._captured)
-        if given:
-            types = {s.name: type_of(t) for s, t in zip(declared, given, strict=True)}
-            types |= {c.name: type_of(t) for c, t in zip(self._captured, held)}
-            maths = analyse(self._trace(types, self._variant(dim=metas[0].dim, packing=packing_of(packed))))
+        if given or blocks is not None:
+            types = self._types | types | {c.name: type_of(t) for c, t in zip(self._captured, held)}
+            types |= {} if blocks is None else {blocks.name: type_of(blocks.map)}
+            maths = analyse(self._trace(types, self._variant(blocks, metas[0].dim, packing_of(packed))))
         sizes: dict[str, int | None] = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
         if (packing := packing_of(packed)) is not None:
             sizes, tables = sizes_of_packed(q), tables_of(packing)
             declared = [*count_sequences(declared), *tables]
             tensors += [torch.empty(1, dtype=torch.int32, device=place) for _ in tables]
-        dropout = [SPEC] if seeds else []
+        dropout = [*([] if blocks is None else [spec_of(blocks.variant)]), *([SPEC] if seeds else [])]
+        tensors += [] if blocks is None else [blocks.map]
         specs = [*declared, *dropout, *specs_of(self._captured, axes_now(self._captured, held, sizes))]
         tensors += seeds
         tensors += [torch.empty(1, dtype=t.dtype, device=place, requires_grad=t.requires_grad) for t in held]
@@ -196,18 +200,21 @@ class Shown(Engine):
             hints_of(metas),
         )  # fmt: skip
 
-    def explain(self, packed: Packed = None, cache_page: int | None = None, cache_shared: bool = False) -> str:
+    def explain(
+        self, packed: Packed = None, cache_page: int | None = None, cache_shared: bool = False,
+        block_mask: GivenBlocks | None = None,
+    ) -> str:  # fmt: skip
         """Which tile each kernel runs with for the metas' lengths, where it comes from, and why others fell. packed: as
-        `program` takes it. cache_page, cache_shared: as `compile_for` takes them; then it says into how many parts
-        rows are cut, the grid, the bytes that move, and what compiled kernels take of a GPU."""
+        `program` takes it. block_mask, cache_page, cache_shared: as `compile_for` takes them; with cache_page it says
+        into how many parts rows are cut, the grid, the bytes that move, and what compiled kernels take of a GPU."""
         device = device_to_show(self, "tilelang")
         if cache_page is not None:
             return explain_cached(self, self._of_caches(device, cache_page, cache_shared, packed))
-        return explain(self._asked(self.device, device is None, packed=packed), self.tuning)
+        return explain(self._asked(self.device, device is None, packed=packed, block_mask=block_mask), self.tuning)
 
     def compile_for(
         self, device: Arch, *custom: Tensor, cache_page: int | None = None, packed: Packed = None,
-        cache_shared: bool = False, **named: Tensor,
+        cache_shared: bool = False, block_mask: GivenBlocks | None = None, **named: Tensor,
     ) -> list[str]:  # fmt: skip
         """Compiles this engine's kernels for a GPU, which need not be here, and keeps them on disk; their names.
 
@@ -217,12 +224,13 @@ class Shown(Engine):
         serves GPUs with as many SMs as `device` has (`dataclasses.replace(arch.H100(), sm_count=114)` for a PCIe card).
         cache_page: compiles the kernels of `with_cache`, for pages of so many keys; 0: for keys one after the other;
         cache_shared: where values are the first columns of keys (v_cache=None); with `packed`, queries by cu_seqlens_q.
-        packed: the kernels of packed calls, "alike" or "unlike", whether queries and keys have the same lengths. Raises
-        NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
+        packed: the kernels of packed calls, "alike" or "unlike", whether queries and keys have the same lengths.
+        block_mask: those of calls with blocks like these; whether batches and heads share them and the size of a block
+        count, lengths don't. Raises NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
         """
         given = order_custom(self.custom_io, custom, named) if custom or named else []
         if cache_page is None:
-            kernels = self._all_kernels(device, given, packed)
+            kernels = self._all_kernels(device, given, packed, block_mask)
         else:
             kernels = self._of_caches(device, cache_page, cache_shared, packed, given).every
         compile_all(kernels.values())
@@ -246,14 +254,16 @@ class Shown(Engine):
         return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels.values()}
 
     def _all_kernels(
-        self, device: Arch, given: Sequence[Tensor] = (), packed: Packed = None
+        self, device: Arch, given: Sequence[Tensor] = (), packed: Packed = None, block_mask: GivenBlocks | None = None
     ) -> dict[str, Kernel]:  # fmt: skip
         """The kernels of both directions on a GPU, by name."""
-        asked = self._asked(device, False, given, packed)
+        asked = self._asked(device, False, given, packed, block_mask)
         kernels, trained = (each.kernels_as_known(self.tuning) for each in (asked, asked.trained))
         both = dict(kernels.of_forward)
         if (packing := packing_of(packed)) is not None:
             both["tables of sequences"] = tables_kernel(packing, device)
+        if isinstance(block_mask, BlockList):
+            both["map of blocks"] = map_kernel(block_mask.counts is not None, device)
         if asked.maths.bent is not None:
             both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward.items()}
         return both if trained.maths.backward is None else both | trained.of_backward

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, BlockList, create_mask
+from attention_engine import AttentionEngine, BlockList, arch, create_mask, meta_tensor
 from attention_engine.errors import AttentionEngineError, DevicesDiffer, NotATensor, OptionsClash, WrongBlockMask
 from attention_engine.library import OnlineSigmoid, sliding_window
 from tests import plain
@@ -151,6 +151,17 @@ def test_a_list_is_checked_shown_and_counted():
     assert engine.cost(q, k, v, block_mask=lists).pairs == pairs
     picture = engine.show_mask(block_mask=lists, Sq=130, Skv=200, H=HEADS)
     assert "130 queries" in str(picture), str(picture)
+
+
+def test_kernels_of_lists_are_compiled_ahead_and_explained():
+    metas = tuple(meta_tensor(1, heads, 4096, 128, dtype=torch.float16) for heads in (4, 2, 2))
+    engine = AttentionEngine(metas, device=arch.H100())
+    lists = BlockList(torch.zeros(1, 2, 1, 1, dtype=torch.int32), None, (128, 64))
+    text = engine.explain(block_mask=lists)
+    assert "128 queries x 64 keys, 256 threads, 3 stages" in text and "a call lists blocks of 64 keys" in text
+    kernels = engine._all_kernels(arch.H100(), block_mask=lists)
+    assert kernels.keys() >= {"tile map of forward", "tile map of backward", "forward", "backward", "map of blocks"}
+    assert kernels["tile map of forward"].builder == "block_map.block_map"
 
 
 def test_lists_in_a_compiled_call():
