@@ -1,13 +1,16 @@
-"""Lists the tiles of packed sequences, each of which lies in one: of queries those with the fewest steps first.
+"""Lists the tiles of packed sequences, each in one: of queries the shortest walk first, of keys the longest sequence.
 
 A sequence has a run of slots, as many as its tiles or one more: it begins at (its first row // the tile's queries +
 its number), which needs no sum over the sequences before it. One block finds the sequence of each slot by bisection,
-and sorts the slots that hold a tile by their steps, in CLASSES classes: persistent blocks are dealt the longest first.
-Tiles of keys stay in memory's order, so that blocks which run together share queries.
+and sorts the slots that hold a tile in CLASSES classes: tiles of queries by their steps, as persistent blocks are dealt
+the last ones first; tiles of keys by the length of their sequence, as a counter deals them in order. A sequence's tiles
+of keys stay together, longest first under a causal mask: blocks that run together then share its queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
@@ -24,7 +27,7 @@ from attention_engine.plan import attention_buffers
 from attention_engine.plan.attention_buffers import KEY_TILES, SEQUENCE_TILES
 from attention_engine.plan.forms import Tile
 
-CLASSES = 128  # of steps: what has about as many is not told apart
+CLASSES = 128  # of steps, or lengths: what has about as many is not told apart
 TOGETHER = 512  # slots that are looked at together, one a thread
 NO_TILE = -1  # the class of a slot that holds none
 
@@ -37,31 +40,44 @@ def sequence_tiles(problem: Problem, mask: Expr, tile: Tile) -> Any:
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(1, threads=TOGETHER):
-            classes = T.alloc_shared([TOGETHER], "int32")
-            counts = T.alloc_shared([CLASSES], "int32")
-            begins = T.alloc_shared([CLASSES], "int32")
-            last = buffers[f"custom_{PLACES}"].shape[0] - 1
-            slots = T.floordiv(sizes.q, tile.q) + last + 1
-            for c in T.Parallel(CLASSES):
-                counts[c] = 0
-            for turn in T.serial(T.ceildiv(slots, TOGETHER)):
-                classify(walks, buffers, turn * TOGETHER, slots, last, classes)
-                add_counts(classes, slots - turn * TOGETHER, counts)
-            for c in T.Parallel(CLASSES):
-                before = T.alloc_var("int32")
-                before = 0
-                for other in T.serial(c):
-                    before = before + counts[other]
-                begins[c] = before
-                if c == CLASSES - 1:
-                    store(buffers[SEQUENCE_TILES], before + counts[c], 0, 0)
-            for turn in T.serial(T.ceildiv(slots, TOGETHER)):
-                classify(walks, buffers, turn * TOGETHER, slots, last, classes)
-                write(walks, buffers, turn * TOGETHER, last, classes, begins)
-                add_counts(classes, slots - turn * TOGETHER, begins)
+        last = buffers[f"custom_{PLACES}"].shape[0] - 1
+        slots = T.floordiv(sizes.q, tile.q) + last + 1
+        by_steps = bind(classify, walks, buffers, slots, last)
+        list_sorted(buffers[SEQUENCE_TILES], slots, by_steps, bind(write, walks, buffers, last))
 
     return build("sequence_tiles", parameters, body)
+
+
+@T.macro
+def list_sorted(
+    listed: Any, slots: Any, classify: Callable[[Any, Any], None], write: Callable[[Any, Any, Any], None]
+) -> None:  # fmt: skip
+    """Writes how many tiles there are, and the tiles of so many slots by their classes, each class in the slots' order.
+
+    classify(first slot, classes): of the slots that are looked at together. write(first slot, classes, begins): their
+    tiles, each class from where it begins on.
+    """
+    with T.Kernel(1, threads=TOGETHER):
+        classes = T.alloc_shared([TOGETHER], "int32")
+        counts = T.alloc_shared([CLASSES], "int32")
+        begins = T.alloc_shared([CLASSES], "int32")
+        for c in T.Parallel(CLASSES):
+            counts[c] = 0
+        for turn in T.serial(T.ceildiv(slots, TOGETHER)):
+            classify(turn * TOGETHER, classes)
+            add_counts(classes, slots - turn * TOGETHER, counts)
+        for c in T.Parallel(CLASSES):
+            before = T.alloc_var("int32")
+            before = 0
+            for other in T.serial(c):
+                before = before + counts[other]
+            begins[c] = before
+            if c == CLASSES - 1:
+                store(listed, before + counts[c], 0, 0)
+        for turn in T.serial(T.ceildiv(slots, TOGETHER)):
+            classify(turn * TOGETHER, classes)
+            write(turn * TOGETHER, classes, begins)
+            add_counts(classes, slots - turn * TOGETHER, begins)
 
 
 def find_sequence(places: Any, slot: Any, last: Any, tile_q: int) -> Any:
@@ -70,7 +86,7 @@ def find_sequence(places: Any, slot: Any, last: Any, tile_q: int) -> Any:
 
 
 @T.macro
-def classify(walks: Walks, buffers: Any, first: Any, slots: Any, last: Any, classes: Any) -> None:
+def classify(walks: Walks, buffers: Any, slots: Any, last: Any, first: Any, classes: Any) -> None:
     """The classes of slots, by the steps of their tiles."""
     places, tile_q = buffers[f"custom_{PLACES}"], walks.tile.q
     most = T.ceildiv(walks.sizes.kv, walks.tile.kv)
@@ -102,7 +118,7 @@ def add_counts(classes: Any, slots: Any, counts: Any) -> None:
 
 
 @T.macro
-def write(walks: Walks, buffers: Any, first: Any, last: Any, classes: Any, begins: Any) -> None:
+def write(walks: Walks, buffers: Any, last: Any, first: Any, classes: Any, begins: Any) -> None:
     """Writes the tiles of slots, each class from where it begins on."""
     places, tile_q, listed = buffers[f"custom_{PLACES}"], walks.tile.q, buffers[SEQUENCE_TILES]
     for n in T.Parallel(TOGETHER):
@@ -123,42 +139,48 @@ def key_tiles(problem: Problem, tile: Tile) -> Any:
 
     @T.macro
     def body(buffers: Any) -> None:
-        with T.Kernel(1, threads=TOGETHER):
-            holds = T.alloc_shared([TOGETHER], "int32")
-            before = T.alloc_var("int32")
-            before = 0
-            places, listed = buffers[f"custom_{PLACES}"], buffers[KEY_TILES]
-            last = places.shape[0] - 1
-            slots = T.floordiv(sizes.kv, tile.kv) + last + 1
-            for turn in T.serial(T.ceildiv(slots, TOGETHER)):
-                for n in T.Parallel(TOGETHER):
-                    holds[n] = 0
-                    if turn * TOGETHER + n < slots:
-                        found = KeySlot(places, turn * TOGETHER + n, last, tile.kv, sizes.kv)
-                        holds[n] = T.if_then_else(found.first < found.end, 1, 0)
-                for n in T.Parallel(TOGETHER):
-                    if holds[n] == 1:
-                        rank = T.alloc_var("int32")
-                        rank = before
-                        for other in T.serial(n):
-                            rank = rank + holds[other]
-                        found = KeySlot(places, turn * TOGETHER + n, last, tile.kv, sizes.kv)
-                        listed[rank + 1, 0] = found.sequence
-                        listed[rank + 1, 1] = found.first
-                        listed[rank + 1, 2] = found.end
-                for other in T.serial(TOGETHER):
-                    before = before + holds[other]
-            if T.get_thread_binding() == 0:
-                listed[0, 0] = before
+        slots = T.floordiv(sizes.kv, tile.kv) + buffers[f"custom_{PLACES}"].shape[0]
+        by_sequence = bind(classify_keys, sizes, tile, buffers, slots)
+        list_sorted(buffers[KEY_TILES], slots, by_sequence, bind(write_keys, sizes, tile, buffers))
 
     return build("key_tiles", parameters, body)
 
 
-class KeySlot:
-    """A slot of tiles of keys: its sequence, its first key, and one past its sequence's last."""
+@T.macro
+def classify_keys(sizes: Sizes, tile: Tile, buffers: Any, slots: Any, first: Any, classes: Any) -> None:
+    """The classes of slots of keys: those of the longest sequences come first."""
+    places = buffers[f"custom_{PLACES}"]
+    for n in T.Parallel(TOGETHER):
+        classes[n] = NO_TILE
+        if first + n < slots:
+            slot = KeySlot(places, first + n, tile.kv, sizes.kv)
+            if slot.first < slot.end:
+                share = T.cast(slot.end - slot.begin, "int64") * (CLASSES - 1) // sizes.kv
+                classes[n] = CLASSES - 1 - T.cast(share, "int32")
 
-    def __init__(self, places: Any, slot: Any, last: Any, tile_kv: int, keys: Any) -> None:
+
+@T.macro
+def write_keys(sizes: Sizes, tile: Tile, buffers: Any, first: Any, classes: Any, begins: Any) -> None:
+    """Writes the tiles of slots of keys, each class from where it begins on."""
+    places, listed = buffers[f"custom_{PLACES}"], buffers[KEY_TILES]
+    for n in T.Parallel(TOGETHER):
+        if classes[n] != NO_TILE:
+            rank = T.alloc_var("int32")
+            rank = begins[classes[n]]
+            for other in T.serial(n):
+                rank = rank + T.if_then_else(classes[other] == classes[n], 1, 0)
+            slot = KeySlot(places, first + n, tile.kv, sizes.kv)
+            listed[rank + 1, 0] = slot.sequence
+            listed[rank + 1, 1] = slot.first
+            listed[rank + 1, 2] = slot.end
+
+
+class KeySlot:
+    """A slot of tiles of keys: its sequence, where that begins, the slot's first key, one past its sequence's last."""
+
+    def __init__(self, places: Any, slot: Any, tile_kv: int, keys: Any) -> None:
+        last = places.shape[0] - 1
         self.sequence = last_that(lambda n: T.floordiv(0 - places[n, KEYS_START], tile_kv) + n <= slot, last)
-        begin = 0 - places[self.sequence, KEYS_START]
-        self.first = begin + (slot - T.floordiv(begin, tile_kv) - self.sequence) * tile_kv
+        self.begin = 0 - places[self.sequence, KEYS_START]
+        self.first = self.begin + (slot - T.floordiv(self.begin, tile_kv) - self.sequence) * tile_kv
         self.end = T.if_then_else(self.sequence < last, places[self.sequence, KEYS_END], keys)

@@ -136,8 +136,8 @@ def list_sequence_tiles(problem: Problem, tile: Tile) -> Arguments:
 
 def key_tiles(problem: Problem, tile: Tile) -> Buffer:
     """(1 + tiles, 3): how many tiles of keys packed sequences have, then of each its sequence, its first row, and one
-    past its sequence's last, in memory's order. There may be as many as of queries; rows behind the last sequence are
-    in tiles too."""
+    past its sequence's last. The longest sequences come first. There may be as many as of queries; rows behind the last
+    sequence are in tiles too."""
     return Buffer(KEY_TILES, (most_key_tiles(problem, tile) + 1, 3), "int32")
 
 

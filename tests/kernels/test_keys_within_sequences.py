@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention_engine.compiler import Kernel
+from attention_engine.ir.packing import PLACES, TABLES, Packing
+from attention_engine.ir.problem import Problem
 from attention_engine.plan.forms import HopperKeys, Tile
+from attention_engine.runtime.packed import make_tables
 from tests import packed_cases, plain
 from tests.kernels.test_hopper_interpret import kernels, ran  # noqa: F401 - a fixture
 from tests.kernels.test_within_sequences import ALIKE, OF_UNLIKE, TILES, UNLIKE, by_name, call, engine_of
@@ -17,10 +21,13 @@ DIM = 128
 NAMES = ("causal", "ALiBi", "sigmoid in a window", "a number of each sequence")
 
 
+TILE = Tile(64, 128, 256, 2, HopperKeys(persistent=True, within_sequences=True))
+
+
 @pytest.fixture
 def within(kernels, monkeypatch):  # noqa: F811
     kernels["forward"] = TILES[DIM]
-    kernels["backward"] = Tile(64, 128, 256, 2, HopperKeys(persistent=True, within_sequences=True))
+    kernels["backward"] = TILE
     monkeypatch.setattr(packed_cases, "DIM", DIM)
     monkeypatch.setattr(packed_cases, "DIM_V", DIM)
 
@@ -69,3 +76,26 @@ def test_what_a_neighbour_holds_reaches_no_gradient(name, within):
 @pytest.mark.parametrize("lengths", [(40, 1, 90, 3, 60), (300, 0), (0, 0, 17)])
 def test_short_and_empty_sequences_keep_the_rule(lengths, within):
     check(replace(by_name["causal"], lengths=lengths))
+
+
+LONG = tuple(7 + 90 * (n * n % 23) for n in range(60))  # of more slots than are looked at together
+
+
+@pytest.mark.parametrize("lengths, more", [((5, 300, 0, 128, 1000, 1000, 129), 40), ((700,), 0), (LONG, 3)])
+def test_tiles_of_keys_are_listed_whole_sequences_together_and_long_ones_first(lengths, more):
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    rows, tile = int(starts[-1]) + more, TILE
+    places = make_tables(Packing.ALIKE, starts, starts, rows, rows)[-1]
+    custom = ((PLACES, "int32", TABLES[Packing.ALIKE][PLACES]),)
+    problem = Problem(4, 2, DIM, DIM, "float16", custom=custom)
+    listed = torch.full((rows // tile.kv + len(lengths) + 2, 3), -7, dtype=torch.int32)
+    Kernel("sequence_tiles.key_tiles", (problem, tile), "interpret", problem, {}).run(rows, places, listed)
+    count, found = int(listed[0, 0]), listed[1:].tolist()
+    ends = [*zip(starts.tolist(), starts.tolist()[1:]), (int(starts[-1]), rows)]
+    wanted = {n: [[n, at, end] for at in range(begin, end, tile.kv)] for n, (begin, end) in enumerate(ends)}
+    order = [n for n, *_ in found[:count]]
+    sequences = [*dict.fromkeys(order)]
+    assert found[:count] == [each for n in sequences for each in wanted[n]]
+    assert sorted(sequences) == [n for n, tiles in wanted.items() if tiles]
+    shares = [(ends[n][1] - ends[n][0]) * 127 // rows for n in sequences]
+    assert shares == sorted(shares, reverse=True)
