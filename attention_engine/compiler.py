@@ -22,7 +22,7 @@ from attention_engine.plan.cached import Cache, CachedPlan
 from attention_engine.plan.channels import ChannelPlan
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.plan.linear import LinearPlan
-from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION
+from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, NO_STORAGE_SYNC
 from attention_engine.plan.targets import Target
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def pass_configs(problem: Problem | LinearProblem, by_hand: bool = False) -> dic
     if problem.dtype == "float32":
         return {"tl.disable_wgmma": True, DISABLE_WARP_SPECIALIZATION: True, **narrow}
     fast = {"tl.enable_fast_math": True, **narrow}
-    return {**fast, "tl.disable_thread_storage_sync": True} if by_hand else fast
+    return {**fast, NO_STORAGE_SYNC: True} if by_hand else fast
 
 
 class _Launched:

@@ -118,7 +118,7 @@ def compile_kernel(
 
     def compiled(given: Mapping[str, object]) -> CompiledKernel:
         configs, rewriting, flags = _prepare(arch, given)
-        with patched(), rewriting, warnings.catch_warnings():
+        with patched(), rewriting, seldom_collected(), warnings.catch_warnings():
             # TileLang would have each copy say that it is no bulk copy; we say it of a whole kernel.
             warnings.filterwarnings("ignore", "`tl.disable_tma_lower` is deprecated", DeprecationWarning)
             kernel = with_quick_proofs(
@@ -179,11 +179,11 @@ def lower_kernel(prim_func: Function, arch: Arch, *, pass_configs: Mapping[str, 
     tilelang = load_tilelang()
     from tilelang import tvm
 
-    target = tvm.target.Target(tilelang_target(arch))
+    target, context = tvm.target.Target(tilelang_target(arch)), tvm.transform.PassContext
 
     def lowered(given: Mapping[str, object]) -> LoweredKernel:
         configs, rewriting, flags = _prepare(arch, given)
-        with patched(), rewriting, tvm.transform.PassContext(opt_level=3, config=configs), target:
+        with patched(), rewriting, seldom_collected(), context(opt_level=3, config=configs), target:
             artifact = with_quick_proofs(lambda: tilelang.lower(prim_func, target=target, enable_host_codegen=True))
         return LoweredKernel(
             prim_func, arch, artifact.kernel_source, artifact.host_mod.inspect_source(), nvcc_flags(configs, flags)

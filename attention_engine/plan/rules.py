@@ -2,6 +2,7 @@
 
 DISABLE_WARP_SPECIALIZATION = "tl.disable_warp_specialized"
 FAST_MATH = "tl.enable_fast_math"
+NO_STORAGE_SYNC = "tl.disable_thread_storage_sync"  # kernels placed by hand have their own barriers
 UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
 HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
 HELD_THREADS = "attention_engine.held_threads"  # so do threads' indices: printed.with_held_threads

@@ -33,6 +33,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     PATCHES,
     choices,
     ended_reads,
+    idle,
     patched,
     printed,
     proofs,
@@ -42,6 +43,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from attention_engine.compiler import Kernel  # noqa: E402
 from tests.codegen import flash  # noqa: E402
+from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 
@@ -232,8 +234,7 @@ def test_every_change_of_ours_names_its_proof_here():
     folder = Path(patches.__file__).parent
     no_changes = {"__init__", "scope", "declarations", "kept_macros", "collector"}
     modules = {path.stem for path in folder.glob("*.py")} - no_changes
-    of_patches = {"remembered", "wait_groups", "fences", "printed", "quiet", "headers", "host_code", "shared_names"}
-    of_patches |= {"lines"}
+    of_patches = {patch.put.__module__.rsplit(".", 1)[1] for patch in PATCHES}
     assert modules == of_patches | {"proofs", "ended_reads", "choices"}
     found = {patch.proof for patch in PATCHES} | {proofs.PROOF, ended_reads.PROOF, choices.PROOF}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
@@ -307,6 +308,19 @@ def test_tilelang_rewrites_a_macro_each_time_that_it_is_defined(monkeypatch):
 
     assert [define(value).gen.__closure__[0].cell_contents for value in (1, 2)] == [1, 2]
     assert len(compiled) == 2
+
+
+def test_tilelang_runs_passes_that_change_nothing(monkeypatch):
+    """In kernels placed by hand: those that ours leaves out, and no text is another."""
+    kernel = placed_by_hand()
+    found, text = passes_of(monkeypatch, kernel)
+    monkeypatch.setattr(idle, "NO_STORAGE_SYNC", "tl.no_such_rule")
+    every, theirs = passes_of(monkeypatch, kernel)
+    simplified = [n for n, (name, _) in enumerate(every) if name == "Simplify"]
+    others = {n for n, (name, _) in enumerate(every) if name in ("LegalizeNegativeIndex", "HoistIfThenElse")}
+    left_out = others | {simplified[n - 1] for n in idle.IDLE}
+    assert len(left_out) == 5 and not any(changed for n, (_, changed) in enumerate(every) if n in left_out)
+    assert found == [run for n, run in enumerate(every) if n not in left_out] and text == theirs
 
 
 def test_tilelang_reports_what_it_compiles(monkeypatch):

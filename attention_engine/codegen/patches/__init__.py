@@ -8,6 +8,7 @@ from attention_engine.codegen.patches import (
     fences,
     headers,
     host_code,
+    idle,
     lines,
     printed,
     quiet,
@@ -19,6 +20,6 @@ from attention_engine.codegen.patches.scope import Patch, Scope
 
 PATCHES: tuple[Patch, ...] = (
     remembered.PATCH, shared_names.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH, headers.PATCH,
-    host_code.PATCH, lines.PATCH,
+    host_code.PATCH, lines.PATCH, idle.PATCH,
 )  # fmt: skip
 patched = Scope(PATCHES)
