@@ -251,7 +251,7 @@ class UnknownOption(AttentionEngineError, ValueError):
 
 
 class UnknownArgument(AttentionEngineError, TypeError):
-    """A constructor was given an argument that it doesn't have."""
+    """An argument was given by a name that means nothing here."""
 
 
 class OptionsClash(UnknownOption):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attention_engine.errors import AttentionEngineError, NotYetSupported, UnknownOption
+from attention_engine.errors import AttentionEngineError, NotYetSupported, UnknownArgument, UnknownOption
 from attention_engine.frontend.custom_io import AxisSpec, CustomIO
 from attention_engine.frontend.frames import brief
 from attention_engine.frontend.made import Made
@@ -20,6 +21,7 @@ from attention_engine.runtime.finding import KEPT, Finder
 from attention_engine.runtime.inputs import check_ranks
 from attention_engine.runtime.masks import axes_of
 from attention_engine.runtime.module import AttentionEngine, WithRows
+from attention_engine.runtime.names import ELSEWHERE, nearest
 from attention_engine.runtime.recipes import Recipe
 
 Specs = tuple[tuple[str, tuple[AxisSpec, ...]], ...]  # custom inputs: names and axes
@@ -64,7 +66,7 @@ def attention(
     custom_io: CustomIO | None = None, block_mask: GivenBlocks | None = None, block_size: tuple[int, int] = (128, 128),
     layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    return_rowscales: bool = False,
+    return_rowscales: bool = False, **unknown: Any,
 ) -> Tensor | WithRows:  # fmt: skip
     """An attention of q, k and v in one call: what `AttentionEngine(...)(q, k, v)` gives.
 
@@ -87,6 +89,7 @@ def attention(
 
     Raises:
         BadInput: tensors that don't fit each other.
+        UnknownArgument: an argument that it doesn't take.
         UnknownOption: an option has a value that means nothing.
 
     Example:
@@ -99,6 +102,8 @@ def attention(
         >>> attention(q, k, v, score_mod=score_mod, mask_mod=library.causal).shape
         torch.Size([1, 16, 2, 8])
     """
+    if unknown:
+        raise _no_argument(*next(iter(unknown.items())))
     if custom is not None and not isinstance(custom, Mapping):
         raise UnknownOption(f"custom is {type(custom).__name__}. Give tensors by name: custom={{'slopes': slopes}}.")
     given: Mapping[str, Any] = custom if custom is not None else {}
@@ -118,6 +123,16 @@ def attention(
         return engine._call(q, k, v, (), captured, block_mask, return_rowscales, given, seed)
     except AttentionEngineError as error:
         raise brief(error) from error.__cause__
+
+
+def _no_argument(name: str, value: Any) -> UnknownArgument:
+    """What is said of an argument that `attention` doesn't take."""
+    if isinstance(value, Tensor) and name not in ELSEWHERE:
+        return UnknownArgument(
+            f"attention has no argument {name!r}. Write custom={{{name!r}: ...}} for a custom input."
+        )
+    known = [n for n in inspect.signature(attention).parameters if n != "unknown"]
+    return UnknownArgument(f"attention has no argument {name!r}. {nearest(name, known)}")
 
 
 def _specs(

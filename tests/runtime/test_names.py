@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, errors, meta_tensor
+from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, attention, errors, meta_tensor
 from attention_engine.library import causal, scale
 
 METAS = (meta_tensor(None, 2, None, 16, dtype=torch.float32),) * 3
@@ -88,3 +88,15 @@ def test_a_dict_in_the_place_of_custom_inputs_is_told_the_class():
     for engine in ENGINES:
         message = said(errors.UnknownOption, lambda engine=engine: engine(METAS, custom_io={"x": (1,)}))
         assert message == "custom_io is {'x': (1,)}. Write CustomIO({'x': (1,)})."
+
+
+@pytest.mark.parametrize(("name", "value", "advice"), [
+    ("mask", None, "Did you mean 'mask_mod'?"),
+    ("is_causal", True, "Write mask_mod=attention_engine.library.causal."),
+    ("attn_mask", torch.ones(4, 4), "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks."),
+    ("slopes", torch.ones(2), "Write custom={'slopes': ...} for a custom input."),
+])  # fmt: skip
+def test_an_attention_in_one_call_tells_the_nearest_name(name, value, advice):
+    q = torch.zeros(1, 4, 2, 16)
+    message = said(errors.UnknownArgument, lambda: attention(q, q, q, **{name: value}))
+    assert message == f"attention has no argument {name!r}. {advice}"
