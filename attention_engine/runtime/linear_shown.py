@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,21 +122,22 @@ class LinearShown(Engine):
         return {name: kernel.resources for name, kernel in kernels.items()}
 
     def _all_kernels(
-        self, device: Arch, per: str | None, given: Sequence[Tensor] = ()
+        self, device: Arch, per: str | None, given: Sequence[Tensor] = (), fixed: bool = False
     ) -> list[tuple[str, Kernel]]:  # fmt: skip
-        """The kernels of calls without states and with them, by names that both have."""
-        return [each for starts in (False, True) for each in self._planned(device, per, starts, given).items()]
+        """The kernels of calls without states and with them, by names that both have. fixed: as `_planned` takes it."""
+        return [each for starts in (False, True) for each in self._planned(device, per, starts, given, fixed).items()]
 
     def _planned(
-        self, device: Arch | None, per: str | None, starts: bool, given: Sequence[Tensor] = ()
+        self, device: Arch | None, per: str | None, starts: bool, given: Sequence[Tensor] = (), fixed: bool = False
     ) -> dict[str, Kernel]:
         """The kernels of forward, backward and step at the metas' lengths, by name, in the order of their launches,
         with the tiles that are known without measuring.
 
         device: None for the interpreter. per: whose the decay is. starts: with an initial state, the last one and its
-        gradient. given: custom inputs.
+        gradient. given: custom inputs. fixed: no gradient is asked for beyond those of q, k and v.
         """
         asked = self._asked_of(device, per, given)
+        asked = replace(asked, wanted=()) if fixed else asked
         forward, backward, step = (asked.kernels_as_known(self.tuning, of) for of in ("forward", "backward", "step"))
         sizes, wanted = asked.lengths, frozenset(asked.wanted)
         return {

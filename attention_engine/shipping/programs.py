@@ -150,5 +150,6 @@ def _linear_kernels(case: Case, arch: Arch) -> list[Kernel]:
     for batch, length in LINEAR_HINTS:
         metas = (meta_tensor(batch, heads, length, case.dim, case.dtype),) * 3
         engine = LinearAttentionEngine(metas, q_mod=_scaled(case.dim**-0.5))
-        found += [kernel for _, kernel in engine._all_kernels(arch, "token")]
+        for fixed in (False, True):  # decays with a gradient, and without
+            found += [kernel for _, kernel in engine._all_kernels(arch, "token", fixed=fixed)]
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, arch, errors, meta_tensor
+from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, arch, errors, meta_tensor
 from attention_engine.cli.main import main
 from attention_engine.library import OnlineSoftmax, alibi, scale
 from attention_engine.shipping import build
@@ -72,6 +74,21 @@ def test_alibi_as_users_write_it_is_what_ships():
 
     for score in (alibi(0.125), mine):
         assert digests(AttentionEngine(metas, io, score, lambda b, h, q, k: q >= k), slopes) <= shipped
+
+
+@pytest.mark.parametrize("wanted", [frozenset(), frozenset({"decay"})], ids=["fixed", "learned"])
+def test_linear_attention_as_users_call_it_is_what_ships(wanted):
+    shipped = {n for case in cases(f"{LINEAR}.128.bfloat16.heads-16-16") for n in kernels_of(case, H100)}
+    engine = LinearAttentionEngine(
+        (meta_tensor(2, 16, 2048, 128, dtype="bfloat16"),) * 3, q_mod=lambda q, c: q * 128**-0.5
+    )
+    asked = replace(engine._asked_of(H100, "token"), wanted=tuple(wanted))
+    kernels = asked.kernels_as_known(engine.tuning, "backward")
+    steps = kernels.plan.backward_steps(2, 2048, wanted, False, False)
+    keys = {
+        build.cache.KernelKey(k.builder, k.given, H100, tuple(k.configs.items())) for k in kernels.named(steps).values()
+    }
+    assert {key.digest for key in keys} <= shipped
 
 
 def test_the_command_lists_and_says_what_it_wants(capsys, tmp_path, monkeypatch):
