@@ -89,8 +89,7 @@ def attention(
 
     Raises:
         BadInput: tensors that don't fit each other.
-        UnknownArgument: an argument that it doesn't take.
-        UnknownOption: an option has a value that means nothing.
+        UnknownArgument, UnknownOption: an argument that it doesn't take, or whose value means nothing.
 
     Example:
         >>> import torch
@@ -104,9 +103,7 @@ def attention(
     """
     if unknown:
         raise _no_argument(*next(iter(unknown.items())))
-    if custom is not None and not isinstance(custom, Mapping):
-        raise UnknownOption(f"custom is {type(custom).__name__}. Give tensors by name: custom={{'slopes': slopes}}.")
-    given: Mapping[str, Any] = custom if custom is not None else {}
+    given = _by_name(custom)
     specs = _specs(custom_io, given, layout, q, k, v)
     options = (scale, specs, block_size, layout, backend, deterministic, check_probability(dropout_p))
     if is_compiling():
@@ -123,6 +120,13 @@ def attention(
         return engine._call(q, k, v, (), captured, block_mask, return_rowscales, given, seed)
     except AttentionEngineError as error:
         raise brief(error) from error.__cause__
+
+
+def _by_name(custom: Any) -> Mapping[str, Any]:
+    """Custom inputs, none for None."""
+    if custom is not None and not isinstance(custom, Mapping):
+        raise UnknownOption(f"custom is {type(custom).__name__}. Give tensors by name: custom={{'slopes': slopes}}.")
+    return custom if custom is not None else {}
 
 
 def _no_argument(name: str, value: Any) -> UnknownArgument:

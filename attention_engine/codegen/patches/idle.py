@@ -1,9 +1,9 @@
 """Passes of TileLang that change nothing in kernels placed by hand are left out: a ninth of what lowering one takes.
 
-It makes negative indices positive, moves conditions out of loops, and simplifies six times, once after building software
-pipelines and once after opening blocks. Kernels placed by hand have no such pipeline, no index that is known to be
-negative and no condition that a loop repeats; the others keep these passes. Found by comparing what went into each pass with what came
-out, for both directions of the programs that the tests share.
+It makes negative indices positive, moves conditions out of loops, and simplifies six times, once after it built
+pipelines and once after it opened blocks. Kernels placed by hand have no such pipeline, no index that is known to be
+negative and no condition that a loop repeats; the others keep these passes. Found by comparing what went into each pass
+with what came out, in both directions of the programs that the tests share.
 """
 
 from __future__ import annotations
