@@ -16,6 +16,7 @@ from attention_engine.ir.expr import Expr, Op, Type, topological
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX, Q_IDX, B, H
+from attention_engine.kernels.asked import noted, verify_held
 from attention_engine.kernels.splice import DTYPES, Reader, Splice, name_value
 from attention_engine.passes.row_terms import KV_PLACE
 from attention_engine.passes.strength import PARTS
@@ -32,10 +33,13 @@ Corners = tuple[tuple[Any, Any], tuple[Any, Any]]  # the first query and key of 
 def build(name: str, parameters: Mapping[str, Any], body: Callable[[Buffers], None]) -> Any:
     """The PrimFunc with these parameters (in order) and this body, a T.macro of the buffers by name."""
     builder = Builder()
-    with builder.prim_func(name):
+    with noted() as asked, builder.prim_func(name):
         buffers = {n: builder.prim_func_arg(n, t) for n, t in parameters.items()}
         body(buffers)
-    return _patch_prim_func_attrs(builder.get(), builder)
+    made = _patch_prim_func_attrs(builder.get(), builder)
+    if asked is not None:
+        verify_held(name, made, asked)
+    return made
 
 
 def padded_length(length: Any, pad: int) -> Any:
