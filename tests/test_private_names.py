@@ -23,6 +23,7 @@ INNER = ("tilelang.cuda", "tilelang.engine", "tilelang.language.eager", "tvm.scr
 # Named in an import, or as an attribute of a library.
 NAMED = {
     "tilelang.cuda.intrinsics.macro.wgmma_macro_generator.TensorCoreIntrinEmitter",
+    "tilelang.engine.lower.lower_with_context",
     "tilelang.engine.register_cuda_postproc",
     "tilelang.language.eager.ast.IRGenerator",
     "tilelang.language.eager.builder",
