@@ -23,7 +23,7 @@ from attention_engine.errors import NoMerge
 from attention_engine.passes.derive_merge import derive_merge
 from attention_engine.passes.maths import analyse_part
 from attention_engine.reference.dense import compute_dtype
-from attention_engine.reference.merge import join_parts, merge_parts
+from attention_engine.reference.merge import join_parts, merge_into
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import find
 from attention_engine.runtime.parted import PartRunner
@@ -73,13 +73,11 @@ class RingAttention:
         total, found = join_parts(self.parts.merge, outputs, states, self.parts.inputs(custom))
         return total.transpose(1, 2), found
 
-    def finish(
-        self, parts: Sequence[Part], custom: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The output, (batch, queries, heads, DV), and all rows that are returned or kept for the backward pass."""
+    def finish(self, parts: Sequence[Part], custom: Sequence[Tensor], out: Tensor) -> list[Tensor]:
+        """All rows that are returned or kept for the backward pass. out: where the output goes, (batch, queries, heads,
+        DV)."""
         outputs, states = self._sides(parts)
-        output, rows = merge_parts(self.parts.merge, outputs, states, self.parts.inputs(custom))
-        return output.transpose(1, 2).to(dtype), rows
+        return merge_into(self.parts.merge, outputs, states, self.parts.inputs(custom), out.transpose(1, 2))
 
     def _sides(self, parts: Sequence[Part]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         outputs = [output.transpose(1, 2) for output, _ in parts]
@@ -177,7 +175,7 @@ class Ring:
         """The output and the rows of this rank's queries."""
         waiting: dict[Run, list[Part]] = {run: [] for run in self.runs}
         behind: dict[Run, list[Tensor]] = {}  # what comes behind q, k, v
-        moving, dtype = None, q.dtype
+        moving, output = None, q.new_empty(*q.shape[:3], v.shape[3])
         for step in range(self.size):
             if moving is not None:
                 k, v = moving.wait()
@@ -189,9 +187,8 @@ class Ring:
                 if len(parts) == MOST_PARTS:
                     parts[:] = [self.attention.join(parts, behind[block.run])]
                 parts.append(self.attention.parts.run(of_q, of_k, of_v, behind[block.run]))
-        found = [self.attention.finish(waiting[run], behind[run], dtype) for run in self.runs]
-        rows = [torch.cat(each, 2) for each in zip(*(rows for _, rows in found), strict=True)]
-        return torch.cat([output for output, _ in found], 1), rows
+        found = [self.attention.finish(waiting[run], behind[run], output[:, run.here]) for run in self.runs]
+        return output, [torch.cat(each, 2) for each in zip(*found, strict=True)]
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], made: Sequence[Tensor], d_o: Tensor,

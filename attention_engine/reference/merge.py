@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.expr import Axis, Expr, Op, const, topological
 from attention_engine.ir.merge import Merge, part_variable, whole_variable
 from attention_engine.ir.program import OUTPUT, Q_IDX, B, H
 from attention_engine.reference.evaluate import DTYPES, Evaluator, lowest
@@ -26,6 +26,40 @@ def merge_parts(
     return evaluate(merge.output).expand(shape), rows
 
 
+def merge_into(
+    merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor],
+    out: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """The same; the output is written to `out`, in its dtype. What a row's end multiplies its sum with joins the factors
+    of its parts, so that each part is read once, and little else is. Without gradients."""
+    end = _row_factor(merge)
+    if end is None:
+        output, rows = merge_parts(merge, outputs, states, custom)
+        out.copy_(output)
+        return rows
+    evaluate, factors = _factors(merge, outputs, states, custom)
+    factors = [factor * evaluate(end).to(factor.dtype) for factor in factors]
+    total: Tensor | None = None
+    for number, (output, factor) in enumerate(zip(outputs, factors, strict=True)):
+        into = out if number == len(outputs) - 1 else total
+        if total is None:
+            total = torch.mul(output, factor, out=into)
+        else:
+            total = torch.addcmul(total, factor, output, out=into)
+    shape = outputs[0].shape
+    return [evaluate(row).expand(*shape[:3], 1)[..., 0] for _, row in merge.finals]
+
+
+def _row_factor(merge: Merge) -> Expr | None:
+    """What a row's sum of weights times values is multiplied with at the end, and nothing else; None: it isn't so."""
+    if merge.output is OUTPUT:
+        return const(1.0)
+    of_rows = [arg for arg in merge.output.args if OUTPUT not in topological(arg)]
+    asked = any(OUTPUT in topological(row) for _, row in merge.finals)
+    is_product = merge.output.op is Op.MUL and OUTPUT in merge.output.args and len(of_rows) == 1
+    return of_rows[0] if is_product and not asked and not merge.finished else None
+
+
 def join_parts(
     merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,6 +75,18 @@ def _joined(
     merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor]
 ) -> tuple[Evaluator, Tensor]:
     """What knows the states of the whole, and their OUTPUT."""
+    evaluate, factors = _factors(merge, outputs, states, custom)
+    total = torch.zeros_like(outputs[0])
+    for factor, output in zip(factors, outputs, strict=True):
+        total = torch.addcmul(total, factor, output)
+    evaluate.done[OUTPUT] = total
+    return evaluate, total
+
+
+def _factors(
+    merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor]
+) -> tuple[Evaluator, list[Tensor]]:
+    """What knows the states of the whole, and what each part's sum is multiplied with."""
     first = outputs[0]
     known = _indices(first)
     known |= {part_variable(name): torch.stack(list(each), -1) for name, each in states.items()}
@@ -49,12 +95,8 @@ def _joined(
     evaluate = Evaluator(known, custom, first.dtype, first.device, parts, least)
     for name, state in merge.states:
         evaluate.done[whole_variable(name)] = evaluate(state)
-    factor, total = evaluate(merge.factor), torch.zeros_like(first)
-    for number, output in enumerate(outputs):
-        here = factor[..., number : number + 1] if Axis.KEY in merge.factor.axes else factor
-        total = torch.addcmul(total, here.to(total.dtype), output)
-    evaluate.done[OUTPUT] = total
-    return evaluate, total
+    factor, by_part = evaluate(merge.factor).to(first.dtype), Axis.KEY in merge.factor.axes
+    return evaluate, [factor[..., number : number + 1] if by_part else factor for number in range(len(outputs))]
 
 
 def _indices(output: Tensor) -> dict[Expr, Tensor]:
