@@ -1,7 +1,7 @@
 """Trains the small GPT of train_gpt.py on sequences that are split among processes: losses are those of one process.
 
 torchrun --nproc-per-node 2 attn_script/train_long.py [--attention fading] [--method ring] [--device cpu]
-         [--context N] [--steps N] [--text FILE]
+         [--context N] [--steps N] [--rate R] [--text FILE]
 
 Without torchrun it is one process, with the whole sequence.
 """
@@ -23,6 +23,7 @@ from attention_engine import AttentionEngine, meta_tensor
 from attention_engine.distributed import ContextParallel
 
 SIZES = {"cpu": (2, 4, 32, 256, 4), "cuda": (12, 12, 64, 32768, 1)}  # layers, heads, head dim, context, batch
+RATES = {"cpu": (3e-3, 1), "cuda": (6e-4, 20)}  # Adam's, and the steps after which it is reached
 OURS = ("softmax", "sigmoid", "fading")
 AHEAD = 3  # steps before the clock starts
 
@@ -35,11 +36,11 @@ def split(attention, mesh, method):
     return attention
 
 
-def train(model, own, text, context, batch, steps, dtype):
+def train(model, own, text, context, batch, steps, dtype, rate, warm):
     """The losses of all steps, and what one took. own: the places of this rank's tokens."""
     device = next(model.parameters()).device
     on_gpu, ranks = device.type == "cuda", dist.get_world_size() if dist.is_initialized() else 1
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4 if on_gpu else 3e-3, fused=on_gpu)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu)
     losses, started = [], time.perf_counter()
     for step in range(1, steps + 1):
         # The same sequences on every rank, as all are seeded alike; each takes its own tokens of them.
@@ -52,6 +53,8 @@ def train(model, own, text, context, batch, steps, dtype):
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
         loss = loss * ranks / (batch * context)
         optimizer.zero_grad()
+        # Without a warm-up losses leap, and roundings of 16 bits grow with them: runs that should be alike part.
+        optimizer.param_groups[0]["lr"] = rate * min(step / warm, 1)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -72,6 +75,7 @@ def main(argv=None):
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--context", type=int)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rate", type=float)
     parser.add_argument("--text", type=Path, help="a file to learn from; without it, this project's documents")
     args = parser.parse_args(argv)
     ranks, rank = (int(os.environ.get(name, each)) for name, each in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
@@ -99,7 +103,8 @@ def main(argv=None):
         model = DistributedDataParallel(model, process_group=mesh.get_group())
     text = args.text.read_bytes() if args.text else b"\n".join(p.read_bytes() for p in sorted(PAGES.glob("*.md")))
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    losses, seconds = train(model, own, text, context, batch, args.steps, dtype)
+    rate, warm = RATES[device]
+    losses, seconds = train(model, own, text, context, batch, args.steps, dtype, args.rate or rate, warm)
     if int(os.environ.get("RANK", "0")) == 0:
         for step, loss in enumerate(losses, 1):
             print(f"step {step}: loss {loss:.6f}")

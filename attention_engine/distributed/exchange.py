@@ -1,7 +1,6 @@
 """What ranks send one another, differentiable: tokens gathered, and tokens exchanged for heads.
 
-Gradients that several ranks add to are added in at least fp32. By torch's functional collectives, which compilers can
-follow.
+Gradients that several ranks add to are added in at least fp32.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from attention_engine.distributed.layout import Layout, order_of_gathered, order
 COLLECTIVES: Any = torch.ops._c10d_functional
 WAIT: Any = COLLECTIVES.wait_tensor
 Range: TypeAlias = tuple[int, int]  # of tokens of a sequence: the first, and one past the last
+Sent: TypeAlias = tuple[Tensor, int]  # and to which rank, or from which
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,15 @@ class Ranks:
         found: Tensor = COLLECTIVES.reduce_scatter_tensor(mine, "sum", self.size, self.group.group_name)
         return found
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """parts[r] goes to rank r; from each rank the part that it has for this one, in their order."""
-        ones = [1] * self.size
-        found: Tensor = WAIT(COLLECTIVES.all_to_all_single(parts.contiguous(), ones, ones, self.group.group_name))
-        return found
+    def begin_exchange(self, sends: Sequence[Sent], takes: Sequence[Sent]) -> list[dist.Work]:
+        """Contiguous tensors to other ranks, and from them; there after a wait for what is returned."""
+        both = ((dist.isend, sends), (dist.irecv, takes))
+        ops = [
+            dist.P2POp(way, tensor, dist.get_global_rank(self.group, rank), self.group)
+            for way, each in both
+            for tensor, rank in each
+        ]
+        return dist.batch_isend_irecv(ops) if ops else []
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class Tokens:
     def by_rank(self, whole: Tensor) -> Tensor:
         """Tokens in the order of the sequence, as all ranks hold them, padded."""
         return whole.index_select(0, order_of_sent(self.layout, whole.device))
+
+    def of_rank(self, rank: int) -> list[tuple[slice, slice]]:
+        """Where each of a rank's runs stands in the sequence, and in its memory."""
+        return [(slice(run.start, run.start + run.count), run.here) for run in self.layout.runs[rank]]
 
     @property
     def own(self) -> int:
@@ -126,30 +134,85 @@ def _in_all(length: int, dim: int, ranges: Sequence[Range], parts: Sequence[Tens
     return total
 
 
-def _to_heads(mine: Tensor, tokens: Tokens) -> Tensor:
-    size = tokens.ranks.size
-    first = tokens.padded(mine.movedim(1, 0))  # (most, batch, heads, dim)
-    parts = first.unflatten(2, (size, -1)).movedim(2, 0)
-    return tokens.in_order(tokens.ranks.exchange(parts).flatten(0, 1)).movedim(0, 1)
+class _Moving:
+    """Tensors on their way to who needs them, runs sent from where they stand to where they belong. `finish` waits."""
+
+    works: list[dist.Work]
+
+    def finish(self) -> Tensor:
+        """What came."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Until all is there that was begun."""
+        for work in self.works:
+            work.wait()
 
 
-def _to_tokens(of_heads: Tensor, tokens: Tokens) -> Tensor:
-    size = tokens.ranks.size
-    parts = tokens.by_rank(of_heads.movedim(1, 0)).unflatten(0, (size, -1))
-    found = tokens.ranks.exchange(parts)[:, : tokens.own]  # (ranks, own, batch, their heads, dim)
-    return found.movedim(0, 2).flatten(2, 3).movedim(0, 1)
+class _ToHeads(_Moving):
+    def __init__(self, mine: Tensor, tokens: Tokens) -> None:
+        """mine: (batch, own tokens, heads, dim)."""
+        ranks, first = tokens.ranks, mine.movedim(1, 0)
+        own, *others = [(ranks.rank + n) % ranks.size for n in range(ranks.size)]
+        of_ranks = first.chunk(ranks.size, 2)
+        self.whole = mine.new_empty(tokens.layout.length, *of_ranks[own].shape[1:])
+        self.sent = {rank: of_ranks[rank].contiguous() for rank in others}
+        runs = tokens.of_rank(own)
+        sends = [(self.sent[rank][here], rank) for rank in others for _, here in runs]
+        takes = [(self.whole[there], rank) for rank in others for there, _ in tokens.of_rank(rank)]
+        self.works = ranks.begin_exchange(sends, takes)
+        for there, here in runs:
+            self.whole[there] = of_ranks[own][here]
+
+    def finish(self) -> Tensor:
+        """(batch, all tokens, own heads, dim)."""
+        self.wait()
+        return self.whole.movedim(0, 1)
+
+
+class _ToTokens(_Moving):
+    def __init__(self, of_heads: Tensor, tokens: Tokens) -> None:
+        """of_heads: (batch, all tokens, own heads, dim)."""
+        ranks, first = tokens.ranks, of_heads.movedim(1, 0).contiguous()
+        own, *others = [(ranks.rank + n) % ranks.size for n in range(ranks.size)]
+        batch, _, heads, dim = of_heads.shape
+        runs = tokens.of_rank(own)
+        self.first = first
+        self.received = {rank: first.new_empty(tokens.own, batch, heads, dim) for rank in others}
+        sends = [(first[there], rank) for rank in others for there, _ in tokens.of_rank(rank)]
+        takes = [(self.received[rank][here], rank) for rank in others for _, here in runs]
+        self.works = ranks.begin_exchange(sends, takes)
+        self.mine = first.new_empty(batch, tokens.own, heads * ranks.size, dim)
+        self.of_ranks = self.mine.movedim(1, 0).chunk(ranks.size, 2)
+        for there, here in runs:
+            self.of_ranks[own][here] = first[there]
+
+    def finish(self) -> Tensor:
+        """(batch, own tokens, all heads, dim)."""
+        self.wait()
+        for rank, came in self.received.items():
+            self.of_ranks[rank].copy_(came)
+        return self.mine
 
 
 class _Exchange(torch.autograd.Function):
+    """Several tensors, each with how its tokens are shared: all are under way before the first is waited for."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, tokens: Tokens, for_heads: bool) -> Tensor:
+    def forward(ctx: Any, for_heads: bool, tokens: Sequence[Tokens], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.tokens, ctx.for_heads = tokens, for_heads
-        return (_to_heads if for_heads else _to_tokens)(tensor, tokens)
+        return _exchanged(for_heads, tokens, tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor, None, None]:
-        return (_to_tokens if ctx.for_heads else _to_heads)(arriving, ctx.tokens), None, None
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_exchanged(not ctx.for_heads, ctx.tokens, arriving)
+
+
+def _exchanged(for_heads: bool, tokens: Sequence[Tokens], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    way = _ToHeads if for_heads else _ToTokens
+    moving = [way(tensor, of) for tensor, of in zip(tensors, tokens, strict=True)]
+    return tuple([each.finish() for each in moving])
 
 
 def gather(tokens: Tokens, dim: int, *mine: Tensor) -> tuple[Tensor, ...]:
@@ -164,11 +227,12 @@ def gather_ranges(tokens: Tokens, dim: int, ranges: Sequence[Range], *mine: Tens
     return [found[n :: len(ranges)] for n in range(len(ranges))]
 
 
-def to_heads(mine: Tensor, tokens: Tokens) -> Tensor:
-    """(batch, own tokens, heads, dim) becomes (batch, all tokens, own heads, dim)."""
-    return _Exchange.apply(mine, tokens, True)  # type: ignore[no-any-return, no-untyped-call]
+def to_heads(tokens: Sequence[Tokens], *mine: Tensor) -> tuple[Tensor, ...]:
+    """Of each tensor (batch, own tokens, heads, dim) becomes (batch, all tokens, own heads, dim)."""
+    return _Exchange.apply(True, tokens, *mine)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def to_tokens(of_heads: Tensor, tokens: Tokens) -> Tensor:
+def to_tokens(tokens: Tokens, *of_heads: Tensor) -> tuple[Tensor, ...]:
     """The other way round."""
-    return _Exchange.apply(of_heads, tokens, False)  # type: ignore[no-any-return, no-untyped-call]
+    found: tuple[Tensor, ...] = _Exchange.apply(False, [tokens] * len(of_heads), *of_heads)  # type: ignore[no-untyped-call]
+    return found

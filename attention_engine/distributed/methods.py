@@ -203,8 +203,8 @@ def attend_together(
             parts.append(call.attend(at, q[:, run.here], k, v, own))
         o, rows = _joined(parts)
     if of_q is not None:
-        rows = {n: to_tokens(r.transpose(1, 2)[..., None], of_q)[..., 0].transpose(1, 2) for n, r in rows.items()}
-        o = to_tokens(o, of_q)
+        o, *found = to_tokens(of_q, o, *(r.transpose(1, 2)[..., None] for r in rows.values()))
+        rows = {n: r[..., 0].transpose(1, 2) for n, r in zip(rows, found, strict=True)}
     return o, rows
 
 
@@ -299,7 +299,8 @@ def _of_own_heads(q: Tensor, k: Tensor, v: Tensor, of_q: Tokens, of_k: Tokens) -
     times = of_k.ranks.size // math.gcd(k.shape[2], of_k.ranks.size)
     if times > 1:
         k, v = (t.repeat_interleave(times, 2) for t in (k, v))
-    return to_heads(q, of_q), to_heads(k, of_k), to_heads(v, of_k)
+    k, v, q = to_heads((of_k, of_k, of_q), k, v, q)
+    return q, k, v
 
 
 def _rows_of_groups(

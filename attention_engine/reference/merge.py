@@ -30,8 +30,8 @@ def merge_into(
     merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor],
     out: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """The same; the output is written to `out`, in its dtype. What a row's end multiplies its sum with joins the factors
-    of its parts, so that each part is read once, and little else is. Without gradients."""
+    """The same; the output is written to `out`, in its dtype. What a row's end multiplies its sum with joins the
+    factors of its parts, so that each part is read once, and little else is. Without gradients."""
     end = _row_factor(merge)
     if end is None:
         output, rows = merge_parts(merge, outputs, states, custom)
@@ -42,10 +42,8 @@ def merge_into(
     total: Tensor | None = None
     for number, (output, factor) in enumerate(zip(outputs, factors, strict=True)):
         into = out if number == len(outputs) - 1 else total
-        if total is None:
-            total = torch.mul(output, factor, out=into)
-        else:
-            total = torch.addcmul(total, factor, output, out=into)
+        args = (output, factor) if total is None else (total, factor, output)
+        total = (torch.mul if total is None else torch.addcmul)(*args, out=into)
     shape = outputs[0].shape
     return [evaluate(row).expand(*shape[:3], 1)[..., 0] for _, row in merge.finals]
 

@@ -262,6 +262,18 @@ def as_sent(_):
     return lambda tokens, gathered: gathered[: tokens.layout.length]
 
 
+def by_rank(_):
+    """Each rank's tokens behind those of the rank before."""
+
+    def of_rank(tokens, rank):
+        before, found = sum(map(tokens.layout.count, range(rank))), []
+        for run in tokens.layout.runs[rank]:
+            found.append((slice(before + run.at, before + run.at + run.count), run.here))
+        return found
+
+    return of_rank
+
+
 def of_last(finish):
     return lambda attention, parts, *rest: finish(attention, parts[-1:], *rest)
 
@@ -282,7 +294,7 @@ def with_wrong_laws(mesh) -> dict[str, float]:
         "starts of heads": (Call, "attend", from_zero, "retention", "heads"),
         "sums of gradients": (Ranks, "begin_sum", alone, "causal, grouped heads", "gather"),
         "order of keys": (Tokens, "in_order", as_sent, "causal, grouped heads", "gather"),
-        "order of tokens": (Tokens, "in_order", as_sent, "sinks, window", "heads"),
+        "order of tokens": (Tokens, "of_rank", by_rank, "sinks, window", "heads"),
         "starts of keys": (Call, "portion", from_zero, "causal, grouped heads", "ring"),
         "a row of all parts": (RingAttention, "finish", of_last, "full, one key head", "ring"),
         "sums that go round": (Ring, "added", own_alone, "full, one key head", "ring"),
