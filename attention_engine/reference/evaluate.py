@@ -138,7 +138,7 @@ class Evaluator:
         return torch.where(inside, value, torch.zeros((), dtype=value.dtype, device=self.device))
 
     def _reduce(self, kind: Reduction, a: Tensor) -> Tensor:
-        full = a if self.keep is None else a.expand(torch.broadcast_shapes(a.shape, self.keep.shape))
+        full = a if self.keep is None else torch.broadcast_tensors(a, self.keep)[0]
         neutrals: dict[Reduction, float] = {"sum": 0.0, "max": self.lowest, "min": -self.lowest}
         neutral = neutrals[kind]
         if self.keep is not None:

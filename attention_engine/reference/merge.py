@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def merge_into(
 ) -> list[Tensor]:  # fmt: skip
     """The same; the output is written to `out`, in its dtype. What a row's end multiplies its sum with joins the
     factors of its parts, so that each part is read once, and little else is. Without gradients."""
-    end = _row_factor(merge)
+    end = None if merge.finished else _row_factor(merge.output, tuple([row for _, row in merge.finals]))
     if end is None:
         output, rows = merge_parts(merge, outputs, states, custom)
         out.copy_(output)
@@ -48,14 +49,15 @@ def merge_into(
     return [evaluate(row).expand(*shape[:3], 1)[..., 0] for _, row in merge.finals]
 
 
-def _row_factor(merge: Merge) -> Expr | None:
+@lru_cache(maxsize=256)
+def _row_factor(output: Expr, finals: tuple[Expr, ...]) -> Expr | None:
     """What a row's sum of weights times values is multiplied with at the end, and nothing else; None: it isn't so."""
-    if merge.output is OUTPUT:
+    if output is OUTPUT:
         return const(1.0)
-    of_rows = [arg for arg in merge.output.args if OUTPUT not in topological(arg)]
-    asked = any(OUTPUT in topological(row) for _, row in merge.finals)
-    is_product = merge.output.op is Op.MUL and OUTPUT in merge.output.args and len(of_rows) == 1
-    return of_rows[0] if is_product and not asked and not merge.finished else None
+    of_rows = [arg for arg in output.args if OUTPUT not in topological(arg)]
+    asked = any(OUTPUT in topological(row) for row in finals)
+    is_product = output.op is Op.MUL and OUTPUT in output.args and len(of_rows) == 1
+    return of_rows[0] if is_product and not asked else None
 
 
 def join_parts(

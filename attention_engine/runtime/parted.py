@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias, overload
 
 import torch
@@ -101,8 +102,11 @@ class PartRunner:
 
     def inputs(self, custom: Sequence[Tensor]) -> dict[str, Tensor]:
         """The custom inputs that the merge reads."""
-        read = {n.name for n in topological(*(e for _, e in self.merge.named())) if n.op is Op.LOAD}
-        return {s.name: t for s, t in zip(self.specs, custom, strict=True) if s.name in read}
+        return {s.name: t for s, t in zip(self.specs, custom, strict=True) if s.name in self._read}
+
+    @cached_property
+    def _read(self) -> set[str]:
+        return {n.name for n in topological(*(e for _, e in self.merge.named())) if n.op is Op.LOAD}
 
 
 @outside_autocast

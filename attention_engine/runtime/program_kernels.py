@@ -186,6 +186,7 @@ class ProgramKernels:
     hints: Lengths | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
     _bound: dict[object, Bound] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)  # of these kernels, those whose backward ones were begun
     _kept: Kept = field(default_factory=Kept)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
@@ -290,7 +291,10 @@ class ProgramKernels:
         if q.numel() and k.numel() and v.numel():
             custom = [as_parameter(c) for c in custom]
             self.bound(q, k, v, custom)
-            begin_all(self.kernels(q, k, v, custom, wanted, True).of_backward.values())
+            kernels = self.kernels(q, k, v, custom, wanted, True)
+            if id(kernels) not in self._begun:
+                self._begun.add(id(kernels))
+                begin_all(kernels.of_backward.values())
 
     def leaves_range(self, q: Tensor) -> bool:
         """May final weights leave the range of the queries' dtype?"""
