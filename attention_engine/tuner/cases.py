@@ -41,6 +41,8 @@ SHAPES = {
     "vit": Shape(6, 6, 64, 64, 8),  # ViT-S
     "retnet": Shape(16, 16, 256, 512),  # 6.7B
     "yoco": Shape(40, 40, 256, 256),
+    # Others between and beside the usual head dims: of some, tiles hold more columns than they have.
+    **{f"mha-{dim}": Shape(16, 16, dim, dim, 2) for dim in (32, 80, 96, 112, 160, 256)},
 }
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = ("full", "causal", "window")
