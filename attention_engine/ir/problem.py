@@ -39,6 +39,11 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def tile_dims(self) -> tuple[int, int]:
+        """The head dims of queries and keys, and of values, in tiles."""
+        return padded(self.dim), padded(self.dim_v)
+
+    @property
     def approximate(self) -> bool:
         """May exponentials, reciprocals and the like be off by a few units of fp32's last place? 16 bits hide it."""
         return self.dtype != "float32"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from attention_engine.arch import Arch
-from attention_engine.ir.problem import Problem
+from attention_engine.ir.problem import Problem, padded
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import CustomSums, plan_custom_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
@@ -63,7 +63,8 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
 
 def hints_matter(dim: int, dim_v: int) -> bool:
     """Do hints change the choice at these head dims?"""
-    return (dim, dim_v) in BRIEF or (dim, dim_v) in AHEAD
+    dims = padded(dim), padded(dim_v)
+    return dims in BRIEF or dims in AHEAD
 
 
 def _forward(
@@ -71,7 +72,7 @@ def _forward(
 ) -> tuple[Tile, str]:
     if (reason := why_not_forward(problem, schedule)) is not None:
         return straight, f"not for Hopper: {reason}"
-    dims, plan, light = (problem.dim, problem.dim_v), plan_tiles(schedule.mask), scores_are_light(schedule)
+    dims, plan, light = problem.tile_dims, plan_tiles(schedule.mask), scores_are_light(schedule)
     q, kv = FORWARD[dims][0 if light or (scores_are_of_places(schedule) and dims == (64, 64)) else 1]
     if dims == (128, 128) and schedule.rescale is None and not plan.mapped and not plan.bounds.bounds:
         q, kv = 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
@@ -101,7 +102,7 @@ def _forward(
 def _within_sequences(problem: Problem, maths: Maths) -> Tile | None:
     """The tile of a forward pass over packed sequences whose blocks lie in one of them; None where that can't be: its
     mask wants a list of tiles, or shared memory has no room for a tile of the output beside the others."""
-    dims = problem.dim, problem.dim_v
+    dims = problem.tile_dims
     if dims not in SHARED_OUT or maths.within is None:
         return None
     schedule = maths.forward_within_of(problem.dtype)
@@ -134,7 +135,7 @@ def _steps(kv: int, plan: TilePlan, hints: Hints | None) -> float:
 
 def _with_fewer_waves(tile: Tile, problem: Problem, target: Arch, hints: Hints) -> Tile:
     """The tile of BRIEF, if its last wave leaves that much fewer SMs idle than this one's."""
-    brief, cost = BRIEF.get((problem.dim, problem.dim_v), (tile, 1.0))
+    brief, cost = BRIEF.get(problem.tile_dims, (tile, 1.0))
     batch, queries, _ = hints
 
     def time(a: Tile, of_a_row: float) -> float:
@@ -149,7 +150,7 @@ def _over_keys(problem: Problem, schedule: BackwardSchedule, target: Arch, strai
     summed = plan_custom_sums(schedule.pair_gradients, axes, ordered=False)
     if (reason := why_not_over_keys(problem, schedule, summed)) is not None:
         return straight, f"not for Hopper: {reason}"
-    dims = problem.dim, problem.dim_v
+    dims = problem.tile_dims
     light = pairs_are_light(schedule, summed, dims)
     tile, why = BACKWARD[dims][0 if light else 1], f"pairs need {'few' if light else 'many'} registers"
     plan = plan_tiles(schedule.mask)
@@ -169,7 +170,8 @@ def _over_keys(problem: Problem, schedule: BackwardSchedule, target: Arch, strai
 
 # By head dims, for maths of pairs that need few registers, and for others: queries and keys of a tile; 64 queries for
 # each warpgroup, of which three have 160 registers a thread, and two 240.
-FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
+FORWARD = {(32, 32): ((192, 128), (128, 128)), (64, 64): ((192, 128), (128, 128)), (96, 96): ((128, 128),) * 2,
+           (128, 128): ((128, 128),) * 2, (160, 160): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
            (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
 # By head dims, another tile for full masks and light maths where its fewer waves count for more, and how much longer
 # its rows take. On an H100, 32 heads in all: 15 and 24 % faster at S 512 and 1024, as fast at 2048, 8 % slower at 8192;
@@ -177,7 +179,16 @@ FORWARD = {(64, 64): ((192, 128), (128, 128)), (128, 128): ((128, 128),) * 2, (1
 BRIEF = {(64, 64): (Tile(128, 176, 256, 2, HopperForward(persistent=True, queries_ahead=True)), 1.09)}
 # By head dims, where blocks are persistent because later queries see more keys, and how many keys a tile then has, if
 # others. On an H100, causal at S 2048 and 8192: 3 to 17 % faster; 128/256 and 256/256 at S 4096: 14 and 6 %.
-UNEVEN = {(64, 64): 0, (128, 128): 0, (192, 128): 96, (128, 256): 112, (256, 256): 0}
+UNEVEN = {
+    (32, 32): 0,
+    (64, 64): 0,
+    (96, 96): 0,
+    (128, 128): 0,
+    (160, 160): 0,
+    (192, 128): 96,
+    (128, 256): 112,
+    (256, 256): 0,
+}
 # By head dims, where blocks are persistent under full masks and lists of tiles too. On an H100, D 128: full masks at
 # S 1024 and 2048 9 and 3 % faster, at 8192 2 % slower; documents of 1024 at S 8192 7 % and uneven ones 13 % faster.
 SHARED_OUT = ((64, 64), (128, 128))
@@ -203,6 +214,8 @@ DROPPED = {(128, 128): 48}
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others.
 BACKWARD = {
+    (32, 32): (_own_keys(128), _own_keys(64)), (96, 96): (_own_keys(64), _own_keys(64)),
+    (160, 160): (_own_keys(64), SHARED_KEYS),
     (64, 64): (_own_keys(128), _own_keys(64)), (128, 128): (_own_keys(80), _own_keys(64)),
     (128, 64): (_own_keys(80), _own_keys(64)), (64, 128): (_own_keys(64), _own_keys(64)),
     (192, 128): (_own_keys(64), SHARED_KEYS), (128, 256): (_own_keys(32), SHARED_KEYS),

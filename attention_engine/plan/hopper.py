@@ -25,8 +25,10 @@ from attention_engine.passes.simplify import simplify
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan.forms import Tile
 
-FORWARD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (128, 256), (256, 256)})
-BACKWARD_DIMS = frozenset({*itertools.product((64, 128), repeat=2), (192, 128), (128, 256), (256, 256)})
+FORWARD_DIMS = frozenset({(32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (128, 256), (256, 256)})
+BACKWARD_DIMS = frozenset(
+    {*itertools.product((64, 128), repeat=2), (32, 32), (96, 96), (160, 160), (192, 128), (128, 256), (256, 256)}
+)
 KEY_SUM_DIMS = frozenset({(64, 64)})
 MOST_ROWS = 3  # for which 227 KB have room beside 256 KB of tiles
 PLACES = frozenset({Q_IDX, KV_IDX})
@@ -43,14 +45,19 @@ ALL_UNITS = 1 << 30
 L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
 
+def copies_are_wide(problem: Problem) -> bool:
+    """Are rows whole 16 bytes, as the copies of a tile want? What it has beyond a row, copies fill with zeros, and
+    leave out on the way back."""
+    return problem.stride_unit == 8
+
+
 def why_not_forward(problem: Problem, schedule: ForwardSchedule) -> str | None:
-    """Why there is no such forward kernel; None: there is one. Head dims fill tiles; another tile of scores, or of a
-    bias, finds no room."""
-    dims = problem.dim, problem.dim_v
+    """Why there is no such forward kernel; None: there is one. Another tile of scores, or of a bias, finds no
+    room."""
     if problem.dtype == "float32":
         return "products of fp32"
-    if dims not in FORWARD_DIMS:
-        return f"head dims {dims[0]}/{dims[1]}"
+    if problem.tile_dims not in FORWARD_DIMS or not copies_are_wide(problem):
+        return f"head dims {problem.dim}/{problem.dim_v}"
     if problem.staged:
         return "a bias of pairs is copied ahead, and finds no room"
     if any(isinstance(step, ReduceStep) and step.source is not None for step in schedule.steps):
@@ -71,11 +78,11 @@ def why_not_over_keys(problem: Problem, schedule: BackwardSchedule, summed: Cust
     products; others would need a tile of their own, and atomics a pair wait for too long. Sums of keys need registers
     that wider heads leave too few of (ptxas C7512). The widest heads leave shared memory for few rows.
     """
-    dims = problem.dim, problem.dim_v
+    dims = problem.tile_dims
     if problem.dtype == "float32":
         return "products of fp32"
-    if dims not in BACKWARD_DIMS:
-        return f"head dims {dims[0]}/{dims[1]}"
+    if dims not in BACKWARD_DIMS or not copies_are_wide(problem):
+        return f"head dims {problem.dim}/{problem.dim_v}"
     if problem.staged:
         return "a bias of pairs is copied ahead, and finds no room"
     if summed.scattered:
@@ -83,7 +90,7 @@ def why_not_over_keys(problem: Problem, schedule: BackwardSchedule, summed: Cust
     if schedule.extremes:  # whose rows another kernel must meet to the last bit
         return "the extreme of a row has a gradient"
     if summed.of_keys and dims not in KEY_SUM_DIMS:
-        return f"sums of keys find no registers at head dims {dims[0]}/{dims[1]}"
+        return f"sums of keys find no registers at head dims {problem.dim}/{problem.dim_v}"
     if max(dims) > 128 and rows_read(schedule) > MOST_ROWS:
         return f"more than {MOST_ROWS} rows of numbers find no room"
     summed_too = (*summed.of_keys, *summed.diagonals)

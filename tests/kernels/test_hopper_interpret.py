@@ -59,6 +59,15 @@ KERNELS = {
     "backward-128-256-light": ((128, 256), None, key_tile(32)),
     "backward-128-256-heavy": ((128, 256), None, SHARED_KEYS),
     "backward-256": ((256, 256), None, SHARED_KEYS),
+    "forward-32": ((32, 32), forward_tile(192, threads=384), None),
+    "forward-80": ((80, 80), forward_tile(128), None),  # in tiles of 96 columns, as 72 and 88 are
+    "forward-160": ((160, 160), forward_tile(128), None),
+    "backward-32": ((32, 32), None, key_tile(128)),
+    "backward-80": ((80, 80), None, key_tile(64)),
+    "backward-96": ((96, 96), None, key_tile(64)),
+    "backward-112": ((112, 112), None, key_tile(80)),
+    "backward-160-light": ((160, 160), None, key_tile(64)),
+    "backward-160-heavy": ((160, 160), None, SHARED_KEYS),
 }
 PROGRAMS = ("softmax", "softcap", "relu", "retention")  # rows, gradients of products, no rows, gradients of indices
 LENGTHS = ((200, 131), (77, 260))  # of more than one tile, none whole
@@ -164,6 +173,11 @@ def test_masks_by_bounds_and_by_lists(mask, lengths, kernels):
 PERSISTENT = {
     "64": ((64, 64), forward_tile(192, threads=384)),
     "128": ((128, 128), forward_tile(128)),
+    "32": ((32, 32), forward_tile(192, threads=384)),
+    "72": ((72, 72), forward_tile(128)),
+    "96": ((96, 96), forward_tile(128)),
+    "112": ((112, 112), forward_tile(128)),
+    "160": ((160, 160), forward_tile(128)),
     "128-through-queries": ((128, 128), forward_tile(128, 176)),
     "128-ahead": ((128, 128), forward_tile(128, persistent=True, queries_ahead=True)),
     "192-128": ((192, 128), forward_tile(128)),

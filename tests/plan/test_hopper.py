@@ -69,7 +69,13 @@ def tiles(**problem):
         ({"dims": (192, 128), "mask": None}, [(128, 128), (64, 128)]),
         ({"dims": (256, 256)}, [(128, 80), (64, 64)]),
         ({"dims": (128, 64)}, [None, (80, 128)]),
-        ({"dims": (96, 96)}, [None, None]),
+        ({"dims": (96, 96)}, [(128, 128), (64, 128)]),
+        ({"dims": (72, 72)}, [(128, 128), (64, 128)]),  # in tiles of 96 columns
+        ({"dims": (112, 112)}, [(128, 128), (80, 128)]),
+        ({"dims": (32, 32), "mask": None}, [(192, 128), (128, 128)]),
+        ({"dims": (160, 160), "score": softcap(20.0, 0.1)}, [(128, 128), (64, 64)]),
+        ({"dims": (100, 100)}, [None, None]),  # rows that are no whole 16 bytes
+        ({"dims": (96, 64)}, [None, None]),
         ({"online": OnlineRetention}, [(128, 128), (80, 128)]),
         ({"dtype": torch.float32}, [None, None]),
         ({"gpu": arch.A100}, [None, None]),

@@ -155,7 +155,8 @@ class QueryTiles:
     @macro_method
     def _leave_by_tile(self, target: Any, output: Any, item: Item, thread: Any) -> None:
         """Copies the output to a tile and out from there, each group its rows."""
-        each_group, each_column = list(range(self.groups)), list(range(0, self.dim_v, SWIZZLED))
+        together = SWIZZLED if self.dim_v % SWIZZLED == 0 else SWIZZLED // 2
+        each_group, each_column = list(range(self.groups)), list(range(0, self.dim_v, together))
         q0 = item.q0
         if not self.through:
             T.tma_store_wait(0)  # has read the item before
@@ -170,8 +171,8 @@ class QueryTiles:
                 first = group * 64
                 for at in each_column:
                     T.tma_copy(
-                        self.output_of(item.round, slice(first, first + 64), slice(at, at + SWIZZLED)),
-                        target[item.batch, q0 + first : q0 + first + 64, item.head, at : at + SWIZZLED],
+                        self.output_of(item.round, slice(first, first + 64), slice(at, at + together)),
+                        target[item.batch, q0 + first : q0 + first + 64, item.head, at : at + together],
                         leader_scope_threads=GROUP,
                     )
 
