@@ -64,10 +64,6 @@ class Kernel:
             from attention_engine.codegen.interpreter import Interpreter
 
             return Interpreter(self.prim_func)
-        if self.target.language == "hip":
-            from attention_engine.codegen.dialects import compile_hip
-
-            return compile_hip(self.prim_func, self.target, self.configs)
         self.begin()
         kernel = self._find_or_compile() if self._work is None else self._work.result()
         needed, limit = kernel.lowered.launch_shared_bytes, self.target.shared_memory_per_block
@@ -110,6 +106,10 @@ class Kernel:
 
         arch, configs = self.target, self.configs
         assert isinstance(arch, Arch), "the interpreter compiles nothing"
+        if arch.language == "hip":
+            from attention_engine.codegen.dialects import compile_hip
+
+            return compile_hip(self.prim_func, arch, configs)
         return find_or_compile(self._key, lambda: compile_kernel(self.prim_func, arch, pass_configs=configs))
 
     @property

@@ -23,7 +23,7 @@ GOLDEN = HERE / "golden"
 SAMPLED = {
     16: ("kernels/test_hopper_interpret", "kernels/test_linear_interpret", "kernels/test_key_items",
         "kernels/test_tile_map", "runtime/test_integers", "runtime/test_extremes", "runtime/test_bent_outputs",
-        "kernels/test_hopper_unseen"),
+        "kernels/test_hopper_unseen", "kernels/test_each_gpu"),
     12: ("runtime/test_functions", "runtime/test_masks", "runtime/test_captured", "runtime/test_absent_pairs",
         "runtime/test_linear", "runtime/test_custom_inputs", "runtime/test_linear_shared_keys"),
 }  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import attention_engine
+from attention_engine import arch
 from attention_engine.cli import doctor
 from attention_engine.cli.caches import spell_age
 from attention_engine.cli.doctor import Finding
@@ -298,3 +299,15 @@ def test_bench_hands_its_options_on_or_says_where_it_is(monkeypatch, capsys, tmp
     monkeypatch.setattr(scripts, "BENCHMARKS", "benches_absent.run")
     status, _, err = ran(capsys, "bench")
     assert status == 1 and "run this in its folder" in err
+
+
+@pytest.mark.parametrize(("made", "words"), [
+    (arch.H100(), "as H100 (sm_90a); its default tiles were measured on H100"),
+    (arch.RTX5090(), "as RTX 5090 (sm_120a); its default tiles were chosen by what fits, measured on no such GPU"),
+    (arch.MI300X(), "as MI300X (gfx942); its default tiles were chosen by what fits, measured on no such GPU"),
+])  # fmt: skip
+def test_the_doctor_says_whether_a_gpu_was_measured(made, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(doctor, "detect", lambda: made)
+    assert words in doctor.gpu().words

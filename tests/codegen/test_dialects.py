@@ -1,6 +1,7 @@
 """Kernels as text for other compilers than nvcc: HIP and the CuTe DSL. Nothing here compiles or runs them."""
 
 import ast
+import inspect
 import re
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 
 from attention_engine import AttentionEngine, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.errors import NoDevice, NoHipCompiler, NotLowered, UnknownOption
+from attention_engine.ir.expr import Op
 from attention_engine.library import OnlineSoftmax, causal, scale
 from attention_engine.tuner.defaults import default_tiles
 
 pytest.importorskip("tilelang")
 from attention_engine.codegen import dialects
+from attention_engine.kernels import splice
 
 SLOW = pytest.mark.slow  # TileLang takes ten seconds and more for each
 
@@ -136,3 +139,26 @@ def test_linear_attention_in_hip():
     metas = (meta_tensor(1, 2, 256, 64, dtype=torch.float16),) * 3
     text = LinearAttentionEngine(metas).source("sums of 64", form="hip", device=arch.MI300X())
     assert "#include <hip/hip_runtime.h>" in text
+
+
+OF_INTEGERS = {Op.FLOORDIV, Op.MOD, Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR, Op.SHIFT_LEFT, Op.SHIFT_RIGHT}
+OF_OTHERS = {Op.AND, Op.OR, Op.NOT, Op.CHANCE, Op.WHERE}  # of conditions, or of more operands
+
+
+@SLOW
+@pytest.mark.parametrize("dialect", ["hip", "cutedsl"])
+@pytest.mark.parametrize("op", [op for op in splice.TILELANG if op not in OF_OTHERS], ids=lambda op: op.name)
+def test_every_operation_lowers(op, dialect):
+    import tilelang.language as T
+
+    spell, count = splice.TILELANG[op], len(inspect.signature(splice.TILELANG[op]).parameters)
+    dtype = "int32" if op in OF_INTEGERS else "float32"
+
+    @T.prim_func
+    def each(x: T.Tensor((64,), dtype), y: T.Tensor((64,), dtype), z: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            for i in T.Parallel(64):
+                z[i] = T.cast(spell(x[i]) if count == 1 else spell(x[i], y[i]), "float32")
+
+    gpu = arch.MI300X() if dialect == "hip" else arch.A100()
+    assert "z" in dialects.lower_as(dialect, each, gpu, {}).text
