@@ -6,10 +6,12 @@ Most of the time is compiling. `-n 9` fits 80 GB: plain PyTorch's pairs in float
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, document_ids, library, meta_tensor
+from attention_engine import AttentionEngine, BlockList, CustomIO, document_ids, library, meta_tensor
 from tests.cases import Shape
+from tests.kernels.test_block_lists import errors as errors_of_lists
 from tests.mask_cases import PAIRS, errors
 from tests.plain import worst_ratio
+from tests.runtime.test_block_list import dense, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +48,22 @@ def test_lists_of_tiles_at_head_dim_128(score, mask, kv_heads, record_property):
         shape = Shape(batch, length, length, 4, kv_heads, 128, 128)
         found += errors(score, mask, shape, torch.float16, "cuda", backend="tilelang")
     record_property(*worst_ratio(found, f"{score}, {mask}, {kv_heads} key heads"))
+
+
+@pytest.mark.parametrize("size", [(128, 64), (64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("lists", [1, 2, 4])
+def test_blocks_that_a_call_lists(lists, size):
+    """Lists of unequal lengths, some empty; numbers of no block and repeated ones, which a GPU leaves out."""
+    length = 2000
+    rows, columns = -(-length // size[0]), -(-length // size[1])
+    indices, counts = draw(1, lists, rows, columns, seed=lists)
+    counts[:, :, ::3] = 0
+    keep = dense(indices, counts, size, length, length, 4).cuda()
+    indices = torch.cat([torch.full_like(indices[..., :1], columns + 3), indices[..., :1], indices], -1).cuda()
+    counts = torch.where(counts > 0, counts + 2, 0).cuda()
+    q, k, v = (torch.randn(1, length, h, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (4, 2, 2))
+    found = errors_of_lists(AttentionEngine(), (q, k, v), BlockList(indices, counts, size), keep)
+    assert max(found) <= 1.1, found
 
 
 def few_keys_of_early_heads(b, h, q_idx, kv_idx):

@@ -34,9 +34,9 @@ def kernels(monkeypatch):
     op.ATTENTIONS.clear()
 
 
-def inputs(q_len, kv_len, heads, key_heads, batch=1):
+def inputs(q_len, kv_len, heads, key_heads, dim=DIM):
     generator = torch.Generator().manual_seed(q_len)
-    return [torch.randn(batch, n, h, DIM, generator=generator).to(torch.bfloat16).requires_grad_()
+    return [torch.randn(1, n, h, dim, generator=generator).to(torch.bfloat16).requires_grad_()
             for n, h in ((q_len, heads), (kv_len, key_heads), (kv_len, key_heads))]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def errors(engine, leaves, lists, keep, is_causal=False):
     ]
     found = []
     for o, of in outputs:
-        do = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape).to(o.dtype)
+        do = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape).to(o)
         found.append([t.double() for t in (o.detach(), *torch.autograd.grad(o, of, do))])
     return [float((a - b).abs().sum() / (c - b).abs().sum()) for a, b, c in zip(*found)]
 
@@ -59,6 +59,7 @@ def errors(engine, leaves, lists, keep, is_causal=False):
 CASES = {  # tiles, heads, key heads, lists of heads, size of a block, causal
     "narrow": (dict(forward=FORWARD, backward=SHARED), 2, 1, 1, (128, 64), False),
     "each head": (dict(forward=FORWARD, backward=SHARED), 2, 1, 2, (64, 64), True),
+    "head dim 64": (dict(forward=FORWARD.in_form(queries_ahead=False), backward=SHARED), 2, 1, 1, (64, 64), True),
     "wide": (dict(backward=PERSISTENT), 2, 1, 1, (128, 128), False),
     "key heads": (dict(forward=FORWARD, backward=PERSISTENT), 4, 2, 2, (64, 128), True),
 }
@@ -74,7 +75,8 @@ def test_kernels_for_hopper_walk_over_listed_blocks(name, kernels):
     counts[0, 0, 1] = 0  # nor the second row any
     keep = dense(indices, counts, size, q_len, kv_len, heads)
     engine = AttentionEngine(mask_mod=causal if is_causal else None, backend="interpret")
-    found = errors(engine, inputs(q_len, kv_len, heads, key_heads), BlockList(indices, counts, size), keep, is_causal)
+    leaves = inputs(q_len, kv_len, heads, key_heads, 64 if name == "head dim 64" else DIM)
+    found = errors(engine, leaves, BlockList(indices, counts, size), keep, is_causal)
     assert max(found) <= 1.1
     scripts = [kernel.prim_func.script() for a in op.ATTENTIONS.values()
                for k in a.program_kernels._kernels.values()
