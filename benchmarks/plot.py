@@ -249,6 +249,32 @@ def linear(results: Results, look: Look) -> Any:
     return figure
 
 
+def over_dims(results: Results, look: Look) -> Any:
+    """One group of bars for each head dim and mask, forward beside backward."""
+    rows = results.rows
+
+    def group_of(row: dict[str, str]) -> str:
+        family = split(row["case"])[0]
+        return f"{shape_words(family.split('.')[0]).rpartition(', ')[2]}{MASKS[family.split('.')[2]]}"
+
+    groups = list(dict.fromkeys(map(group_of, rows)))
+    figure, axes = figure_of(look, 1, 2, 9, 1.75 + 0.21 * len(groups) + 0.235 * len(rows) / 2, sharey=True)
+    handles: dict[str, Any] = {}
+    for axis, direction in zip(axes, DIRECTIONS, strict=True):
+        of = [row for row in rows if row["direction"] == direction]
+        handles |= draw_bars(axis, groups, {(group_of(r), r["peer"]): float(r["tflops"]) for r in of}, look, "%.0f")
+        axis.set_title(f"{direction}, TFLOP/s", loc="left")
+        axis.xaxis.set_visible(False)
+        axis.spines["bottom"].set_visible(False)
+    if not axes[0].yaxis_inverted():
+        axes[0].invert_yaxis()
+    lengths = ", ".join(sorted({row["case"].rpartition(".")[2] for row in rows}))
+    about = f"{results.where.get('device', '')}, {rows[0]['dtype']}, softmax, 16 heads, length {lengths}"
+    title(figure, "Head dims: longer bars are faster", [about, versions(results.where, list(handles))], look)
+    legend(figure, handles)
+    return figure
+
+
 def of_files(*names: str) -> Results:
     return read([RESULTS / f"{name}.csv" for name in names])
 
@@ -265,6 +291,7 @@ def first_screen(look: Look) -> Any:
 PICTURES: dict[str, Callable[[Look], Any]] = {
     "h100": first_screen,
     "history": history.draw,
+    "h100_dims": lambda look: over_dims(of_files("h100_dims_bf16"), look),
     "h100_linear": lambda look: linear(of_files("h100_linear"), look),
     **{
         f"h100_{shape}_{mask}": lambda look, family=f"mha-{shape}.softmax.{mask}": curves(

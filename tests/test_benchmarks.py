@@ -12,7 +12,7 @@ import torch
 from attention_engine import AttentionEngine
 from attention_engine.tuner import cases as named
 from attention_engine.tuner.cases import Case, Shape
-from benchmarks import history, plot, run
+from benchmarks import history, plot, run, tables
 from benchmarks.cases import make_inputs, make_references, moved_bytes
 from benchmarks.peers import PEERS, Peer, Unavailable
 from benchmarks.timing import Ceilings, Timing, summarise
@@ -161,6 +161,16 @@ def test_results_in_milliseconds_and_in_tflops_are_no_one_picture():
     paths = [plot.RESULTS / f"{name}.csv" for name in ("h100_linear", "h100_turns")]
     with pytest.raises(ValueError, match="some milliseconds"):
         plot.pictures_of(paths)
+
+
+def test_the_documents_tables_are_those_of_the_files():
+    page = tables.PAGE.read_text()
+    assert tables.rewritten(page) == page, "python -m benchmarks.tables"
+    for name, table in tables.TABLES.items():
+        assert f"<!-- table: {name} -->" in page
+        for file in table.files:
+            where = plot.of_files(file).where
+            assert where["device"] in tables.text(name) and where["commit"][:9] in tables.text(name)
 
 
 def test_a_version_gets_a_line_and_a_loss_is_said(tmp_path):
