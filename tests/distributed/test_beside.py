@@ -75,6 +75,24 @@ def beside_weights(mesh) -> dict[str, float]:
     return found
 
 
+def averaged_in_16_bits(mesh) -> dict[str, float]:
+    """Under autocast, the error of averaged gradients beside float64, over that of one process with all tokens."""
+    x = torch.randn(2, 256, HEADS * DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    exact = gradients(Block(engine_of()), x)
+
+    def error(model: nn.Module, x: Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            mine = gradients(model, x.float())
+        return sum((mine[n].double() - g).square().sum().item() for n, g in exact.items()) ** 0.5
+
+    one, found = error(Block(engine_of()).float(), x), {}
+    for method in METHODS:
+        attention = ContextParallel(engine_of(), mesh, method)
+        block = DistributedDataParallel(Block(attention).float(), process_group=mesh.get_group())
+        found[method] = error(block, attention.shard(x)) / one
+    return found
+
+
 def draw(seed: int = 2, length: int = LENGTH // 2) -> list[Tensor]:
     torch.manual_seed(seed)
     made = [torch.randn(1, length, h, DIM) for h in (HEADS, 2, 2)]
@@ -176,8 +194,11 @@ def waits_for_nobody(mesh) -> tuple[str, float]:
     return said, took
 
 
+CASES = beside_weights, run_again, in_16_bits, averaged_in_16_bits, compiled, refused, waits_for_nobody
+
+
 def everything(mesh):
-    return (*(f(mesh) for f in (beside_weights, run_again, in_16_bits, compiled, refused, waits_for_nobody)),)
+    return (*(f(mesh) for f in CASES),)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +220,11 @@ def test_checkpoints_and_autocast_change_no_bit(found):
 def test_sums_over_runs_and_ranks_are_rounded_once(found):
     for _, _, errors, *_ in found:
         assert len(errors) == 3 and max(max(each) for each in errors.values()) <= 1.05, errors
+
+
+def test_averaged_gradients_are_as_exact_in_16_bits_as_those_of_one_process(found):
+    for _, _, _, errors, *_ in found:
+        assert len(errors) == 3 and max(errors.values()) <= 1.05, errors
 
 
 def test_three_lengths_are_one_graph_each_way(found):
