@@ -24,9 +24,10 @@ WIDEST = 120  # columns of code beside the menu, in a window of 1280 pixels
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site's folder; strict makes a link, an anchor or an object of the API that isn't there an error."""
+    """The site's folder, as `make docs` makes it. strict makes a link, an anchor or an object of the API that isn't
+    there an error, and any other warning; with --quiet it would count none."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
                           cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder
