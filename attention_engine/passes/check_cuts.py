@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,12 @@ def random_cuts(draw: random.Random, count: int) -> Iterator[Cut]:
 
 def check_online(program: Program, cuts: Sequence[Cut] = CUTS, where: str = "") -> None:
     """Runs the program on random rows, each cut in several ways; raises NotOnline where two results differ. where: what
-    its message begins with."""
+    its message begins with. A program that passed is not run again: engines made alike are many."""
+    _check(program, tuple(cuts), where)
+
+
+@functools.lru_cache(maxsize=256)
+def _check(program: Program, cuts: tuple[Cut, ...], where: str) -> None:
     roots = [program.output, *(final for _, final in program.finals), *_each_tile(program)]
     carried = {OUTPUT, *(state.variable for state in program.states)}
     variables = [n for n in topological(*roots) if n.op in (Op.VAR, Op.LOAD) and n not in carried]

@@ -11,6 +11,7 @@ from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.tracing import trace
 from attention_engine.library import OnlineSoftmax
+from attention_engine.passes import check_cuts
 from attention_engine.passes.check_cuts import CUTS, KEYS, check_online
 from tests.programs import EXAMPLES
 
@@ -24,6 +25,7 @@ def test_the_test_is_quick():
     program = EXAMPLES["softmax"].trace()
     times = []
     for _ in range(5):
+        check_cuts._check.cache_clear()
         start = time.perf_counter()
         check_online(program)
         times.append(time.perf_counter() - start)
@@ -135,3 +137,22 @@ def test_weights_that_no_key_changes_are_summed_over_the_keys():
             return o / online_rowscales["n"], {}
 
     check_online(trace(None, None, Mean(), CustomIO()))
+
+
+def test_a_program_that_passed_is_not_run_again_and_one_that_fell_is(monkeypatch):
+    run, runs = check_cuts._run, []
+    monkeypatch.setattr(check_cuts, "_run", lambda *given: runs.append(given) or run(*given))
+    check_cuts._check.cache_clear()
+    for _ in range(2):
+        check_online(EXAMPLES["softmax"].trace())
+    assert len(runs) == len(check_cuts.ROWS) * (1 + len(check_cuts.CUTS))
+    for cuts in (check_cuts.CUTS[:3], check_cuts.CUTS):  # others are tried all the same
+        del runs[:]
+        check_online(EXAMPLES["softmax"].trace(), cuts)
+        assert len(runs) == (len(check_cuts.ROWS) * (1 + len(cuts)) if len(cuts) == 3 else 0)
+    wrong, said = trace(None, None, NoRescale(), CustomIO()), []
+    for where in ("", "here: "):
+        with pytest.raises(NotOnline) as told:
+            check_online(wrong, where=where)
+        said.append(str(told.value))
+    assert said[1] == f"here: {said[0]}"
