@@ -29,11 +29,10 @@ SAMPLED = {
 }  # fmt: skip
 # Files of many cases, each cheap, along backends, dtypes and layouts: one in so many, and of each test at least one.
 THINNED = {
-    3: ("runtime/test_engine", "runtime/test_gradients", "runtime/test_defaults", "runtime/test_doubts",
-        "runtime/test_wide_values", "kernels/test_items", "runtime/test_op", "runtime/test_without_metas",
-        "runtime/test_block_mask", "runtime/test_both_engines", "runtime/test_integration", "runtime/test_check",
-        "runtime/test_functional", "test_attn_script", "flex/test_flex", "flex/test_sdpa",
-        "integrations/test_transformers", "integrations/test_transformers_masks", "reference/test_dense",
+    3: ("runtime/test_engine", "runtime/test_defaults", "runtime/test_doubts", "runtime/test_wide_values",
+        "kernels/test_items", "runtime/test_without_metas", "runtime/test_block_mask", "runtime/test_both_engines",
+        "runtime/test_integration", "runtime/test_check", "runtime/test_functional", "test_attn_script",
+        "flex/test_flex", "flex/test_sdpa", "integrations/test_transformers", "integrations/test_transformers_masks",
         "passes/test_verify_schedule", "passes/test_derive_backward", "passes/test_drop_weights",
         "passes/test_schedule", "plan/test_hopper", "shipping/test_programs", "codegen/test_interpreter", "test_plain",
         "runtime/test_trials", "plan/test_linear_plan", "ir/test_chance"),
@@ -43,7 +42,9 @@ THINNED = {
         "runtime/test_cached_again", "runtime/test_odd_programs", "kernels/test_first_tiles", "kernels/test_combine",
         "integrations/test_continuous", "integrations/test_families", "reference/test_linear", "passes/test_widths",
         "runtime/test_transforms", "runtime/test_shared_keys", "kernels/test_decay_sums", "passes/test_half_range",
-        "runtime/test_unseen_keys", "kernels/test_lengths", "plan/test_attention_plan"),
+        "runtime/test_unseen_keys", "kernels/test_lengths", "plan/test_attention_plan", "reference/test_dense",
+        "runtime/test_op", "runtime/test_gradients", "kernels/test_lanes", "kernels/test_absent_hopper",
+        "runtime/test_forward_mode", "runtime/test_cached_shown", "passes/test_simplify", "runtime/test_tuning"),
     48: ("kernels/test_latent", "runtime/test_dropout", "kernels/test_numerics_interpret"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
