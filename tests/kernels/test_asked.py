@@ -58,12 +58,12 @@ def test_a_product_outside_a_macro_is_missed(monkeypatch):
     assert held(two_products(product_of_a_function))["gemm"] == 1
 
 
-@pytest.mark.parametrize(("dim", "kernel", "products"), [
-    (64, "forward", 5), (64, "backward", 5), (32, "forward", 2), (32, "backward", 5),
+@pytest.mark.parametrize(("dims", "kernel", "products"), [
+    ((64, 64), "forward", 5), ((64, 64), "backward", 5), ((32, 64), "forward", 2), ((32, 64), "backward", 5),
 ])  # fmt: skip
-def test_kernels_hold_the_products_of_attention(dim, kernel, products):
+def test_kernels_hold_the_products_of_attention(dims, kernel, products):
     """Two a step forward and five backward; a forward kernel for Hopper says its first, later and last step apart."""
-    found = held(engine(dim)._source_kernel(kernel, "tilelang").prim_func)
+    found = held(engine(*dims)._source_kernel(kernel, "tilelang").prim_func)
     assert found["gemm"] + found["wgmma_gemm"] == products
 
 
