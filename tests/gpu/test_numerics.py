@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 CAUSAL = {"full": False, "causal": True}
 HEADS = {"heads_equal": (4, 4), "group_of_4": (8, 2)}
 DIMS = {"dim_64": (64, 64), "dim_128": (128, 128), "dim_40_96": (40, 96)}
+BETWEEN = {f"dim_{dim}": (dim, dim) for dim in (16, 32, 48, 80, 96, 112, 160)}  # of some, tiles hold more columns
 LENGTHS = {1000: 2, 2048: 1}  # length: batch
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,6 +41,14 @@ def test_kernels_keep_the_rule(dtype, heads, dims, name, record_property):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("name", ["softmax", "softcap", "relu"])
+@pytest.mark.parametrize("dims", BETWEEN)
+def test_head_dims_between_the_usual_ones_keep_the_rule(dims, name):
+    """Both directions, grouped and not: one run each."""
+    for causal, heads, dtype in (("full", "heads_equal", "float16"), ("causal", "group_of_4", "bfloat16")):
+        assert _run(CASES[name], DTYPES[dtype], causal, heads, dims, 1000)
+
+
 def _run(case: Case, dtype: torch.dtype, causal: str, heads: str, dims: str, length: int) -> list[plain.Error]:
-    shape = Shape(LENGTHS[length], length, length, *HEADS[heads], *DIMS[dims])
+    shape = Shape(LENGTHS[length], length, length, *HEADS[heads], *{**DIMS, **BETWEEN}[dims])
     return errors(case, shape, dtype, CAUSAL[causal], device="cuda", backend="tilelang", draws=DRAWS.get(case.name, 1))
