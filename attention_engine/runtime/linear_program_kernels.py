@@ -24,6 +24,7 @@ from attention_engine.plan.verify import verify_steps
 from attention_engine.reference.evaluate import Evaluator, add_at
 from attention_engine.reference.linear import token_indices
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
+from attention_engine.runtime.ends import settle_at_exit
 from attention_engine.runtime.program_kernels import CUSTOM_NAMES, NAMES, Direct, allows_tf32, stride_unit
 from attention_engine.runtime.run import Kept, Memory, Ready, sum_parts, tensor_of
 from attention_engine.tuner.linear import default_linear_tiles
@@ -149,6 +150,7 @@ class LinearProgramKernels:
         read_decay, custom = decay is not None, [as_parameter(c) for c in custom]
         decay = self.decay_of(decay, v)
         kernels = self.kernels(q, k, v, decay, custom, "backward", wanted)
+        settle_at_exit(v.device)
         starts, ends, plan = initial is not None, d_last is not None, kernels.plan
         tensors, given = {"q": q, "k": k, "v": v, "do": d_output}, {"initial": initial, "d_last": d_last}
         memory = self._memory(kernels, tensors, decay, custom, given)

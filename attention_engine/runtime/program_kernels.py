@@ -26,6 +26,7 @@ from attention_engine.plan.buffers import own_length
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
 from attention_engine.runtime.custom_gradients import CustomGradients
+from attention_engine.runtime.ends import settle_at_exit
 from attention_engine.runtime.packed_shared import share_results
 from attention_engine.runtime.run import Kept, Memory, Ready, tensor_of
 from attention_engine.tuner.defaults import default_tiles
@@ -70,6 +71,7 @@ class Bound:
         steps, numbers = plan.forward_steps, {}
         if finals is not None:
             steps, numbers = plan.backward_steps(finals), plan.numbers(q.shape[0], q.shape[1], k.shape[1], finals)
+            settle_at_exit(q.device)
         own = {
             own_length(name, axis).name: size
             for (name, _, axes), tensor in zip(kernels.problem.custom, custom, strict=True)
