@@ -158,7 +158,7 @@ def test_kernels_of_lists_are_compiled_ahead_and_explained():
     engine = AttentionEngine(metas, device=arch.H100())
     lists = BlockList(torch.zeros(1, 2, 1, 1, dtype=torch.int32), None, (128, 64))
     text = engine.explain(block_mask=lists)
-    assert "128 queries x 64 keys, 256 threads, 3 stages" in text and "a call lists blocks of 64 keys" in text
+    assert "128 queries x 64 keys, 256 threads, 4 stages" in text and "a call lists blocks of 64 keys" in text
     kernels = engine._all_kernels(arch.H100(), block_mask=lists)
     assert kernels.keys() >= {"tile map of forward", "tile map of backward", "forward", "backward", "map of blocks"}
     assert kernels["tile map of forward"].builder == "block_map.block_map"
