@@ -200,8 +200,8 @@ SHARED_OUT = ((64, 64), (128, 128))
 AHEAD = {(128, 128): 16}
 
 
-# By head dims, in how many stages tiles of 64 keys come, where a call lists blocks of so many; queries don't come ahead.
-# On an H100, S 32768, 64 blocks of each block of queries: 574 TFLOP/s, 537 with three stages and queries ahead.
+# By head dims, in how many stages tiles of 64 keys come, where a call lists blocks of so many; queries come with their
+# item. On an H100, S 32768, 64 blocks of each block of queries: 574 TFLOP/s, 537 with three stages and queries ahead.
 NARROW = {(64, 64): 4, (128, 128): 4}
 
 
