@@ -1,0 +1,246 @@
+"""What is known of every kernel of the library's programs on each GPU, though none of those need be here.
+
+    python -m tests.levels --gpu B200 RTX5090 -n 2    compiles for GPUs; what it found is added to docs/levels.csv
+    python -m tests.levels --write                    the table of docs/limits.md, made of docs/levels.csv
+
+A job is a program, a direction and a head dim: `--only "backward 128 softmax"` takes those whose name holds the text.
+A row of docs/levels.csv is a kernel: its job, its GPU, and its level there: "compiles" (nvcc made it, with so many
+registers a thread, bytes spilled, and bytes of shared memory a block), "lowers" (TileLang made the text: HIP for AMD's
+GPUs, Python of the CuTe DSL for "A100 by CuTe"), or "refused", and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO, TypeAlias
+
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, arch, library, meta_tensor
+from attention_engine.arch import Arch
+from attention_engine.codegen.compile import LoweredKernel, lower_kernel
+from attention_engine.codegen.dialects import lower_as
+from attention_engine.compiler import Kernel
+from attention_engine.errors import NotLowered
+from tests import levels_table, linear_cases
+from tests.kernels.together import compile_together
+
+DTYPE_OF_DIM = {64: torch.float16, 128: torch.bfloat16}
+HEADS, LENGTH = (4, 2, 2), 256
+BY_CUTE = " by CuTe"
+Level: TypeAlias = Literal["compiles", "lowers", "refused"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What of the library makes it. score: made of the factor head dim ** -0.5. caches: does it say what calls with a
+    cache do, whose queries are a request's last ones?"""
+
+    rows: Callable[[], Any] = library.OnlineSoftmax
+    mask: Any = library.causal
+    score: Callable[[float], Any] = library.scale
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    caches: bool = True
+
+
+def _capped(factor: float) -> Any:
+    return library.softcap(50.0, factor)
+
+
+def _biased(factor: float) -> Any:
+    return library.relative_bias("table", 16, factor)
+
+
+PROGRAMS = {
+    "softmax": Program(),
+    "softmax, full": Program(mask=None),
+    "softmax one": Program(library.OnlineSoftmaxOne),
+    "softmax with sinks": Program(library.OnlineSoftmaxSink, axes={"sinks": ("heads",)}),
+    "sigmoid": Program(library.OnlineSigmoid),
+    "relu": Program(library.OnlineRelu),
+    "retention": Program(library.OnlineRetention),
+    "identity": Program(library.OnlineIdentity),
+    "softcap": Program(score=_capped),
+    "alibi": Program(score=library.alibi, axes={"slopes": ("heads",)}),
+    "relative bias": Program(score=_biased, axes={"table": ("heads", 33)}),
+    "causal from": Program(mask=library.causal_from(64)),
+    "sliding window": Program(mask=library.sliding_window(100)),
+    "with global": Program(mask=library.and_masks(library.causal, library.with_global(4, library.sliding_window(64)))),
+    "prefix": Program(mask=library.prefix_lm(64)),
+    "dilated": Program(mask=library.and_masks(library.causal, library.dilated(3))),
+    "block diagonal": Program(mask=library.block_diagonal(48)),
+    "block causal": Program(mask=library.block_causal(48)),
+    "neighbourhood": Program(mask=library.neighbourhood(16, 2, 2), caches=False),
+    "documents": Program(mask=library.document(), axes={"documents": ("batch", "seq_len")}, caches=False),
+    "padding": Program(mask=library.padding(), axes={"lengths": ("batch",)}),
+    "tree": Program(mask=library.tree(), axes={"tree": ("batch", 8, 8), "context": ("batch",)}),
+    "or, not": Program(mask=library.or_masks(library.causal, library.not_mask(library.block_diagonal(48)))),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program in a direction, at a head dim."""
+
+    family: str
+    dim: int
+    program: str
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.dim} {self.program}"
+
+    def kernels(self, gpu: Arch) -> dict[str, Kernel]:
+        """Its kernels on a GPU, by name: forward and backward have those of their own direction."""
+        dtype = DTYPE_OF_DIM[self.dim]
+        if self.family == "linear":
+            case = linear_cases.CASES[self.program]
+            shape = linear_cases.Shape(length=LENGTH, dim=self.dim, dim_v=self.dim)
+            per = None if not case.decays else "channel" if case.channels else "token"
+            return dict(linear_cases.engine_for(case, shape, dtype)._all_kernels(gpu, per))
+        program = PROGRAMS[self.program]
+        metas = [meta_tensor(1, heads, LENGTH, self.dim, dtype=dtype) for heads in HEADS]
+        score, axes = program.score(self.dim**-0.5), CustomIO(program.axes)
+        engine = AttentionEngine(metas, axes, score, program.mask, program.rows(), device=gpu)
+        if self.family == "decoding":
+            plain, paged = (engine._of_caches(gpu, page, False, None).every for page in (0, 64))
+            return plain | {f"{name}, paged": kernel for name, kernel in paged.items()}
+        found, forward = engine._all_kernels(gpu), engine._kernels("tilelang").of_forward
+        return {n: k for n, k in found.items() if (n in forward) == (self.family == "forward")}
+
+
+def jobs(*wanted: str) -> list[Job]:
+    """Those whose names hold one of these texts, in their order; all without."""
+    every = [Job(f, d, p) for f in ("backward", "forward") for d in (128, 64) for p in PROGRAMS]
+    every += [Job("decoding", d, p) for d in (128, 64) for p, made in PROGRAMS.items() if made.caches]
+    every += [Job("linear", d, p) for d in (64, 128) for p in linear_cases.CASES]
+    return list(dict.fromkeys(job for text in wanted or [""] for job in every if text in str(job)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a kernel."""
+
+    gpu: str
+    family: str
+    dim: int
+    program: str
+    dtype: str
+    kernel: str
+    level: Level
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    why: str = ""
+
+
+def rows(name: str, job: Job) -> list[Row]:
+    """What is made of a job's kernels for a GPU of that name."""
+    own, gpu = name.removesuffix(BY_CUTE), _gpu(name)
+    common = name, job.family, job.dim, job.program, str(DTYPE_OF_DIM[job.dim]).removeprefix("torch.")
+    kernels, made, texts = job.kernels(gpu), [], {}
+    for kernel, each in kernels.items():
+        try:
+            if name != own or gpu.language == "hip":
+                text = lower_as("hip" if name == own else "cutedsl", each.prim_func, gpu, each.configs)
+                made.append(Row(*common, kernel, "lowers", shared=text.shared_bytes))
+            else:
+                texts[kernel] = lower_kernel(each.prim_func, gpu, pass_configs=each.configs)
+        except (NotLowered, RuntimeError) as error:
+            made.append(Row(*common, kernel, "refused", why=_line(getattr(error, "reason", str(error)))))
+    return made + [Row(*common, *found) for found in _compiled(texts, gpu)]
+
+
+def _gpu(name: str) -> Arch:
+    gpu: Arch = getattr(arch, name.removesuffix(BY_CUTE))()
+    return gpu.in_straight_lines() if name.endswith(BY_CUTE) else gpu
+
+
+def _compiled(texts: Mapping[str, LoweredKernel], gpu: Arch) -> Iterable[tuple[str, Level, int, int, int, str]]:
+    """What nvcc makes of texts, those with the same flags at once."""
+    for flags in dict.fromkeys(k.flags for k in texts.values()):
+        names = {f"n{n}": kernel for n, (kernel, k) in enumerate(texts.items()) if k.flags == flags}
+        for n, one in compile_together({n: texts[kernel] for n, kernel in names.items()}, gpu).items():
+            spilled = one.used.spill_stores + one.used.spill_loads
+            yield names[n], "compiles", one.used.registers, spilled, one.used.shared_bytes, "; ".join(one.used.notes)
+
+
+def _line(words: str) -> str:
+    """The last of some lines."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    return (lines or ["no words"])[-1][:200]
+
+
+def tell(given: tuple[str, Job]) -> tuple[str, Job, list[Row] | str]:
+    """What a process answers."""
+    try:
+        return *given, rows(*given)
+    except Exception as error:  # noqa: BLE001 - the others go on
+        return *given, f"{type(error).__name__}: {_line(str(error))}"
+
+
+def read(path: Path = levels_table.PATH) -> list[Row]:
+    """The rows of a file."""
+    with path.open(newline="") as file:
+        found = csv.reader(file)
+        return [Row(r[0], r[1], int(r[2]), *r[3:7], *map(int, r[7:10]), r[10]) for r in found]  # type: ignore[arg-type]
+
+
+def page(found: list[Row]) -> str:
+    """docs/limits.md with the table of these rows."""
+    asked = collections.Counter(job.family for job in jobs())
+    return levels_table.with_table(levels_table.PAGE.read_text(), found, asked)
+
+
+def write(found: Iterable[Row], file: TextIO) -> None:
+    """Adds rows to a file."""
+    csv.writer(file, lineterminator="\n").writerows(vars(row).values() for row in found)
+    file.flush()
+
+
+def read_arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", nargs="+", default=[], help=f'of attention_engine.arch; "A100{BY_CUTE}"')
+    parser.add_argument("--only", nargs="+", default=[], help="jobs whose name holds one of these")
+    parser.add_argument("-n", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=1e9, help="takes no answer after so many")
+    parser.add_argument("--to", type=Path, default=levels_table.PATH, help="where rows are added; -: standard output")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/limits.md")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = read_arguments()
+    if args.write:
+        levels_table.PAGE.write_text(page(read()))
+        return 0
+    known = {(r.gpu, r.family, r.dim, r.program) for r in read(args.to)} if args.to.exists() else set()
+    asked = [(n, j) for j in jobs(*args.only) for n in args.gpu if (n, j.family, j.dim, j.program) not in known]
+    started = time.perf_counter()
+    pool = multiprocessing.get_context("fork").Pool(args.n)
+    for name, job, found in pool.imap_unordered(tell, asked):
+        if isinstance(found, str):
+            print(f"# {name} {job}: {found}", flush=True)
+        elif str(args.to) == "-":
+            write(found, sys.stdout)
+        else:
+            with args.to.open("a", newline="") as file:
+                write(found, file)
+        if time.perf_counter() - started > args.seconds:
+            break
+    pool.terminate()
+    return 0
+
+
+if __name__ == "__main__":
+    from tests import levels as here  # by the name under which processes find its functions
+
+    sys.exit(here.main())
