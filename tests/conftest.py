@@ -29,13 +29,14 @@ SAMPLED = {
 }  # fmt: skip
 # Files of many cases, each cheap, along backends, dtypes and layouts: one in so many, and of each test at least one.
 THINNED = {
-    3: ("runtime/test_engine", "runtime/test_defaults", "runtime/test_doubts", "runtime/test_wide_values",
+    6: ("runtime/test_engine", "runtime/test_defaults", "runtime/test_doubts", "runtime/test_wide_values",
         "kernels/test_items", "runtime/test_without_metas", "runtime/test_block_mask", "runtime/test_both_engines",
         "runtime/test_integration", "runtime/test_check", "runtime/test_functional", "flex/test_flex",
         "flex/test_sdpa", "integrations/test_transformers", "integrations/test_transformers_masks",
         "passes/test_verify_schedule", "passes/test_derive_backward", "passes/test_drop_weights",
         "passes/test_schedule", "plan/test_hopper", "shipping/test_programs", "codegen/test_interpreter",
-        "runtime/test_trials", "plan/test_linear_plan", "ir/test_chance", "test_benchmarks"),
+        "runtime/test_trials", "plan/test_linear_plan", "ir/test_chance", "test_benchmarks",
+        "kernels/test_block_lists", "runtime/test_block_list", "codegen/test_dialects", "kernels/test_each_gpu"),
     12: ("runtime/test_cached", "runtime/test_packed", "runtime/test_linear_packed", "runtime/test_moved",
         "runtime/test_parted", "kernels/test_starts_hopper", "flex/test_cases", "passes/test_derive_merge",
         "test_fuzz", "kernels/test_deal", "kernels/test_within_sequences", "kernels/test_keys_within_sequences",

@@ -246,6 +246,7 @@ def test_every_change_of_ours_was_looked_at_in_this_version_of_tilelang():
     assert versions == {installed}
 
 
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
 def test_tilelang_cannot_print_waits_of_unknown_counts():
     with pytest.raises(TypeError, match=re.escape("Downcast from tirx.Sub to ir.IntImm failed.")):
         by_tilelang(causal_sum(), "sm_80")
@@ -271,6 +272,7 @@ def test_tilelang_prints_what_our_rules_rewrite(rule):
     assert rule(theirs()) != theirs()
 
 
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
 def test_tilelang_drops_weights_one_by_one(monkeypatch):
     """In a kernel whose pairs a group of its own chooses, at both places; and its products' words come one by one."""
     rules = choices.with_pairs_dropped, choices.with_whole_products
@@ -288,6 +290,7 @@ def test_tilelang_includes_more_than_a_kernel_needs():
 
 
 @needs_compilers
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
 def test_tilelang_compiles_host_code_last(monkeypatch, tmp_path):
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     started, target = watched(monkeypatch), {"kind": "cuda", "arch": "sm_90a"}
@@ -310,6 +313,7 @@ def test_tilelang_rewrites_a_macro_each_time_that_it_is_defined(monkeypatch):
     assert len(compiled) == 2
 
 
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
 def test_tilelang_runs_passes_that_change_nothing(monkeypatch):
     """In kernels placed by hand: those that ours leaves out, and no text is another."""
     kernel = placed_by_hand()
