@@ -149,12 +149,12 @@ def test_results_of_two_machines_are_no_one_picture(tmp_path):
 @pytest.mark.parametrize("path", sorted(plot.RESULTS.glob("*.csv")), ids=lambda path: path.stem)
 def test_every_file_of_results_can_be_drawn(path):
     """One picture of each: the others are drawn alike."""
-    import matplotlib as mpl
+    import matplotlib.pyplot as plt
 
-    mpl.use("Agg")
+    plt.switch_backend("Agg")
     found = plot.pictures_of([path])
     assert found
-    mpl.pyplot.close(next(iter(found.values()))(plot.LOOKS["light"]))
+    plt.close(next(iter(found.values()))(plot.LOOKS["light"]))
 
 
 def test_results_in_milliseconds_and_in_tflops_are_no_one_picture():

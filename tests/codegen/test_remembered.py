@@ -82,6 +82,7 @@ def trace(folder):
     return int(count), digest
 
 
+@pytest.mark.slow  # test_cache has one warm process in make test
 def test_another_process_rewrites_none(folder):
     count, digest = trace(folder)
     assert count > 5
