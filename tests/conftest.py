@@ -8,12 +8,15 @@ import gc
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from attention_engine.runtime import program_kernels
 from attention_engine.runtime.attentions import ATTENTIONS
 
 HERE = Path(__file__).parent
@@ -182,3 +185,14 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
     if op == "==" and isinstance(right, Golden) and isinstance(left, str):
         return [f"the text differs from {right!r} (--update-golden writes it)", *right.diff(left)]
     return None
+
+
+@pytest.fixture
+def chosen_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What a test puts in here replaces parts of the default tiles."""
+    ATTENTIONS.clear()
+    chosen: dict[str, Any] = {}
+    default = program_kernels.default_tiles
+    monkeypatch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
+    yield chosen
+    ATTENTIONS.clear()

@@ -1,8 +1,6 @@
 """Kernels that walk over the blocks that a call lists: lists of tiles beside those that look at pairs, and kernels for
 Hopper in the warp simulator, with lists of unequal lengths."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from attention_engine.ir.expr import Type
 from attention_engine.library import causal
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan.forms import HopperForward, HopperKeys, Tile
-from attention_engine.runtime import op, program_kernels
+from attention_engine.runtime import op
 from attention_engine.runtime.blocks import ANY
 from tests import plain
 from tests.runtime.test_block_list import dense, draw
@@ -21,17 +19,6 @@ DIM = 128
 FORWARD = Tile(128, 64, 256, 3, HopperForward(persistent=True, queries_ahead=True))
 SHARED = Tile(64, 64, 256, 3, HopperKeys(shared_weights=True))
 PERSISTENT = Tile(64, 128, 256, 2, HopperKeys(persistent=True))
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Chooses tiles for the interpreter."""
-    op.ATTENTIONS.clear()
-    chosen = {}
-    default = program_kernels.default_tiles
-    monkeypatch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
-    yield chosen
-    op.ATTENTIONS.clear()
 
 
 def inputs(q_len, kv_len, heads, key_heads, dim=DIM):
@@ -66,9 +53,9 @@ CASES = {  # tiles, heads, key heads, lists of heads, size of a block, causal
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_for_hopper_walk_over_listed_blocks(name, kernels):
+def test_kernels_for_hopper_walk_over_listed_blocks(name, chosen_tiles):
     tiles, heads, key_heads, lists, size, is_causal = CASES[name]
-    kernels.update(tiles)
+    chosen_tiles.update(tiles)
     q_len, kv_len = 330, 300
     rows, columns = -(-q_len // size[0]), -(-kv_len // size[1])
     indices, counts = draw(1, lists, rows, columns - 1, seed=len(name))  # no list holds the last block of keys

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from attention_engine.errors import BadInput, UnknownArgument, UnknownOption
 from attention_engine.ir.chance import chance, threshold
 from attention_engine.library import OnlineRetention, OnlineSigmoid, OnlineSoftmax, causal
 from attention_engine.plan.forms import HopperForward, HopperKeys, Tile
-from attention_engine.runtime import op, program_kernels
 from attention_engine.runtime.moved import Portion, call_portion
 from tests.runtime.engines import CLOSE, build, close, exactly, qkv, results, same
 
@@ -32,17 +29,6 @@ def kept_pairs(batch: int, heads: int, queries: int, keys: int, p: float = P, se
 
 
 # ---- the same pairs
-
-
-@pytest.fixture
-def tiles(monkeypatch):
-    """Chooses tiles for the interpreter."""
-    op.ATTENTIONS.clear()
-    chosen = {}
-    default = program_kernels.default_tiles
-    monkeypatch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
-    yield chosen
-    op.ATTENTIONS.clear()
 
 
 def pairs_that_met_values(engine, batch, heads, length, dim, dtype):
@@ -71,9 +57,9 @@ HOPPER = [
 
 @pytest.mark.parametrize("tile", STRAIGHT, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_kernels_drop_the_pairs_of_the_reference(tile, dtype, tiles):
+def test_kernels_drop_the_pairs_of_the_reference(tile, dtype, chosen_tiles):
     q_tile, kv_tile, threads = tile
-    tiles.update({name: Tile(q_tile, kv_tile, threads, 0) for name in ("forward", "backward")})
+    chosen_tiles.update({name: Tile(q_tile, kv_tile, threads, 0) for name in ("forward", "backward")})
     engine = AttentionEngine(mask_mod=causal, dropout_p=P, backend="interpret")
     forward, backward = pairs_that_met_values(engine, 2, 3, 75, 80, dtype)
     places = torch.arange(75)
@@ -91,8 +77,8 @@ def test_kernels_drop_as_many_as_the_reference(p):
 
 
 @pytest.mark.parametrize(("dim", "forward_tile", "backward_tile"), HOPPER, ids=["64", "128", "256"])
-def test_hand_placed_kernels_drop_the_pairs_of_the_reference(dim, forward_tile, backward_tile, tiles):
-    tiles.update(forward=forward_tile, backward=backward_tile)
+def test_hand_placed_kernels_drop_the_pairs_of_the_reference(dim, forward_tile, backward_tile, chosen_tiles):
+    chosen_tiles.update(forward=forward_tile, backward=backward_tile)
     engine = AttentionEngine(dropout_p=P, backend="interpret")
     forward, backward = pairs_that_met_values(engine, 1, 2, 140, dim, torch.float16)
     assert torch.equal(forward, kept_pairs(1, 2, 140, 140))
