@@ -95,7 +95,7 @@ def test_an_engine_says_what_its_kernels_take(monkeypatch):
     monkeypatch.setattr("attention_engine.runtime.shown.detect", arch.H100)
     both = engine._all_kernels
     quick = ("preprocess", "postprocess")  # to compile
-    monkeypatch.setattr(engine, "_all_kernels", lambda device: {name: both(device)[name] for name in quick})
+    monkeypatch.setattr(engine, "_all_kernels", lambda *a, **kw: {name: both(*a, **kw)[name] for name in quick})
     found = profile.resources_of(engine)
     assert set(found) == {"backward_preprocess_kernel", "backward_postprocess_kernel"}
     assert all(not r.spills and 0 < r.registers <= 255 for r in found.values())
