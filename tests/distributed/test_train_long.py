@@ -1,4 +1,4 @@
-"""The script that trains on sequences split among processes, started as users start it."""
+"""The script that trains on sequences split among processes: losses are those of one process."""
 
 import importlib
 import os
@@ -6,11 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from tests.distributed.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
 SHORT = ["--device", "cpu", "--steps", "3", "--context", "61"]  # no length that two processes share evenly
+FADING = [*SHORT, "--attention", "fading"]
 
 
 def losses_of_two(*options):
@@ -25,14 +29,24 @@ def losses_of_two(*options):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
+def learn(mesh):
+    """The script's losses on a process that runs already: torchrun's three would import torch first."""
+    script = importlib.import_module("train_long")
+    with patch.object(script, "begin", lambda device: mesh):
+        return script.main(FADING)
+
+
 def test_two_processes_learn_as_one_does():
-    of_one = importlib.import_module("train_long").main([*SHORT, "--attention", "fading"])  # weights of its own
-    assert losses_of_two("--attention", "fading") == pytest.approx(of_one, abs=1e-5)
+    of_one = importlib.import_module("train_long").main(FADING)  # with weights of its own
+    for losses in run_ranks(2, learn):
+        assert losses == pytest.approx(of_one, abs=1e-6)
     assert len(of_one) == 3 and of_one[-1] < of_one[0] - 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
-def test_two_processes_learn_as_one_does_by_each_method(method):
-    of_one = importlib.import_module("train_long").main(SHORT)
-    assert losses_of_two("--method", method) == pytest.approx(of_one, abs=1e-5)
+@pytest.mark.parametrize("options", [
+    ("--attention", "fading"), ("--method", "gather"), ("--method", "ring"), ("--method", "heads"),
+], ids=lambda options: options[1])  # fmt: skip
+def test_two_processes_that_torchrun_starts_learn_as_one_does(options):
+    of_one = importlib.import_module("train_long").main([*SHORT, *(options if "fading" in options else ())])
+    assert losses_of_two(*options) == pytest.approx(of_one, abs=1e-5)
