@@ -8,8 +8,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
-from attention_engine import CustomIO, arch
+from attention_engine import CustomIO, LinearAttentionEngine, arch, meta_tensor
 from attention_engine.compiler import LinearKernels, pass_configs
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.ir.linear import LinearProblem, LinearTile
@@ -170,3 +171,10 @@ def test_columns_that_are_summed_meet_in_few_banks():
 def test_fp16_kernels_which_scale_states_fit():
     for name, made in compiled(halves, arch.H100()).items():
         assert_fits(name, made, arch.H100())
+
+
+def test_an_engine_tells_the_resources_of_all_its_kernels():
+    """tests/runtime/test_both_engines.py asks which they are, and compiles none."""
+    metas = [meta_tensor(None, 2, None, dim, dtype=torch.float16) for dim in (16, 16, 24)]
+    found = LinearAttentionEngine(metas, backend="interpret").resources(arch.H100())
+    assert len(found) > 5 and all(0 < each.registers <= 255 for each in found.values())
