@@ -35,6 +35,9 @@ endif
 demo: $(READY)
 	$(RUN) attn_script/mha.py --show
 
+# Tests start some forty processes that import the package: bytecode is written, for the next process or call.
+test slow: export PYTHONDONTWRITEBYTECODE :=
+
 # lint keeps one core busy for a minute where mypy has no cache: beside the tests, and told after them
 test: $(READY)
 	@mkdir -p build; $(ITSELF) --no-print-directory lint > build/lint.txt 2>&1 & lint=$$!; \
