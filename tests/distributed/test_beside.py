@@ -120,10 +120,10 @@ def run_again(mesh) -> dict[str, bool]:
     return found
 
 
-def compiled(mesh) -> dict[str, object]:
+def compiled(mesh, methods: tuple[str, ...] = METHODS) -> dict[str, object]:
     """How many graphs three lengths are, each way, and whether their results are those of calls outside of them."""
     found: dict[str, object] = {}
-    for method in METHODS:
+    for method in methods:
         torch._dynamo.reset()
         graphs = {"forward": 0, "backward": 0}
 
@@ -194,7 +194,11 @@ def waits_for_nobody(mesh) -> tuple[str, float]:
     return said, took
 
 
-CASES = beside_weights, run_again, in_16_bits, averaged_in_16_bits, compiled, refused, waits_for_nobody
+def compiled_once(mesh) -> dict[str, object]:
+    return compiled(mesh, ("ring",))
+
+
+CASES = beside_weights, run_again, in_16_bits, averaged_in_16_bits, compiled_once, refused, waits_for_nobody
 
 
 def everything(mesh):
@@ -227,9 +231,18 @@ def test_averaged_gradients_are_as_exact_in_16_bits_as_those_of_one_process(foun
         assert len(errors) == 3 and max(errors.values()) <= 1.05, errors
 
 
+ONE_GRAPH = {"forward": 1, "backward": 1}, [True] * 3
+
+
 def test_three_lengths_are_one_graph_each_way(found):
     for *_, graphs, _, _ in found:
-        assert graphs == dict.fromkeys(METHODS, ({"forward": 1, "backward": 1}, [True] * 3))
+        assert graphs == {"ring": ONE_GRAPH}
+
+
+@pytest.mark.slow
+def test_three_lengths_are_one_graph_each_way_by_every_method():
+    for graphs in run_ranks(2, compiled):
+        assert graphs == dict.fromkeys(METHODS, ONE_GRAPH)
 
 
 def test_gradients_of_gradients_are_refused(found):
