@@ -14,7 +14,7 @@ from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan.attention import Tiles
 from attention_engine.plan.demand import demand
-from attention_engine.plan.forms import HopperForward, HopperKeys, KernelName, Tile
+from attention_engine.plan.forms import HopperForward, HopperKeys, KernelName, Straight, Tile
 from attention_engine.plan.hopper import (
     backward_persists,
     may_drop_apart,
@@ -42,7 +42,7 @@ class Choice:
 def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hints: Hints | None = None) -> Choice:
     """The forms of a problem's kernels. straight: the tiles of those that run everywhere. hints: likely lengths."""
     if not isinstance(target, Arch) or not target.has_wgmma:
-        return Choice(straight, {})
+        return _in_straight_lines(problem, maths, target, straight)
     within = _within_sequences(problem, maths)
     if within is None:
         forward, why_forward = _forward(problem, maths.forward_of(problem.dtype), target, straight.forward, hints)
@@ -59,6 +59,17 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
         if not maths.in_blocks and (within := keys_within(problem, maths)) is not None:
             backward, why["backward"] = within, "each block of keys lies in one of the packed sequences"
     return Choice(replace(straight, forward=forward, backward=backward), why)
+
+
+def _in_straight_lines(problem: Problem, maths: Maths, target: Target, straight: Tiles) -> Choice:
+    schedule, tile = maths.backward_schedule, straight.backward
+    copied_apart = isinstance(target, Arch) and target.has_tma  # by warps that leave registers to those who compute
+    if schedule is None or copied_apart or tile != CROWDED or problem.tile_dims != (128, 128):
+        return Choice(straight, {})
+    plan = plan_tiles(schedule.mask)
+    if not plan.mapped and len(plan.bounds.bounds) < 2:
+        return Choice(straight, {})
+    return Choice(replace(straight, backward=replace(tile, q=32)), {"backward": "its mask needs registers"})
 
 
 def hints_matter(dim: int, dim_v: int) -> bool:
@@ -214,6 +225,9 @@ def _own_keys(q: int) -> Tile:
 # 224 registers then, and with 64 queries products wait for one another (ptxas C7512). On an H100, S 8192: 8 to 9 %
 # faster than where computing threads choose. At head dims 64 it is no faster.
 DROPPED = {(128, 128): 48}
+# The tile in straight lines of head dims 128 that leaves no registers for masks with lists of tiles or two bounds.
+# Compiled for sm_80: windows 255 registers and 8 bytes spilled, trees 255 and 40; with 32 queries 230 and 240, none.
+CROWDED = Tile(64, 64, 256, 2, Straight(shared_weights=True))
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others.
 BACKWARD = {

@@ -1,0 +1,26 @@
+"""Which tile a problem gets where kernels run in straight lines: one that spills nothing."""
+
+import pytest
+
+from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
+from attention_engine.library import OnlineSoftmax, causal, document, scale, sliding_window
+
+pytest.importorskip("tilelang")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dim", "mask", "queries"),
+    [
+        (arch.A100, 128, None, 64), (arch.A100, 128, causal, 64),
+        (arch.A100, 128, sliding_window(100), 32), (arch.A100, 128, document(), 32),
+        (arch.A100, 64, sliding_window(100), 64), (arch.RTX4090, 128, causal, 32),
+        (arch.B200, 128, sliding_window(100), 64),  # copies have registers of their own there
+    ],
+)  # fmt: skip
+def test_masks_that_need_registers_have_fewer_queries_a_tile(gpu, dim, mask, queries):
+    metas = [meta_tensor(1, 2, 256, dim)] * 3
+    axes = CustomIO({"documents": ("batch", "seq_len")} if mask is not None and "doc" in mask.__qualname__ else {})
+    engine = AttentionEngine(metas, axes, scale(0.1), mask, OnlineSoftmax(), device=gpu())
+    tile = engine._kernels("cuda").tiles.backward
+    assert (tile.q, tile.kv, tile.threads) == (queries, 64, 256)
+    assert ("its mask needs registers" in engine.explain()) is (gpu is arch.A100 and queries == 32)
