@@ -15,7 +15,7 @@ from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.cached import CachedAttention
 from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
 from attention_engine.runtime.program_kernels import ProgramKernels
-from tests import cached_cases, linear_cases
+from tests import cached_cases, linear_cases, mask_cases
 from tests.cases import CASES, Shape, engine_for, errors
 from tests.plain import worst_ratio
 
@@ -58,6 +58,13 @@ def test_kernels_keep_the_rule(name, dim, gpu, record_property):
     shape = Shape(1, 131, 131, 2, 1, dim, dim)
     found = errors(CASES[name], shape, DTYPE_OF_DIM[dim], True, backend="interpret", draws=1)
     record_property(*worst_ratio(found, f"{gpu.name:8} {name:14} {dim}"))
+
+
+@pytest.mark.parametrize("dim", DTYPE_OF_DIM)
+@pytest.mark.parametrize("mask", ["two-sided window", "documents", "padding"])
+def test_masks_keep_the_rule(mask, dim, gpu):
+    """Two bounds, lists of tiles, keys that nobody sees: some GPUs have other tiles for these."""
+    assert mask_cases.errors("scaled", mask, Shape(2, 131, 131, 2, 1, dim, dim), DTYPE_OF_DIM[dim], backend="interpret")
 
 
 def test_kernels_are_those_of_their_gpu(gpu):
