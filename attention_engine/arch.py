@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from attention_engine.errors import UnknownArch
+from attention_engine.errors import UnknownArch, UnknownOption, as_given
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,18 @@ def MI300X() -> Arch:  # noqa: N802
 
 KNOWN_GPUS = (A100, RTX3090, RTX4090, L40, L40S, H100, H200, H20, B200, RTX5090)
 AMD_GPUS = (MI250, MI300X)
+
+
+def check_gpu(device: object) -> None:
+    """UnknownOption for what is given as a GPU and is none, such as its name."""
+    if device is None or isinstance(device, Arch):
+        return
+    said = str(getattr(device, "__name__", device)).upper().replace(" ", "").replace("-", "")
+    named = [gpu.__name__ for gpu in (*KNOWN_GPUS, *AMD_GPUS) if gpu.__name__ == said] or ["H100"]
+    raise UnknownOption(
+        f"device is {as_given(device)}. "
+        f"Give an architecture, attention_engine.arch.{named[0]}(), or None for the tensors' own."
+    )
 
 
 def describe(name: str, capability: tuple[int, int], sm_count: int) -> Arch:

@@ -17,7 +17,9 @@ import attention_engine
 from attention_engine import folders
 from attention_engine.arch import Arch, detect
 from attention_engine.cli.terminal import GREEN, RED, YELLOW, coloured
-from attention_engine.errors import AttentionEngineError, NoCudaCompiler
+from attention_engine.errors import AttentionEngineError, NoCudaCompiler, NoHipCompiler
+
+NEVER_RUN = "Nobody ran these kernels on one before: see engine.check(), and docs/limits.md"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def gpu() -> Finding:
     from attention_engine.tuner.defaults import measured_on
 
     known = measured_on(arch)
-    tiles = f"measured on {', '.join(known)}" if known else "chosen by what fits, measured on no such GPU"
+    tiles = f"measured on {', '.join(known)}" if known else f"chosen by what fits. {NEVER_RUN}"
     words = f"{torch.cuda.get_device_name()}, as {arch.name} ({arch.target}); its default tiles were {tiles}"
     return Finding("GPU", True, words)
 
@@ -75,6 +77,8 @@ def driver() -> Finding:
 
     if not torch.cuda.is_available():
         return Finding("driver", None, "no GPU to drive")
+    if torch.version.hip is not None:
+        return Finding("driver", True, f"ROCm {torch.version.hip} in torch")
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
@@ -85,18 +89,26 @@ def driver() -> Finding:
 
 def limits() -> Finding:
     """What a kernel may use."""
+    import torch
+
     arch = _arch()
+    whose = arch.name if torch.cuda.is_available() else f"{arch.name}'s, as no GPU is here"
     words = (
-        f"{arch.name}: {arch.shared_memory_per_block} bytes of shared memory a block, {arch.registers_per_sm} "
+        f"{whose}: {arch.shared_memory_per_block} bytes of shared memory a block, {arch.registers_per_sm} "
         f"registers an SM, {arch.sm_count} SMs"
     )
     return Finding("limits", True, words)
 
 
 def compiler() -> Finding:
-    """nvcc."""
+    """nvcc, or AMD's hipcc."""
     from attention_engine.codegen.compile import find_nvcc
 
+    if (arch := _arch()).language == "hip":
+        from attention_engine.codegen.dialects import find_hipcc
+
+        hipcc = find_hipcc()
+        return Finding("hipcc", hipcc is not None, hipcc or str(NoHipCompiler(arch.name)))
     nvcc = find_nvcc()
     if nvcc is None:
         return Finding("nvcc", False, str(NoCudaCompiler()))

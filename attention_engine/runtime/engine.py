@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attention_engine.arch import Arch, detect
+from attention_engine.arch import Arch, check_gpu, detect
 from attention_engine.compiler import Kernel
 from attention_engine.errors import NoDevice, SizesUnknown, UnknownOption, as_given
 from attention_engine.frontend.captured import Captured
@@ -228,10 +228,11 @@ class Engine(torch.nn.Module):
         return op.run(key, returns, given, direct)
 
 
-def gpu_of(engine: Engine) -> Arch | None:
-    """The GPU that an engine compiles for, else this machine's, if there is one."""
-    if engine.device is not None:
-        return engine.device
+def gpu_of(engine: Engine, device: Arch | None = None) -> Arch | None:
+    """The GPU that is given, else the one that an engine compiles for, else this machine's, if there is one."""
+    check_gpu(device)
+    if (found := device or engine.device) is not None:
+        return found
     return detect(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
@@ -240,7 +241,7 @@ def device_to_show(engine: Engine, form: str, device: Arch | None = None) -> Arc
     the interpreter's. Raises UnknownOption, NoDevice."""
     if form not in get_args(Form):
         raise UnknownOption(f'form is {as_given(form)}. Choose "tilelang", "cuda", "hip" or "cutedsl".')
-    found = device or gpu_of(engine)
+    found = gpu_of(engine, device)
     if form == "tilelang":
         return found
     if found is None:

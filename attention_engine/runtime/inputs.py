@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attention_engine.arch import Arch
+from attention_engine.arch import check_gpu
 from attention_engine.errors import (
     AttentionEngineError,
     BadMeta,
@@ -63,11 +63,7 @@ def check_options(backend: str, layout: str, mask_value: object, device: object,
         raise UnknownOption(
             f'mask_value is {as_given(mask_value)}. Choose "-inf" or "0"; both mean that a masked pair is left out.'
         )
-    if device is not None and not isinstance(device, Arch):
-        raise UnknownOption(
-            f"device is {as_given(device)}. "
-            "Give an architecture, attention_engine.arch.H100(), or None for the tensors' own."
-        )
+    check_gpu(device)
     sizes = block_size if isinstance(block_size, (tuple, list)) else ()
     if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise UnknownOption(f"block_size is {as_given(block_size)}. Give (queries, keys) of a block: (128, 128).")

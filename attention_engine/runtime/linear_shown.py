@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_engine.arch import Arch, detect
+from attention_engine.arch import Arch, check_gpu, detect
 from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, compile_all
 from attention_engine.errors import UnknownOption, as_given
@@ -82,7 +82,7 @@ class LinearShown(Engine):
         order_custom(self.custom_io, custom, named)
         check_ranks(self.layout, q, k, v)
         q, k, v, decay = self._tokens_first(q, k, v, decay)
-        return linear_cost_of(q, k, v, decay, initial_state, output_final_state, device or gpu_of(self))
+        return linear_cost_of(q, k, v, decay, initial_state, output_final_state, gpu_of(self, device))
 
     def source(
         self, kernel: str = "forward", form: Form = "tilelang", *, decay: DecayOf | None = "token",
@@ -106,6 +106,7 @@ class LinearShown(Engine):
         without any they are taken as fp32, all gradients as asked for. With and without states. Raises NoCudaCompiler,
         TileDoesNotFit, CustomInputMissing.
         """
+        check_gpu(device)
         given = order_custom(self.custom_io, custom, named) if custom or named else []
         found = self._all_kernels(device, decay, given)
         compile_all([kernel for _, kernel in found])
@@ -117,6 +118,7 @@ class LinearShown(Engine):
         device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
         NoCudaCompiler, TileDoesNotFit.
         """
+        check_gpu(device)
         kernels = self._planned(device or self.device or detect(), decay, starts=True)
         compile_all(kernels.values())
         return {name: kernel.resources for name, kernel in kernels.items()}

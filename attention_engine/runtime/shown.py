@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_engine.arch import Arch, detect
+from attention_engine.arch import Arch, check_gpu, detect
 from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import CachedKernels, Kernel, Kernels, compile_all
 from attention_engine.frontend.meta import hints_of, lengths_of
@@ -228,6 +228,7 @@ class Shown(Engine):
         block_mask: those of calls with blocks like these; whether batches and heads share them and the size of a block
         count, lengths don't. Raises NoCudaCompiler, TileDoesNotFit, CustomInputMissing.
         """
+        check_gpu(device)
         given = order_custom(self.custom_io, custom, named) if custom or named else []
         if cache_page is None:
             kernels = self._all_kernels(device, given, packed, block_mask)
@@ -245,6 +246,7 @@ class Shown(Engine):
         device: a GPU that need not be here; None: this machine's. packed, cache_page, cache_shared: as `compile_for`
         takes them. Compiles what isn't compiled yet. Raises NoCudaCompiler, TileDoesNotFit.
         """
+        check_gpu(device)
         device = device or self.device or detect()
         if cache_page is None:
             kernels = self._all_kernels(device, packed=packed)
@@ -324,7 +326,7 @@ class Shown(Engine):
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         inputs = dict(zip(names, [*tensors[3:], *extra], strict=True))
-        return cost_of(program, q, k, v, inputs, device or gpu_of(self))
+        return cost_of(program, q, k, v, inputs, gpu_of(self, device))
 
     def show_mask(
         self, *custom: Tensor, B: int | None = None, H: int | None = None, Sq: int | None = None,

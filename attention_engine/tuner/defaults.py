@@ -79,6 +79,7 @@ def _straight(problem: Problem, target: Target) -> Tiles:
 def where_from(kernel: KernelName, problem: Problem, maths: Maths, target: Target, hints: Lengths | None) -> str:
     """How the default of a kernel was found, and why it has its form."""
     measured = default_entry(kernel, problem, target).key["measured"]
-    found = f"measured on {measured}" if measured != "no" else "chosen by what fits without spills, not measured"
+    fits = "fits shared memory" if family(target) == "cdna" else "fits without spills"  # no compiler counted AMD's
+    found = f"measured on {measured}" if measured != "no" else f"chosen by what {fits}, not measured"
     why = _choice(problem, maths, target, hints).why.get(kernel)
     return found if why is None else f"{found}; {why}"

@@ -95,6 +95,8 @@ def _shape_reason(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) 
     wgmma = arch.has_wgmma and problem.dtype != "float32"
     if tile.threads > arch.max_threads_per_block:
         return f"{tile.threads} threads are more than a block may have, {arch.max_threads_per_block}"
+    if tile.threads % arch.warp:
+        return f"{tile.threads} threads are no whole warps of {arch.warp}"
     if wgmma and tile.threads % 128:
         return "wgmma wants whole warpgroups of 128 threads"
     if tile.queries_ahead and problem.dim != problem.dim_v:

@@ -303,11 +303,24 @@ def test_bench_hands_its_options_on_or_says_where_it_is(monkeypatch, capsys, tmp
 
 @pytest.mark.parametrize(("made", "words"), [
     (arch.H100(), "as H100 (sm_90a); its default tiles were measured on H100"),
-    (arch.RTX5090(), "as RTX 5090 (sm_120a); its default tiles were chosen by what fits, measured on no such GPU"),
-    (arch.MI300X(), "as MI300X (gfx942); its default tiles were chosen by what fits, measured on no such GPU"),
+    (arch.RTX5090(), f"as RTX 5090 (sm_120a); its default tiles were chosen by what fits. {doctor.NEVER_RUN}"),
+    (arch.MI300X(), f"as MI300X (gfx942); its default tiles were chosen by what fits. {doctor.NEVER_RUN}"),
 ])  # fmt: skip
 def test_the_doctor_says_whether_a_gpu_was_measured(made, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(doctor, "detect", lambda: made)
     assert words in doctor.gpu().words
+
+
+def test_the_doctor_asks_for_amds_own_on_an_amd_gpu(monkeypatch):
+    from attention_engine.codegen import dialects
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    monkeypatch.setattr(doctor, "detect", lambda: arch.MI300X())
+    assert str(doctor.driver()) == "driver       ok: ROCm 6.3 in torch"
+    monkeypatch.setattr(dialects, "find_hipcc", lambda: None)
+    assert "hipcc        NOT ok: No HIP compiler" in str(doctor.compiler())
+    monkeypatch.setattr(dialects, "find_hipcc", lambda: "/opt/rocm/bin/hipcc")
+    assert str(doctor.compiler()) == "hipcc        ok: /opt/rocm/bin/hipcc"

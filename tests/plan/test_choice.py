@@ -24,3 +24,13 @@ def test_masks_that_need_registers_have_fewer_queries_a_tile(gpu, dim, mask, que
     tile = engine._kernels("cuda").tiles.backward
     assert (tile.q, tile.kv, tile.threads) == (queries, 64, 256)
     assert ("its mask needs registers" in engine.explain()) is (gpu is arch.A100 and queries == 32)
+
+
+def test_what_is_explained_of_an_amd_gpu():
+    """Its warps have 64 threads: blocks of 32 are none of the tiles to try."""
+    engine = AttentionEngine(
+        [meta_tensor(1, 2, 256, 64)] * 3, None, scale(0.1), causal, OnlineSoftmax(), device=arch.MI300X()
+    )
+    said = engine.explain()
+    assert "on MI300X, 304 SMs" in said and "chosen by what fits shared memory, not measured" in said
+    assert "32 threads are no whole warps of 64" in said

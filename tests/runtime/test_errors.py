@@ -150,6 +150,20 @@ def test_cuda_sources_need_an_architecture(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("ask", [
+    lambda engine, gpu: engine.source("forward", device=gpu), lambda engine, gpu: engine.compile_for(gpu),
+    lambda engine, gpu: engine.resources(gpu),
+], ids=["source", "compile_for", "resources"])  # fmt: skip
+@pytest.mark.parametrize(("device", "name"), [("RTX 4090", "RTX4090"), (arch.MI300X, "MI300X"), ("cuda", "H100")])
+def test_a_gpu_is_more_than_its_name(ask, device, name):
+    """Nothing may be compiled for another in its place."""
+    linear = LinearAttentionEngine([meta_tensor(1, 2, 64, 64, dtype=torch.float16)] * 3)
+    for engine in (build(), linear):
+        assert said(UnknownOption, ask, engine, device).endswith(
+            f"Give an architecture, attention_engine.arch.{name}(), or None for the tensors' own."
+        )
+
+
 def test_sources_have_names_and_forms():
     engine = build(device=arch.H100())
     assert said(UnknownOption, engine.source, "dq") == (

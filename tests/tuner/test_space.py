@@ -13,7 +13,7 @@ from attention_engine.tuner.cost import Work, blocks_per_sm, cycles
 from attention_engine.tuner.problems import bucket
 from attention_engine.tuner.space import MOST_SPILLED, judge, reason_against, register_limit, space
 
-H100, A100, RTX4090 = arch.H100(), arch.A100(), arch.RTX4090()
+H100, A100, RTX4090, MI300X = arch.H100(), arch.A100(), arch.RTX4090(), arch.MI300X()
 PROBLEM = Problem(16, 16, 128, 128, "float16")
 WIDE = Problem(16, 16, 256, 256, "float16")
 DEEP = Problem(16, 16, 192, 128, "float16")
@@ -29,6 +29,7 @@ DEEP = Problem(16, 16, 192, 128, "float16")
     ("forward", PROBLEM, RTX4090, Tile(128, 128, 256, 2),
      "needs at least 163840 bytes of shared memory, and there are 101376"),
     ("forward", PROBLEM, A100, Tile(64, 64, 256, 2), "64 rows don't cut into 128, what 256 threads take at a time"),
+    ("forward", PROBLEM, MI300X, Tile(32, 32, 32, 1), "32 threads are no whole warps of 64"),
     ("backward", PROBLEM, H100, Tile(64, 128, 256, 2), None),
     ("backward", PROBLEM, H100, Tile(80, 128, 256, 2),
      "80 queries don't cut into the 64 rows that a warpgroup takes of a product"),
@@ -66,7 +67,7 @@ def test_registers_are_those_that_copying_threads_leave():
 
 
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
-@pytest.mark.parametrize("gpu", [H100, A100, RTX4090, "interpret"], ids=str)
+@pytest.mark.parametrize("gpu", [H100, A100, RTX4090, MI300X, "interpret"], ids=str)
 def test_a_space_holds_the_default_first_and_nothing_that_cannot_run(kernel, gpu):
     tiles = defaults.default_tiles(PROBLEM, None, gpu)
     found = space(kernel, PROBLEM, gpu, getattr(tiles, kernel))
@@ -125,7 +126,7 @@ def test_lengths_of_one_power_of_two_share_a_bucket():
     assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 1000, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
 
 
-FAMILIES = ("sm_90a", "sm_80", "sm_89")
+FAMILIES = ("sm_90a", "sm_80", "sm_89", "cdna")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
