@@ -29,7 +29,7 @@ from attention_engine.arch import Arch
 from attention_engine.codegen.compile import LoweredKernel, lower_kernel
 from attention_engine.codegen.dialects import lower_as
 from attention_engine.compiler import Kernel
-from attention_engine.errors import NotLowered
+from attention_engine.errors import AttentionEngineError, NotLowered
 from tests import levels_table, linear_cases
 from tests.kernels.together import compile_together
 
@@ -145,7 +145,11 @@ def rows(name: str, job: Job) -> list[Row]:
     """What is made of a job's kernels for a GPU of that name."""
     own, gpu = name.removesuffix(BY_CUTE), _gpu(name)
     common = name, job.family, job.dim, job.program, str(DTYPE_OF_DIM[job.dim]).removeprefix("torch.")
-    kernels, made, texts = job.kernels(gpu), [], {}
+    made, texts = [], {}
+    try:
+        kernels = job.kernels(gpu)
+    except AttentionEngineError as error:
+        return [Row(*common, "all", "refused", why=_line(str(error)))]
     for kernel, each in kernels.items():
         try:
             if name != own or gpu.language == "hip":

@@ -26,7 +26,18 @@ def table(rows: list[Any], asked: Mapping[str, int]) -> str:
     for gpu in dict.fromkeys(row.gpu for row in rows):
         of = {f: [row for row in rows if (row.gpu, row.family) == (gpu, f)] for f in FAMILIES}
         lines.append(f"| {gpu} | {' | '.join(_cell(found, asked[f]) for f, found in of.items())} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + _refusals(rows)) + "\n"
+
+
+def _refusals(rows: list[Any]) -> list[str]:
+    """A line for each reason for which kernels were refused; none where none was."""
+    refused = [row for row in rows if row.level == "refused"]
+    lines = ["", "| refused | on | of | reason |", "| --- | --- | --- | --- |"] if refused else []
+    for gpu, family, kernel, why in dict.fromkeys((row.gpu, row.family, row.kernel, row.why) for row in refused):
+        alike = [row for row in refused if (row.gpu, row.family, row.kernel, row.why) == (gpu, family, kernel, why)]
+        of = ", ".join(dict.fromkeys(f"{row.program} {row.dim}" for row in alike))
+        lines.append(f"| {kernel} | {gpu} | {family}: {of} | {why.replace('|', '/')} |")
+    return lines
 
 
 def _cell(rows: list[Any], asked: int) -> str:
