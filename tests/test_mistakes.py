@@ -107,6 +107,10 @@ MISTAKES = {
      mask("q_idx >= kv_idx"),
      "MaskIsNoCondition: mine.py:1: mask_mod returned NoneType. Return a condition, True where the pair "
      "is kept: q_idx >= kv_idx."),
+    "6b": (
+     score("return torch.special.i0(score)"),
+     "UnsupportedOperation: mine.py:2: torch.i0 has no meaning in a mod. A mod sees one pair at a time, as "
+     "numbers without dimensions. Write it in functions that a mod knows: the page below lists them."),
     "9": (
      "def score_mod(score, b, h, q_idx, kv_idx):\n    return score\nAttentionEngine(metas, score_mod=score_mod)",
      "WrongArity: mine.py:1: score_mod takes 5 arguments, as FlexAttention's does. Put custom second: "
@@ -137,8 +141,28 @@ MISTAKES = {
      "another. Key heads of 4 query heads can be 1, 2, 4."),
     "15": (
      "bias = [1.0, 2.0, 3.0, 4.0]\n" + score("return score + bias[h]"),
-     "SymbolAsIndex: mine.py:3: `bias[h]` is read at a symbolic index, h. Tensors alone can be. Make bias "
-     "one, torch.tensor(bias), outside of the mod."),
+     "SymbolAsIndex: mine.py:3: `bias[h]` is read at a symbolic index, h. Only tensors can be: make bias one, "
+     "torch.tensor(bias), outside of the mod."),
+    "15c": (
+     "bias = np.ones(4)\n" + score("return score + bias[h]"),
+     "SymbolAsIndex: mine.py:3: `bias[h]` is read at a symbolic index, h. Only tensors can be: make bias one, "
+     "torch.tensor(bias), outside of the mod."),
+    "15d": (
+     "bias = {0: 1.0, 1: 2.0}\n" + score("return score + bias[h]"),
+     "SymbolAsIndex: mine.py:3: `bias[h]` looks up a symbolic value, h, in a dict or a set, and it has no "
+     "number yet. Compare it, h == 0, or read a tensor at it, tensor[h]."),
+    "15e": (
+     "bias = torch.ones(4, 8)\n" + score("return score + bias[h, :kv_idx].sum()"),
+     "WrongIndex: mine.py:3: a slice of a tensor starts or ends at a symbolic value. A pair reads one entry: "
+     "bias[q_idx, kv_idx]."),
+    "15f": (
+     "bias = torch.ones(8)\n" + score("return score + bias[:kv_idx].sum()"),
+     "WrongIndex: mine.py:3: a slice of a tensor starts or ends at a symbolic value. A pair reads one entry: "
+     "bias[kv_idx]."),
+    "15g": (
+     "bias = torch.nn.Embedding(8, 4)\n" + score("return score + bias(q_idx)[h]"),
+     "UnsupportedOperation: mine.py:3: torch.embedding has no meaning in a mod. Read the table at an index: "
+     "embedding.weight[q_idx, h]."),
     "16": (
      "AttentionEngine(metas, online_func=library.OnlineSoftmax)",
      "UnknownOption: online_func is <class 'attention_engine.library.OnlineSoftmax'>. Give an instance of "
@@ -160,8 +184,8 @@ MISTAKES = {
      "write torch.exp, or x.exp()."),
     "22": (
      BLOCKS + "AttentionEngine(metas)(q, k, v, block_mask=blocks)",
-     "WrongBlockMask: block_mask is BlockMask. A call takes a tensor of blocks or a BlockList; masks "
-     "of other kinds, FlexAttention's too, belong to the engine: AttentionEngine(..., block_mask=...)."),
+     "WrongBlockMask: block_mask is BlockMask. A call takes a tensor of blocks or a BlockList; give other "
+     "masks, FlexAttention's too, where functions are given: mask_mod=..."),
     "23": (
      "AttentionEngine((meta_tensor(2, 8, 4, 16, dtype=torch.float32),) * 3)(q, k, v)",
      "WrongHeads: q has 4 heads of dim 16, and the engine was built for 8 of 16. Heads and length look "
@@ -239,8 +263,12 @@ MISTAKES = {
      "heads share key heads wherever there are more of them."),
     "39f": (
      "AttentionEngine(metas)(q, k, v, None, 0.0, True)",
-     "CustomInputMissing: 3 more arguments stand behind q, k and v, where custom inputs do (declared: "
-     "none). Masks and scales are the engine's:"),
+     "CustomInputMissing: 3 arguments follow q, k and v, and the declared custom inputs are: none. Masks "
+     "and scales are the engine's: AttentionEngine(mask_mod=..., scale=...)."),
+    "38b": (
+     score("return score if h in {0, 1} else 2 * score"),
+     "SymbolAsIndex: mine.py:2: `h in {0, 1}` looks up a symbolic value, h, in a dict or a set, and it has no "
+     "number yet. Compare it, h == 0, or read a tensor at it, tensor[h]."),
     "40": (
      "AttentionEngine(metas, mask_mod=library.sliding_window)",
      "FactoryNotCalled: sliding_window makes a function of (b, h, q_idx, kv_idx). Call it: "
@@ -253,16 +281,26 @@ MISTAKES = {
      SEG + "create_mask(mask_mod, 2, 4, 8, 8)",
      "UnknownCustomInput: mine.py:2: no custom input is called 'seg'. Declared: none. Declare it, "
      "CustomIO({'seg': axes}), or give create_mask and show_mask seg=tensor."),
+    "46c": (
+     SEG + "create_mask(mask_mod, 2, 4, 8, 8, CustomIO({'seg': ('batch', 'seq_len')}))",
+     "UnknownOption: device is CustomIO({'seg': ('batch', 'seq_len')}). Give a device, or None. Custom inputs are "
+     "given as tensors, by name: name=..."),
     "48": (
      "AttentionEngine(metas, library.scale(0.25), library.causal)",
      "UnknownOption: custom_io is scale(0.25), a function. Give functions by name: score_mod=..., "
      "mask_mod=..."),
+    "48b": (
+     "AttentionEngine(q, k, v)",
+     "BadMeta: qkv_meta is a tensor of shape (2, 8, 4, 16) and torch.float32. Tensors are given with the "
+     "call: AttentionEngine(...)(q, k, v)."),
 }  # fmt: skip
 NONE = {
     "6": score("return F.softplus(score)", "F.softplus"),
     "15b": "bias = torch.randn(4)\n"
      + score("return score + bias[h]", "lambda s: s + bias[:, None, None].double()"),
     "21": score("return np.tanh(score)", "torch.tanh"),
+    "21b": score("return np.where(q_idx >= kv_idx, np.clip(score, -1, 1), -math.inf)",
+                 "lambda s: s.clamp(-1, 1), i >= j"),
     "22b": BLOCKS + "same(AttentionEngine(metas, block_mask=blocks)(q, k, v), plain(keep=i >= j))",
     "22c": BLOCKS + "same(AttentionEngine(metas, mask_mod=blocks)(q, k, v), plain(keep=i >= j))",
     "29": score("return score + torch.zeros_like(score)", "lambda s: s"),
@@ -280,7 +318,6 @@ NONE = {
 GRADES = {
     "28": ("B", "what and where, as Python says it of any function"),
     "32": ("B", "a decay above 0 is no error: it is meant at times. check() warns of it, and says where"),
-    "39f": ("B", "what to write stands on the second line"),
     "44": ("-", "as many heads as tokens, and the other layout: nobody can tell"),
     "45": ("B", "a read outside is 0, as the page of functions says. check() warns of it, and says where"),
 }

@@ -26,6 +26,7 @@ ADVICE = {
                      "stack", "gather", "repeat", "T", "mT"), ONE_PAIR),
     **dict.fromkeys(("matmul", "mm", "bmm", "einsum", "dot", "linear"),
                     f"{ONE_PAIR} q . k is in the score already; multiply by *."),
+    "embedding": "Read the table at an index: embedding.weight[q_idx, h].",
     **dict.fromkeys(("tril", "triu"), "A triangle is a mask: mask_mod=library.causal, or q_idx >= kv_idx."),
     **dict.fromkeys(("dropout", "rand_like", "randn_like", "bernoulli"), CHANCE),
     **dict.fromkeys(("isnan", "isinf", "isfinite", "nan_to_num"),
@@ -74,7 +75,7 @@ def way_out(name: str, names: Collection[str]) -> str:
         return f"Write {FORMULAS[name]}."
     if meant := did_you_mean(name, [*names, "get_reduce"]):
         return meant.strip()
-    return f"{ONE_PAIR} It knows torch's elementwise functions."
+    return f"{ONE_PAIR} Write it in functions that a mod knows: the page below lists them."
 
 
 def instead_of(code: str, names: Collection[str]) -> str:
@@ -83,6 +84,8 @@ def instead_of(code: str, names: Collection[str]) -> str:
     if called is None:
         return USE_OURS
     name = called[2]
+    if name in ("array", "asarray", "tensor", "as_tensor"):
+        return f"Leave {called[0][:-1]} out: compute with the symbol itself."
     if not called[1] and name in ("int", "float"):
         return f"Write x.to({name})."
     if name in names:
@@ -90,8 +93,26 @@ def instead_of(code: str, names: Collection[str]) -> str:
     return f"In place of {name} write {FORMULAS[name]}." if name in FORMULAS else USE_OURS
 
 
-def instead_of_index(code: str) -> str:
-    """What to write in place of this code, which reads something else than a tensor at a symbol."""
+def said_of_count(expr: object) -> str:
+    """What is said where Python counts to this symbolic value."""
+    return (
+        f"a symbolic value, {expr}, can't count: it has no number yet. Compare with it instead.\n"
+        "  A loop over keys is the kernel's: say in mask_mod which keys count, in score_mod how much."
+    )
+
+
+def said_of_index(expr: object, code: str) -> str:
+    """What is said where this code reads something else than a tensor at this symbolic value."""
     read = re.match(r"([\w.]+)\[", code)
-    made = f"Make {read[1]} one, torch.tensor({read[1]})," if read else "Make one of it, torch.tensor([...]),"
-    return f"Tensors alone can be. {made} outside of the mod."
+    made = f"make {read[1]} one, torch.tensor({read[1]})," if read else "make one of it, torch.tensor([...]),"
+    what = f"`{code}`" if code else "what is no tensor"
+    return f"{what} is read at a symbolic index, {expr}. Only tensors can be: {made} outside of the mod."
+
+
+def said_of_lookup(expr: object, code: str) -> str:
+    """What is said where this code looks for this symbolic value in a dict or a set."""
+    what = f"`{code}`" if code else "Python"
+    return (
+        f"{what} looks up a symbolic value, {expr}, in a dict or a set, and it has no number yet. "
+        f"Compare it, {expr} == 0, or read a tensor at it, tensor[{expr}]."
+    )

@@ -151,6 +151,11 @@ class Capture:
     def at(self, tensor: Any, index: Any) -> Symbol:
         """tensor[index], with symbols among the indices."""
         listed = list(index) if isinstance(index, tuple) else [index]
+        if any(isinstance(part, Symbol) for i in listed if isinstance(i, slice) for part in (i.start, i.stop, i.step)):
+            raise WrongIndex(
+                f"{where_from()}a slice of a tensor starts or ends at a symbolic value. A pair reads one entry: "
+                f"{self._source(tensor).name}[{'kv_idx' if tensor.ndim == 1 else 'q_idx, kv_idx'}]."
+            )
         if gaps := [n for n, i in enumerate(listed) if i is Ellipsis]:
             (gap,) = gaps[:1]
             listed[gap : gap + 1] = [slice(None)] * (tensor.ndim - len(listed) + 1)

@@ -65,20 +65,27 @@ def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any 
 
 def check_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     """q, k and v as descriptions that fit each other."""
-    if callable(metas):
-        shown = getattr(metas, "__qualname__", repr(metas))
-        raise BadMeta(f"qkv_meta is {shown}, a function. Give functions by name: score_mod=..., mask_mod=...")
-    if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
-        listed = isinstance(metas, (tuple, list)) and not all(isinstance(m, (Meta, int)) for m in metas)
-        shown = f"({', '.join(type(m).__name__ for m in metas)})" if listed else repr(metas)
-        raise BadMeta(f"qkv_meta is {shown}. Give three descriptions: (meta_tensor(...),) * 3.")
-    q, k, v = metas
+    q, k, v = _three(metas)
     check_heads(*((m.heads, m.dim) for m in metas))
     if isinstance(k.length, int) and isinstance(v.length, int) and k.length != v.length:
         raise BadMeta(f"k has length {k.length} and v has {v.length}. They must be equal.")
     if len({q.dtype_name, k.dtype_name, v.dtype_name}) != 1:
         raise BadMeta(f"q, k and v are {q.dtype_name}, {k.dtype_name} and {v.dtype_name}. Give one dtype.")
     return q, k, v
+
+
+def _three(metas: Any) -> tuple[Meta, Meta, Meta]:
+    """The three descriptions; BadMeta for anything else."""
+    if callable(metas):
+        shown = getattr(metas, "__qualname__", repr(metas))
+        raise BadMeta(f"qkv_meta is {shown}, a function. Give functions by name: score_mod=..., mask_mod=...")
+    given = tuple(metas) if isinstance(metas, (tuple, list)) else (metas,)
+    if len(given) == 3 and all(isinstance(m, Meta) for m in given):
+        return given
+    if any(hasattr(m, "shape") for m in given):
+        shown = as_given(metas) if len(given) == 1 else f"({', '.join(type(m).__name__ for m in given)})"
+        raise BadMeta(f"qkv_meta is {shown}. Tensors are given with the call: AttentionEngine(...)(q, k, v).")
+    raise BadMeta(f"qkv_meta is {metas!r}. Give three descriptions: (meta_tensor(...),) * 3.")
 
 
 def check_heads(q: Heads, k: Heads, v: Heads) -> None:
@@ -110,9 +117,7 @@ def _check_share(many: str, count: int, few: str, number: int) -> None:
 
 def check_linear_metas(metas: Any) -> tuple[Meta, Meta, Meta]:
     """q, k and v of a linear attention: v's heads are the heads, and those of q and of k divide them."""
-    if not isinstance(metas, (tuple, list)) or len(metas) != 3 or not all(isinstance(m, Meta) for m in metas):
-        raise BadMeta(f"qkv_meta is {as_given(metas)}. Give three descriptions: (meta_tensor(...),) * 3.")
-    q, k, v = metas
+    q, k, v = _three(metas)
     check_linear_heads(*((m.heads, m.dim) for m in metas))
     if len({m.length for m in metas if isinstance(m.length, int)}) > 1:
         raise BadMeta(f"q, k and v have lengths {q.length}, {k.length} and {v.length}. They must be equal.")

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, NoReturn
 
 from attention_engine.errors import (
-    BranchOnSymbol,
     MisplacedReduction,
     NumberTooLarge,
     SymbolAsIndex,
@@ -18,10 +17,11 @@ from attention_engine.errors import (
     UnknownReduction,
     UnsupportedOperation,
 )
-from attention_engine.frontend.advice import NO_ROW, NUMPY, instead_of, instead_of_index, way_out
-from attention_engine.frontend.frames import is_calling, spelled, where_from
+from attention_engine.frontend.advice import NO_ROW, NUMPY, way_out
+from attention_engine.frontend.frames import spelled, where_from
+from attention_engine.frontend.unanswered import Unanswered
 from attention_engine.ir.evaluate import WIDEST
-from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make, topological
+from attention_engine.ir.expr import Axis, Expr, Op, Type, const, make
 
 FP32_MOST, FP32_LEAST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least that is not taken as 0 in fast arithmetic
 RANKS = {Type.BOOL: 0, Type.INT: 1, Type.FLOAT: 2}
@@ -82,11 +82,11 @@ def unify(*operands: object, least: Type = Type.BOOL) -> list[Expr]:
     return [convert(e, to) for e in exprs]
 
 
-class Symbol:
+class Symbol(Unanswered):
     """A symbolic value. Operators, methods and torch functions on it build expressions; its truth can't be asked."""
 
     __slots__ = ("expr",)
-    __hash__ = object.__hash__
+    __hash__ = Unanswered.__hash__
     FUNCTIONS: ClassVar[dict[str, Callable[..., Symbol]]] = {}
 
     def __init__(self, expr: Expr) -> None:
@@ -94,6 +94,9 @@ class Symbol:
 
     def __repr__(self) -> str:
         return repr(self.expr)
+
+    def __format__(self, form: str) -> str:
+        return repr(self)
 
     # arithmetic
     def __add__(self, other: object) -> Symbol:
@@ -206,58 +209,6 @@ class Symbol:
     def __rrshift__(self, other: object) -> Symbol:
         return shift(Op.SHIFT_RIGHT, other, self)
 
-    # what can't be
-    def __bool__(self) -> NoReturn:
-        hint = any(node.op in (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR) for node in topological(self.expr))
-        raise BranchOnSymbol(
-            f"{where_from()}Python asked for the truth of a symbolic value, {self.expr}. "
-            "Write where(condition, a, b), and & | ~ between conditions.\n"
-            "  So for `if`, and for `and`, `or`, `not` (with brackets around comparisons). a < x < b becomes "
-            "(a < x) & (x < b),\n  max(a, b) becomes a.max(b)."
-            + "\n  Python reads a < b & c < d as a < (b & c) < d: put brackets around comparisons."
-            * hint
-        )
-
-    def _no_number(self) -> NoReturn:
-        way_out = instead_of(spelled(), Symbol.FUNCTIONS)
-        raise UnsupportedOperation(f"{where_from()}a symbolic value, {self.expr}, has no number yet. {way_out}")
-
-    def _no_index(self) -> NoReturn:
-        code = spelled()
-        if is_calling():
-            raise SymbolAsIndex(
-                f"{where_from()}a symbolic value, {self.expr}, can't count: it has no number yet. Compare with it "
-                "instead.\n  A loop over keys is the kernel's: say in mask_mod which keys count, in score_mod how much."
-            )
-        read = f"`{code}`" if code else "what is no tensor"
-        raise SymbolAsIndex(f"{where_from()}{read} is read at a symbolic index, {self.expr}. {instead_of_index(code)}")
-
-    __index__ = _no_index
-    __float__ = __int__ = __len__ = __iter__ = __complex__ = __round__ = _no_number
-
-    def _refuse(self, what: str, way_out: str) -> NoReturn:
-        raise UnsupportedOperation(f"{where_from()}{what} has no meaning on a symbolic value, {self.expr}. {way_out}")
-
-    def __divmod__(self, other: object) -> NoReturn:
-        self._refuse("divmod", "Write a // b and a % b.")
-
-    def __matmul__(self, other: object) -> NoReturn:
-        self._refuse("@", "It is one number: multiply by *.")
-
-    __rdivmod__, __rmatmul__ = __divmod__, __matmul__
-
-    def __getitem__(self, index: object) -> NoReturn:
-        custom = (
-            "; the argument custom is another: score_mod(score, custom, ...), mask_mod(b, h, q_idx, kv_idx, custom)"
-        )
-        self._refuse(f"[{index!r}]", f"It is one number{custom * isinstance(index, str)}.")
-
-    def __setitem__(self, index: object, value: object) -> NoReturn:
-        self._refuse("x[...] = y", "Nothing is changed in place: x = where(condition, y, x).")
-
-    def __contains__(self, other: object) -> NoReturn:
-        self._refuse("`in`", "It is one number: compare with ==.")
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -281,6 +232,10 @@ class Symbol:
                 "  Read it in score_mod, mask_mod or a method of OnlineFunc."
             )
         return _call(name, _known("torch", name), args, kwargs or {})
+
+    def __array_function__(self, function: Any, types: object, args: Any, kwargs: Any) -> Symbol:
+        """numpy.where(c, a, b), numpy.clip(x, a, b) and so on, by the function's name."""
+        return _call(function.__name__, _known("numpy", function.__name__), args, kwargs)
 
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Symbol:
         """numpy.exp(x) and so on, by the function's name; also what a numpy number on the left asks for."""

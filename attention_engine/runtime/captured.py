@@ -68,9 +68,11 @@ def _in_place(name: str) -> bool:
 
 
 def _holds(kind: type, value: Any) -> bool:
-    """Is one of this class in the value, or in its tuples, lists and dicts?"""
+    """Is one of this class in the value, or in its tuples, lists, slices and dicts?"""
     if isinstance(value, (tuple, list)):
         return any(_holds(kind, v) for v in value)
+    if isinstance(value, slice):
+        return isinstance(value.start, kind) or isinstance(value.stop, kind) or isinstance(value.step, kind)
     return any(_holds(kind, v) for v in value.values()) if isinstance(value, dict) else isinstance(value, kind)
 
 

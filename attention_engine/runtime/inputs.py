@@ -184,10 +184,10 @@ def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tens
     names = [spec.name for spec in io.in_order]
     known = ", ".join(map(repr, names)) or "none"
     if len(given) > len(names):
-        many = "more arguments stand" if len(given) > 1 else "more argument stands"
+        many = "arguments follow" if len(given) > 1 else "argument follows"
         raise CustomInputMissing(
-            f"{len(given)} {many} behind q, k and v, where custom inputs do (declared: {known}). Masks "
-            "and scales are the engine's:\n  AttentionEngine(..., mask_mod=..., scale=...)."
+            f"{len(given)} {many} q, k and v, and the declared custom inputs are: {known}. Masks and scales are the "
+            "engine's: AttentionEngine(mask_mod=..., scale=...)."
         )
     found = dict(zip(names, given, strict=False))
     for name, tensor in named.items():
@@ -374,8 +374,8 @@ def check_blocks(blocks: Tensor, block_size: tuple[int, int], q: Tensor, k: Tens
     """An outside block mask as int8; BadInput unless its shape is that of the blocks."""
     if not isinstance(blocks, Tensor):
         raise WrongBlockMask(
-            f"block_mask is {type(blocks).__name__}. A call takes a tensor of blocks or a BlockList; masks of other "
-            "kinds, FlexAttention's too, belong to the engine: AttentionEngine(..., block_mask=...)."
+            f"block_mask is {type(blocks).__name__}. A call takes a tensor of blocks or a BlockList; give other masks, "
+            "FlexAttention's too, where functions are given: mask_mod=..."
         )
     rows, columns = (-(-t.shape[1] // size) for t, size in zip((q, k), block_size, strict=True))
     fits = blocks.ndim == 4 and blocks.shape[0] in (1, q.shape[0]) and blocks.shape[1] in (1, q.shape[2])

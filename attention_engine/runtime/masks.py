@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_engine.errors import BadInput, NotATensor
+from attention_engine.errors import BadInput, NotATensor, UnknownOption, as_given
 from attention_engine.frontend.custom_io import INDEX, CustomIO
 from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.signatures import DeclaredAxis, MaskMod
@@ -98,6 +98,15 @@ def trace_mask(
     return TracedMask(program.mask, {**custom, **dict(held)}, sizes)
 
 
+def check_place(device: Any) -> None:
+    """UnknownOption where something else than a device, a CustomIO say, stands in its place."""
+    if not (device is None or isinstance(device, (torch.device, str, int))):
+        raise UnknownOption(
+            f"device is {as_given(device)}. Give a device, or None. Custom inputs are given as tensors, by name: "
+            "name=..."
+        )
+
+
 @briefly
 def create_mask(
     mask_mod: MaskMod, B: int | None, H: int | None, Sq: int, Skv: int, device: Place = None,
@@ -109,6 +118,7 @@ def create_mask(
 
         create_mask(library.document(), 1, None, 6, 6, documents=document_ids([2, 4]))
     """
+    check_place(device)
     mask = trace_mask(mask_mod, (B, H, Sq, Skv), custom)
     axes = [torch.arange(n, device=device) for n in (mask.batch, mask.heads, Sq, Skv)]
     return mask.at(*torch.meshgrid(*axes, indexing="ij"))
@@ -124,6 +134,7 @@ def create_block_mask(
     custom: as `create_mask` takes them. Rows of blocks are made one after another, so memory stays at O(tiles) and one
     row of blocks.
     """
+    check_place(device)
     mask = trace_mask(mask_mod, (B, H, Sq, Skv), custom)
     rows, columns = -(-Sq // Q_BLOCK_SIZE), -(-Skv // KV_BLOCK_SIZE)
     blocks = torch.zeros(mask.batch, mask.heads, rows, columns, dtype=torch.int8, device=device)
