@@ -311,6 +311,16 @@ class NoCudaCompiler(AttentionEngineError, RuntimeError):
         )
 
 
+class NoHostCompiler(AttentionEngineError, RuntimeError):
+    """A kernel for a GPU was asked for where nvcc finds no C++ compiler to work with."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "nvcc finds no C++ compiler to work with. Install g++ (on Debian and Ubuntu: apt-get install g++), or put "
+            "a compiler's path into CXX."
+        )
+
+
 class NoHipCompiler(AttentionEngineError, RuntimeError):
     """A kernel was to run on an AMD GPU where there is no ROCm."""
 

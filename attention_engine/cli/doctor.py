@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import attention_engine
 from attention_engine import folders
 from attention_engine.arch import Arch, detect
 from attention_engine.cli.terminal import GREEN, RED, YELLOW, coloured
-from attention_engine.errors import AttentionEngineError, NoCudaCompiler, NoHipCompiler
+from attention_engine.errors import AttentionEngineError, NoCudaCompiler, NoHipCompiler, NoHostCompiler
 
 NEVER_RUN = "Nobody ran these kernels on one before: see engine.check(), and docs/limits.md"
 
@@ -101,8 +102,8 @@ def limits() -> Finding:
 
 
 def compiler() -> Finding:
-    """nvcc, or AMD's hipcc."""
-    from attention_engine.codegen.compile import find_nvcc
+    """nvcc and the C++ compiler that it works with, or AMD's hipcc."""
+    from attention_engine.codegen.compile import find_host_compiler, find_nvcc
 
     if (arch := _arch()).language == "hip":
         from attention_engine.codegen.dialects import find_hipcc
@@ -114,6 +115,8 @@ def compiler() -> Finding:
         return Finding("nvcc", False, str(NoCudaCompiler()))
     done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
     release = next((line.strip() for line in done.stdout.splitlines() if "release" in line), "of unknown version")
+    if find_host_compiler() is None:
+        return Finding("nvcc", False, f"{nvcc}, {release}. {NoHostCompiler()}")
     return Finding("nvcc", True, f"{nvcc}, {release}")
 
 
@@ -158,7 +161,7 @@ def kernel() -> Finding:
         found = engine(q, k, v)
         torch.cuda.synchronize()
     except (AttentionEngineError, RuntimeError, OSError) as error:
-        return Finding("kernel", False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return Finding("kernel", False, f"{type(error).__name__}: {_telling_line(str(error))}")
     seconds = time.perf_counter() - start
     q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.125)
@@ -166,6 +169,12 @@ def kernel() -> Finding:
     well = off < 1e-3
     words = f"ran on the GPU {seconds:.1f} s after it was asked for, {off:.1e} from float64"
     return Finding("kernel", well, words if well else f"{words}. Please report this.")
+
+
+def _telling_line(said: str) -> str:
+    """The line of an error that says what is wrong. nvcc's stands behind the whole text of a kernel."""
+    lines = said.splitlines()
+    return next((line for line in lines if re.search(r"\b(error|fatal)\b *:", line)), lines[0])
 
 
 def _arch() -> Arch:

@@ -21,7 +21,7 @@ from attention_engine.codegen.patches import fences, headers, patched, printed, 
 from attention_engine.codegen.patches.collector import seldom_collected
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.codegen.tir_types import Function, Printed
-from attention_engine.errors import NoCudaCompiler
+from attention_engine.errors import NoCudaCompiler, NoHostCompiler
 from attention_engine.plan.rules import (
     DISABLE_WARP_SPECIALIZATION,
     FAST_MATH,
@@ -111,7 +111,7 @@ def compile_kernel(
     """Compile a PrimFunc for a GPU, which need not be here; TileLang's disk cache spares the work of another process.
 
     All tensors, outputs too, are parameters that the caller allocates. Raises NoCudaCompiler where nvcc is needed
-    and missing.
+    and missing, NoHostCompiler where the C++ compiler is that nvcc works with.
     """
     tilelang = load_tilelang()
     headers.begin(arch.target, bool((pass_configs or {}).get(FAST_MATH)))
@@ -144,6 +144,8 @@ def compile_kernel(
     except RuntimeError as error:
         if find_nvcc() is None:
             raise NoCudaCompiler from error
+        if find_host_compiler() is None:
+            raise NoHostCompiler from error
         raise
 
 
@@ -256,6 +258,15 @@ def find_nvcc() -> Path | None:
     return _if_file(Path("/usr/local/cuda/bin/nvcc"))
 
 
+def find_host_compiler() -> str | None:
+    """The C++ compiler that TileLang hands to nvcc: CXX, CC, or g++, clang++ or c++ on PATH."""
+    load_tilelang()
+    from tilelang.contrib.cc import get_cplus_compiler
+
+    found: str | None = get_cplus_compiler()
+    return found
+
+
 def _if_file(path: Path) -> Path | None:
     return path if path.is_file() else None
 
@@ -269,10 +280,13 @@ def nvcc_flags(pass_configs: Mapping[str, object], flags: Sequence[str]) -> tupl
 
 
 def ptxas_report(cuda: str, arch: Arch, flags: Sequence[str] = ()) -> str:
-    """What `nvcc -Xptxas -v` says of a source. Raises NoCudaCompiler, or RuntimeError with nvcc's words."""
+    """What `nvcc -Xptxas -v` says of a source. Raises NoCudaCompiler, NoHostCompiler, or RuntimeError with
+    nvcc's words."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise NoCudaCompiler
+    if find_host_compiler() is None:
+        raise NoHostCompiler
     less = headers.lessened(cuda, arch.target, headers.FAST in flags)
     if less is not None:
         with headers.without_runtime() as first:

@@ -14,9 +14,10 @@ tilelang = pytest.importorskip("tilelang")
 import tilelang.language as T  # noqa: E402
 
 from attention_engine import arch  # noqa: E402
+from attention_engine.cli import doctor  # noqa: E402
 from attention_engine.codegen import compile as codegen_compile  # noqa: E402
 from attention_engine.codegen.patches import proofs  # noqa: E402
-from attention_engine.errors import NoCudaCompiler  # noqa: E402
+from attention_engine.errors import NoCudaCompiler, NoHostCompiler  # noqa: E402
 from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(codegen_compile.find_nvcc() is None, reason="needs nvcc")
@@ -139,6 +140,23 @@ def test_a_failed_compilation_without_a_compiler_says_so(monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(NoCudaCompiler):
         codegen_compile.compile_kernel(None, arch.H100())
+
+
+@needs_nvcc
+def test_a_missing_compiler_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("nvcc fatal : Failed to preprocess host compiler properties.")
+
+    monkeypatch.setattr(codegen_compile.load_tilelang(), "compile", fail)
+    monkeypatch.setattr("tilelang.contrib.cc.get_cplus_compiler", lambda: None)
+    for ask in (
+        lambda: codegen_compile.compile_kernel(None, arch.H100()),
+        lambda: codegen_compile.ptxas_report("", arch.H100()),
+    ):
+        with pytest.raises(NoHostCompiler, match=r"Install g\+\+ \(on Debian and Ubuntu: apt-get install g\+\+\)"):
+            ask()
+    found = doctor.compiler()
+    assert found.well is False and "Install g++" in found.words
 
 
 def test_nvcc_is_found_in_cuda_home_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_every_error_that_a_user_can_meet_without_a_gpu_is_on_the_page():
     """Those left out need a GPU, another process, or no everyday attention; their tests are elsewhere."""
     elsewhere = {
         "AttentionEngineError", "BadInput", "BadCustomInput", "BackwardNotDerived", "NotInterpretable",
-        "NoCudaCompiler", "NoHipCompiler", "NotLowered",
+        "NoCudaCompiler", "NoHostCompiler", "NoHipCompiler", "NotLowered",
         "NotYetSupported", "TileDoesNotFit", "TooLong", "UnknownArch", "UnknownProgram",
         "WrongCustomDtype", "BadScript", "HazardInKernel", "NotWhileCapturing", "NothingRan", "TuneFileUnreadable",
         "TuneFileUnwritable", "KernelsNotBuilt", "RanksDisagree", "HeadsDoNotDivide", "LengthNotInLayout",

@@ -51,6 +51,7 @@ def test_the_api_lists_every_public_name(site):
     html = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     anchors = set(re.findall(r'id="attention_engine\.([\w.]+)"', html))
     assert {f"flex.{name}" for name in attention_engine.flex.__all__} - anchors == set()
+    assert {f"integrations.transformers.{name}" for name in ("register", "Layer", "softmax_engine")} <= anchors
     modules = {"arch", "library"}  # whose own names are listed
     public = set(attention_engine.__all__) - modules - {"flex"}
     for module in modules:
