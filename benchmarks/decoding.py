@@ -21,6 +21,7 @@ from torch import Tensor
 from attention_engine import AttentionEngine, OnlineFunc, SymbolScalar, Var, library, meta_tensor
 from attention_engine.arch import detect
 from attention_engine.runtime.cached_shown import cached_kernels
+from benchmarks.serving_peers import peers
 from benchmarks.timing import Clock
 
 DIM, DTYPE = 128, torch.bfloat16
@@ -251,6 +252,10 @@ def calls_of(shape: Shape, cases: list[tuple[str, int]]) -> dict[str, Callable[[
         found[f"{program}{f' page {page}' if page else ''}"] = lambda e=engine, a=of_k, b=of_v, t=table: e.with_cache(
             q, a, b, kv_lengths=lengths, page_table=t
         )
+        if table is not None and program == "softmax":
+            ours = engine.with_cache(q, of_k, of_v, kv_lengths=lengths, page_table=table)
+            them = peers(ours, q, of_k, of_v, table, lengths)
+            found |= {f"{name} page {page}": call for name, call in them.items()}
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine import AttentionEngine, library, meta_tensor
+from benchmarks.serving_peers import latent_peers
 from benchmarks.timing import Clock
 
 DTYPE, ROUNDS = torch.bfloat16, 15
@@ -83,13 +84,16 @@ def time_latent(clock: Clock, heads: int, keys: int, page: int) -> None:
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "latent": lambda: engine.with_cache(q, of_k, None, kv_lengths=lengths, page_table=table),
+        **latent_peers(
+            engine.with_cache(q, of_k, None, kv_lengths=lengths, page_table=table), q, of_k, table, lengths, DIM_V
+        ),
     }
     size, flops = k.numel() * DTYPE.itemsize, 2 * REQUESTS * heads * keys * (DIM + DIM_V)
     print(f"{heads} heads, B{REQUESTS} KV {keys}, page {page}: {size / 1e6:.0f} MB", flush=True)
     for name, timing in clock.times(calls, ROUNDS).items():
         us = timing.device_us
-        speed = f"{flops / us / 1e6:5.0f} TFLOP/s" if name == "latent" else ""
-        print(f"  {name:8} {us:8.1f} us  {size / us / 1e6:5.2f} TB/s  {speed}", flush=True)
+        speed = f"{flops / us / 1e6:5.0f} TFLOP/s" if name != "copy" else ""
+        print(f"  {name:14} {us:8.1f} us  {size / us / 1e6:5.2f} TB/s  {speed}", flush=True)
 
 
 def drawn_lengths() -> Tensor:

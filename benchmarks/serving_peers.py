@@ -1,0 +1,138 @@
+"""FlashInfer beside our calls with a cache: decoding from pages, and latent attention.
+
+FlashInfer compiles a module when it is first asked for. Modules that were compiled on another machine, which needs no
+GPU, stand in its package's folder `data/aot`. A call is planned once, outside of what is timed: its plan reads lengths
+on the host, ours needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import Unavailable, need
+
+WORKSPACE = 256 << 20  # bytes for parts of rows
+BACKENDS = ("fa2", "fa3")
+MOST_OFF = 2e-2  # of two outputs in bf16, as a relative L2 norm: one that is further off computes another thing
+
+
+def decoding(backend: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
+    """One call with pages.
+
+    q: (requests, queries, heads, head dim), the last queries of each request. k and v: (pages, keys of a page, key
+    heads, head dim). table: (requests, pages of a request), int32. lengths: (requests,), int32.
+    Unavailable where FlashInfer isn't there.
+    """
+    need("flashinfer")
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    batch, queries, heads, dim = q.shape
+    page = k.shape[1]
+    indptr, pages, last = _pages(table, lengths, page)
+    call = BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+    kinds = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
+    starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * queries
+    call.plan(starts, indptr, pages, last, heads, k.shape[2], dim, page, causal=queries > 1, **kinds)
+    of_q = q.flatten(0, 1)
+    return _checked(lambda: call.run(of_q, (k, v)).view(q.shape))
+
+
+def decoding_tiles(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
+    """As `decoding`, for one query a request, by FlashInfer's wrapper for that: it takes tensor cores for groups."""
+    need("flashinfer")
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    if q.shape[1] > 1:
+        raise Unavailable("one query a request")
+    indptr, pages, last = _pages(table, lengths, k.shape[1])
+    call = BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
+    kinds = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
+    call.plan(indptr, pages, last, q.shape[2], k.shape[2], q.shape[3], k.shape[1], **kinds)
+    of_q = q[:, 0]
+    return _checked(lambda: call.run(of_q, (k, v))[:, None])
+
+
+def latent(backend: str, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, dim_v: int) -> Callable[[], Tensor]:
+    """Latent attention: one key head, whose first dim_v columns are values. Shapes as in `decoding`."""
+    need("flashinfer")
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    batch, queries, heads, dim = q.shape
+    indptr, pages, _ = _pages(table, lengths, k.shape[1])
+    starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * queries
+    call = BatchMLAPagedAttentionWrapper(_workspace(), backend=backend)
+    call.plan(
+        starts, indptr, pages, lengths, heads, dim_v, dim - dim_v, k.shape[1], queries > 1, dim**-0.5, q.dtype, k.dtype
+    )
+    of_q, of_k = q.flatten(0, 1), k[:, :, 0]
+    parts = [t.contiguous() for t in (of_q[..., :dim_v], of_q[..., dim_v:], of_k[..., :dim_v], of_k[..., dim_v:])]
+    return _checked(lambda: call.run(*parts).view(batch, queries, heads, dim_v))
+
+
+def peers(
+    ours: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
+) -> dict[str, Callable[[], Tensor]]:
+    """All that run here and give our output, by their names; others say why not. Shapes as in `decoding`."""
+    made: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        f"FlashInfer {backend}": lambda backend=backend: decoding(backend, q, k, v, table, lengths)
+        for backend in BACKENDS
+    }
+    made["FlashInfer decode"] = lambda: decoding_tiles(q, k, v, table, lengths)
+    return available(ours, made)
+
+
+def latent_peers(
+    ours: Tensor, q: Tensor, k: Tensor, table: Tensor | None, lengths: Tensor, dim_v: int
+) -> dict[str, Callable[[], Tensor]]:
+    """As `peers`, for latent attention."""
+    if table is None:
+        return {}
+    return available(
+        ours,
+        {
+            f"FlashInfer {backend}": lambda backend=backend: latent(backend, q, k, table, lengths, dim_v)
+            for backend in BACKENDS
+        },
+    )
+
+
+def available(ours: Tensor, made: dict[str, Callable[[], Callable[[], Tensor]]]) -> dict[str, Callable[[], Tensor]]:
+    """The calls that could be made and are right beside our output, by name."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name, make in made.items():
+        try:
+            found[name] = make()
+            off = float((found[name]() - ours).norm() / ours.norm())
+            print(f"  {name}: {off:.1e} off ours", flush=True)
+            if not off < MOST_OFF:
+                del found[name]
+        except Unavailable as reason:
+            print(f"  {name}: {reason}", flush=True)
+    return found
+
+
+def _pages(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashInfer's form of a table: where each request's pages start, all pages, and keys of each last page."""
+    counts = (lengths + page - 1) // page
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    used = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+    return indptr, table[used].int(), (lengths - (counts - 1) * page).int()
+
+
+def _workspace() -> Tensor:
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+
+def _checked(call: Callable[[], Any]) -> Callable[[], Tensor]:
+    """The call, which ran once. What FlashInfer raises for a module that it can't make or a shape that it doesn't take
+    is of many classes, of Python's and of its own."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except (RuntimeError, ValueError, KeyError, OSError, NotImplementedError) as refusal:
+        raise Unavailable(str(refusal)[:120]) from refusal
+    return call
