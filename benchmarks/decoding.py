@@ -209,7 +209,7 @@ def print_times(clock: Clock, shape: Shape, cases: list[tuple[str, int]]) -> Non
     for name, timing in times.items():
         speed = shape.bytes / timing.device_us * 1e-6
         share = times["copy"].device_us / timing.device_us
-        print(f"  {name:18} {timing.device_us:8.1f} us  {speed:5.2f} TB/s  {share:5.2f} of the copy   host "
+        print(f"  {name:25} {timing.device_us:8.1f} us  {speed:5.2f} TB/s  {share:5.2f} of the copy   host "
               f"{timing.host_us:5.1f} us", flush=True)  # fmt: skip
 
 
@@ -252,10 +252,10 @@ def calls_of(shape: Shape, cases: list[tuple[str, int]]) -> dict[str, Callable[[
         found[f"{program}{f' page {page}' if page else ''}"] = lambda e=engine, a=of_k, b=of_v, t=table: e.with_cache(
             q, a, b, kv_lengths=lengths, page_table=t
         )
-        if table is not None and program == "softmax":
+        if program == "softmax":
             ours = engine.with_cache(q, of_k, of_v, kv_lengths=lengths, page_table=table)
             them = peers(ours, q, of_k, of_v, table, lengths)
-            found |= {f"{name} page {page}": call for name, call in them.items()}
+            found |= {f"{name}{f' page {page}' if page else ''}": call for name, call in them.items()}
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v)]

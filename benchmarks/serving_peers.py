@@ -1,13 +1,18 @@
-"""FlashInfer beside our calls with a cache: decoding from pages, and latent attention.
+"""Who stands beside our calls with a cache: FlashInfer, FlashAttention-3 and FlashMLA.
 
 FlashInfer compiles a module when it is first asked for. Modules that were compiled on another machine, which needs no
-GPU, stand in its package's folder `data/aot`. A call is planned once, outside of what is timed: its plan reads lengths
-on the host, ours needs none.
+GPU, stand in its package's folder `data/aot`. FlashAttention-3 and FlashMLA are libraries of vllm's wheel for this
+version of PyTorch: VLLM_LIBRARIES names the folder where `_vllm_fa3_C.abi3.so` and `_flashmla_C.abi3.so` lie.
+
+FlashInfer's calls are planned once, and FlashMLA's shares are made once, outside of what is timed; ours need no plan.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +20,14 @@ from torch import Tensor
 
 from benchmarks.peers import Unavailable, need
 
+Call = Callable[[], Tensor]
+Calls = dict[str, Call]
 WORKSPACE = 256 << 20  # bytes for parts of rows
 BACKENDS = ("fa2", "fa3")
 MOST_OFF = 2e-2  # of two outputs in bf16, as a relative L2 norm: one that is further off computes another thing
 
 
-def decoding(backend: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
+def decoding(backend: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Call:
     """One call with pages.
 
     q: (requests, queries, heads, head dim), the last queries of each request. k and v: (pages, keys of a page, key
@@ -41,7 +48,7 @@ def decoding(backend: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengt
     return _checked(lambda: call.run(of_q, (k, v)).view(q.shape))
 
 
-def decoding_tiles(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
+def decoding_tiles(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Call:
     """As `decoding`, for one query a request, by FlashInfer's wrapper for that: it takes tensor cores for groups."""
     need("flashinfer")
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -56,7 +63,7 @@ def decoding_tiles(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tens
     return _checked(lambda: call.run(of_q, (k, v))[:, None])
 
 
-def latent(backend: str, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, dim_v: int) -> Callable[[], Tensor]:
+def latent(backend: str, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, dim_v: int) -> Call:
     """Latent attention: one key head, whose first dim_v columns are values. Shapes as in `decoding`."""
     need("flashinfer")
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -73,36 +80,61 @@ def latent(backend: str, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, d
     return _checked(lambda: call.run(*parts).view(batch, queries, heads, dim_v))
 
 
-def peers(
-    ours: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
-) -> dict[str, Callable[[], Tensor]]:
+@functools.cache
+def _library(name: str) -> None:
+    """Loads a library of torch's operations; Unavailable where it isn't there or is of another PyTorch."""
+    path = Path(os.environ.get("VLLM_LIBRARIES", ".")) / f"{name}.abi3.so"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise Unavailable(str(error)[:120]) from error
+
+
+def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Tensor) -> Call:
+    """FlashAttention-3, from pages, or without a table from a dense cache: (requests, keys, key heads, head dim)."""
+    _library("_vllm_fa3_C")
+    queries, dim = q.shape[1], q.shape[3]
+    keys = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    given: list[object] = [q, k, v, None, None, None, torch.empty_like(q)]  # no new keys, no values of queries
+    given += [None, None, None, None, lengths, queries, keys, table, None, None, None, None, None, None, None, None]
+    given += [dim**-0.5, queries > 1, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None]
+    return _checked(lambda: torch.ops._vllm_fa3_C.fwd(*given)[0])
+
+
+def flash_mla(q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, dim_v: int) -> Call:
+    """FlashMLA, from pages of 64 keys."""
+    _library("_flashmla_C")
+    shares: list[Tensor | None] = [None, None]
+
+    def call() -> Tensor:
+        o, _, *shares[:] = torch.ops._flashmla_C.dense_decode_fwd(
+            q, k, dim_v, lengths, table, q.shape[3] ** -0.5, q.shape[1] > 1, *shares, None
+        )
+        return o
+
+    return _checked(call)
+
+
+def peers(ours: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Tensor) -> Calls:
     """All that run here and give our output, by their names; others say why not. Shapes as in `decoding`."""
-    made: dict[str, Callable[[], Callable[[], Tensor]]] = {
-        f"FlashInfer {backend}": lambda backend=backend: decoding(backend, q, k, v, table, lengths)
-        for backend in BACKENDS
-    }
-    made["FlashInfer decode"] = lambda: decoding_tiles(q, k, v, table, lengths)
+    made: dict[str, Callable[[], Call]] = {"FlashAttention-3": lambda: flash_attention_3(q, k, v, table, lengths)}
+    if table is not None:
+        made |= {f"FlashInfer {n}": lambda n=n: decoding(n, q, k, v, table, lengths) for n in BACKENDS}
+        made["FlashInfer decode"] = lambda: decoding_tiles(q, k, v, table, lengths)
     return available(ours, made)
 
 
-def latent_peers(
-    ours: Tensor, q: Tensor, k: Tensor, table: Tensor | None, lengths: Tensor, dim_v: int
-) -> dict[str, Callable[[], Tensor]]:
+def latent_peers(ours: Tensor, q: Tensor, k: Tensor, table: Tensor | None, lengths: Tensor, dim_v: int) -> Calls:
     """As `peers`, for latent attention."""
     if table is None:
         return {}
-    return available(
-        ours,
-        {
-            f"FlashInfer {backend}": lambda backend=backend: latent(backend, q, k, table, lengths, dim_v)
-            for backend in BACKENDS
-        },
-    )
+    made = {f"FlashInfer {n}": lambda n=n: latent(n, q, k, table, lengths, dim_v) for n in BACKENDS}
+    return available(ours, made | {"FlashMLA": lambda: flash_mla(q, k, table, lengths, dim_v)})
 
 
-def available(ours: Tensor, made: dict[str, Callable[[], Callable[[], Tensor]]]) -> dict[str, Callable[[], Tensor]]:
+def available(ours: Tensor, made: dict[str, Callable[[], Call]]) -> Calls:
     """The calls that could be made and are right beside our output, by name."""
-    found: dict[str, Callable[[], Tensor]] = {}
+    found: Calls = {}
     for name, make in made.items():
         try:
             found[name] = make()
@@ -127,7 +159,7 @@ def _workspace() -> Tensor:
     return torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
 
 
-def _checked(call: Callable[[], Any]) -> Callable[[], Tensor]:
+def _checked(call: Callable[[], Any]) -> Call:
     """The call, which ran once. What FlashInfer raises for a module that it can't make or a shape that it doesn't take
     is of many classes, of Python's and of its own."""
     try:
