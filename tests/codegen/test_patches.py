@@ -34,6 +34,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     choices,
     ended_reads,
     idle,
+    layouts,
     patched,
     printed,
     proofs,
@@ -46,6 +47,7 @@ from tests.codegen import flash  # noqa: E402
 from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
+from tests.codegen.test_layouts import at_layouts  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -325,6 +327,25 @@ def test_tilelang_runs_passes_that_change_nothing(monkeypatch):
     left_out = others | {simplified[n - 1] for n in idle.IDLE}
     assert len(left_out) == 4 and not any(changed for n, (_, changed) in enumerate(every) if n in left_out)
     assert found == [run for n, run in enumerate(every) if n not in left_out] and text == theirs
+
+
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
+def test_tilelang_searches_layouts_from_each_operation(monkeypatch):
+    """Of a forward kernel it takes several times as long for all at once as for one after the other."""
+
+    def seconds(module, find):
+        started = time.thread_time()
+        find(module)
+        return time.thread_time() - started
+
+    one_by_one = layouts.one_by_one
+
+    def look(module, whole):
+        one_by_one(module, whole)  # the first asks TileLang for what it remembers
+        return seconds(module, lambda given: one_by_one(given, whole)), seconds(module, whole)
+
+    ours, theirs = at_layouts(monkeypatch, "forward", look)
+    assert theirs > 2 * ours, f"{theirs:.2f} s and {ours:.2f} s"
 
 
 def test_tilelang_reports_what_it_compiles(monkeypatch):

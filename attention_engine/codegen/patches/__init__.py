@@ -9,6 +9,7 @@ from attention_engine.codegen.patches import (
     headers,
     host_code,
     idle,
+    layouts,
     lines,
     printed,
     quiet,
@@ -20,6 +21,6 @@ from attention_engine.codegen.patches.scope import Patch, Scope
 
 PATCHES: tuple[Patch, ...] = (
     remembered.PATCH, shared_names.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH, headers.PATCH,
-    host_code.PATCH, lines.PATCH, idle.PATCH,
+    host_code.PATCH, lines.PATCH, idle.PATCH, layouts.PATCH,
 )  # fmt: skip
 patched = Scope(PATCHES)
