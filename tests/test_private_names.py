@@ -34,6 +34,9 @@ NAMED = {
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._profiler_enabled",
     "torch._C._cuda_getCurrentRawStream",
+    "torch._C._cuda_getDevice",
+    "torch._C._cuda_isCurrentStreamCapturing",
+    "torch._C._dynamo.guards._empty_strided_cuda",
     "torch._C._dynamo.guards.TensorGuards",
     "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._functorch.unwrap_if_dead",
@@ -46,7 +49,8 @@ NAMED = {
     "tvm.script.ir_builder.IRBuilder",
     "tvm.script.ir_builder.tirx",
 }
-ON_GPUS = {"torch._C._cuda_getCurrentRawStream"}  # a torch without CUDA hasn't got them, nor needs them
+# A torch without CUDA hasn't got them, nor needs them.
+ON_GPUS = {"torch._C._cuda_getCurrentRawStream", "torch._C._cuda_getDevice"}
 # Reached by what those are, or by a text.
 REACHED = {
     "tilelang.cuda.intrinsics.macro.wgmma_macro_generator.TensorCoreIntrinEmitter.wgmma_accum_regs",

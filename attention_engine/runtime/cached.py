@@ -26,7 +26,7 @@ from attention_engine.plan.cached import Cache
 from attention_engine.plan.targets import Target
 from attention_engine.reference.cached import Requests, attend_cached, attend_packed, gather, starts_of
 from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, stride_steps, with_strides
-from attention_engine.runtime.cached_again import Direct, SeenCaches, launch_again, viewed, with_starts
+from attention_engine.runtime.cached_again import Direct, Given, SeenCaches, launch_again, viewed, with_starts
 from attention_engine.runtime.cached_inputs import (
     CachedCall,
     check_caches,
@@ -170,7 +170,7 @@ class CachedAttention:
 
     def direct(self, call: CachedCall, names: Sequence[str]) -> Direct | None:
         """The launches of all calls of such shapes and strides, nothing left to look up; None where more is to be done
-        than to launch. It takes q, k, [v], lengths, [table], [starts], [cu], then custom inputs of these names; out."""
+        than to launch. names: of the custom inputs that a call gives, in its order."""
         if call.q.dtype is torch.float32:  # where torch has a switch for tf32
             return None
         if not self.by_kernels or not (call.q.numel() and call.k.numel() and call.capacity):
@@ -192,11 +192,12 @@ class CachedAttention:
             given["q_starts"] = ()
         if call.cu is not None:
             given["cu_seqlens_q"] = ()
-        place = len(strided) + 1 + (call.table is not None)  # of where queries start, among the tensors
-        given |= {f"custom_{name}": () for name in [*names, *([STARTS] if self.by_rows else [])]}
+        own = [f"custom_{name}" for name in [*names, *([STARTS] if self.by_rows else [])]]
+        given |= dict.fromkeys(own, ())
         ready, steps = self._ready_for(call, kernels, custom), kernels.plan.steps(*self._parts(call, kernels))
-        launch = launch_again(kernels, ready, steps, given, len(strided), self.rows)
-        return with_starts(launch, len(strided), place, call.q.shape[1], makes_starts) if self.by_rows else launch
+        converts = any(parameter is not c for parameter, c in zip(custom, call.custom, strict=True))
+        launch = launch_again(kernels, ready, steps, given, own, self.rows, converts)
+        return with_starts(launch, call.q.shape[1], makes_starts) if self.by_rows else launch
 
     def _own_lengths(self, custom: Sequence[Tensor]) -> Mapping[str, int]:
         return {
@@ -207,36 +208,32 @@ class CachedAttention:
 
 
 def with_cache(
-    engine: Shown, tensors: tuple[Tensor, Tensor, Tensor | None],
-    given: tuple[Sequence[Tensor], Mapping[str, Tensor]], places: tuple[Tensor, Tensor | None, Tensor | None],
-    cu_seqlens_q: Tensor | None, parts: int | None, out: Tensor | None, return_rowscales: bool,
+    engine: Shown, tensors: Given, custom: Sequence[Tensor], named: Mapping[str, Tensor], parts: int | None,
+    return_rowscales: bool,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """AttentionEngine.with_cache."""
-    (q, k, v), (lengths, table, starts) = tensors, places
-    packed = cu_seqlens_q is not None
-    form = (engine.training, v is None, v is k, table is None, starts is None, out is None, packed, parts, *given[1])
-    captured = engine._captured
-    held = tensors_now(captured) if captured else ()
-    custom = (*given[0], *given[1].values(), *held)
-    present = [t for t in (q, k, v, lengths, table, starts, cu_seqlens_q, *custom) if t is not None]
-    guarded = present if out is None else [*present, out]
-    if v is k:  # torch's guards take no tensor twice
-        guarded = [*guarded[:1], *guarded[2:]]
+    """AttentionEngine.with_cache. tensors: those of cached_again.GIVEN."""
+    q, k, v, lengths, table, starts, cu, out = tensors
+    form = (
+        engine.training, v is None, v is k, table is None, starts is None, cu is None, out is None, parts, len(custom),
+        tuple(named) if named else (),
+    )  # fmt: skip
     seen: SeenCaches = engine._cached_seen
-    again = None if watched() else seen.find(form, guarded)
-    if again is not None:
-        made = again.launch(present, out, return_rowscales)
-        if made is not None:
-            return (made[0], dict(zip(again.rows, made[1:], strict=True))) if return_rowscales else made[0]
-    ordered = order_custom(engine.custom_io, *given)
-    call, attention = prepare(engine, tensors, ordered, places, cu_seqlens_q, parts)
+    captured = engine._captured if seen.captured is None else seen.captured
+    if custom or named or captured:
+        tensors = (*tensors, *custom, *named.values(), *tensors_now(captured))
+    made = None if watched() else seen.launch(form, tensors, return_rowscales)
+    if made is not None:
+        return (made[0], dict(zip(seen.rows, made[1:], strict=True))) if return_rowscales else made[0]
+    ordered, packed = order_custom(engine.custom_io, custom, named), cu is not None
+    call, attention = prepare(engine, (q, k, v), ordered, (lengths, table, starts), cu, parts)
     check_out(engine.layout, out, call)
     of_call = out[None] if packed and out is not None else _turned(engine, out)
     found, rows = attention(call, of_call)
     if not is_cast(call.q) and unwatched() and (of_call is None or of_call.is_contiguous()):
-        names = [*[s.name for s in engine.custom_io.in_order[: len(given[0])]], *given[1]]
-        launch = attention.direct(call, [*names, *[c.name for c in captured]])
-        seen.keep(form, guarded, viewed(launch, 2 + (v is not None), engine.layout == "bhsd", packed), attention.rows)
+        names = [*[s.name for s in engine.custom_io.in_order[: len(custom)]], *named, *[c.name for c in captured]]
+        launch = viewed(attention.direct(call, names), engine.layout == "bhsd", packed)
+        seen.keep(form, tensors, launch)
+        seen.captured, seen.rows = captured, attention.rows
     if packed:
         rows = [row[0] for row in rows]
     output = out if out is not None else found[0] if packed else _turned(engine, found)

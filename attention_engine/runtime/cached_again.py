@@ -6,14 +6,17 @@ Decoding a small model is made of such calls' host time, and of that asking and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from threading import get_ident
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attention_engine.compiler import CachedKernels
+from attention_engine.frontend.captured import Captured
 from attention_engine.plan.buffers import buffers_of
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter
@@ -29,56 +32,82 @@ except ImportError:  # torch without CUDA; where it is gone, its public name tak
         return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-_is_capturing = torch.cuda.is_current_stream_capturing
-Direct: TypeAlias = Callable[[Sequence[Tensor], Tensor | None, bool], list[Tensor] | None]
+try:
+    from torch._C import _cuda_getDevice as _current_gpu
+    from torch._C import _cuda_isCurrentStreamCapturing as _is_capturing
+    from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
+except ImportError:
+    _current_gpu, _is_capturing = torch.cuda.current_device, torch.cuda.is_current_stream_capturing
+    _empty_on_gpu: Any = None
+else:
+    _empty_on_gpu = _empty_strided_cuda
+
+Given: TypeAlias = tuple[Any, ...]  # the tensors of a call at GIVEN, None where there is none, then custom inputs
+Direct: TypeAlias = Callable[[Given, bool], list[Tensor] | None]
+GIVEN = ("q", "k", "v", "kv_lengths", "page_table", "q_starts", "cu_seqlens_q", "out")
+KEYS, VALUES, OUT = map(GIVEN.index, ("k", "v", "out"))
 MOST_BYTES = 16 << 20  # of scratch memory that is kept for the next call
 MOST_SCRATCH = 64  # pieces of it
-_SCRATCH: dict[object, Tensor] = {}
+_SCRATCH: dict[object, _Piece] = {}
 
 
-class Again(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Again:
     """A call that passed every check, of tensors of which some, or none, ask for gradients.
 
-    form: all that it said beside tensors. fits: torch's guards (runtime/seen.py). size: how many tensors. launch: takes
-    them, `out`, and whether rows are returned; it returns the output, then the rows, or None where more is to be done
-    than to launch.
+    form: all that it said beside tensors, and which of them there are. take: those that torch's guards look at. fits:
+    the guards (runtime/seen.py). launch: takes all, and whether rows are returned; it returns the output, then the
+    rows, or None where more is to be done than to launch.
     """
 
     form: object
+    take: Callable[[Given], Sequence[Tensor]]
     fits: Callable[..., bool]
-    size: int
     launch: Direct
-    rows: Sequence[str]
     requires_grad: bool
 
 
 class SeenCaches:
-    """The calls that passed every check."""
+    """The calls of an engine that passed every check. captured: what its functions captured, once there is such a call;
+    rows: the names of the rows that it returns."""
 
     def __init__(self) -> None:
         self.last: Again | None = None
         self.found: dict[object, Again] = {}
+        self.captured: Sequence[Captured] | None = None
+        self.rows: Sequence[str] = ()
 
-    def find(self, form: object, tensors: Sequence[Tensor]) -> Again | None:
-        """The call of tensors like these; None where it must be checked. tensors: `out` among them."""
+    def launch(self, form: object, given: Given, returns_rows: bool) -> list[Tensor] | None:
+        """What a call of tensors like these makes; None where it must be checked, or more is to be done than launch."""
         last = self.last
-        if last is None or last.form != form or last.size != len(tensors) or not last.fits(*tensors):
+        if last is None or last.form != form or not last.fits(*last.take(given)):
+            tensors = _guarded(given)(given)
             last = self.found.get(_kind(form, tensors)) if self.found else None
             if last is None or not last.fits(*tensors):
                 return None
             self.last = last
-        return None if last.requires_grad and torch.is_grad_enabled() else last
+        if last.requires_grad and torch.is_grad_enabled():
+            return None
+        return last.launch(given, returns_rows)
 
-    def keep(self, form: object, tensors: Sequence[Tensor], launch: Direct | None, rows: Sequence[str]) -> None:
+    def keep(self, form: object, given: Given, launch: Direct | None) -> None:
         """That a call passed every check."""
         if launch is None or TensorGuards is None:
             return
+        take = _guarded(given)
+        tensors = take(given)
         fits = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         requires_grad = any(t.requires_grad for t in tensors)
         if len(self.found) >= MOST_PLANS:
             self.found.clear()
-        self.last = Again(form, fits, len(tensors), launch, rows, requires_grad)
+        self.last = Again(form, take, fits, launch, requires_grad)
         self.found[_kind(form, tensors)] = self.last
+
+
+def _guarded(given: Given) -> Callable[[Given], Sequence[Tensor]]:
+    """What there is, each tensor once: torch's guards take none twice."""
+    twice = VALUES if given[VALUES] is given[KEYS] else None
+    return itemgetter(*[n for n, tensor in enumerate(given) if tensor is not None and n != twice])
 
 
 def _kind(form: object, tensors: Sequence[Tensor]) -> object:
@@ -87,41 +116,41 @@ def _kind(form: object, tensors: Sequence[Tensor]) -> object:
 
 
 def launch_again(
-    kernels: CachedKernels, ready: Ready, steps: Sequence[Step], given: Mapping[str, Sequence[int]], strided: int,
-    rows: Sequence[str],
+    kernels: CachedKernels, ready: Ready, steps: Sequence[Step], given: Mapping[str, Sequence[int]],
+    custom: Sequence[str], rows: Sequence[str], converts: bool,
 ) -> Direct:  # fmt: skip
     """The launches of all calls of such shapes and strides.
 
-    given: the strides that a kernel takes of each tensor that a call gives, in the order in which it gives them. The
-    first `strided` are queries, keys and values, of (batch, length, heads, dim); from `custom_` on, custom inputs.
+    given: the strides that a kernel takes of each tensor that a call gives; queries, keys and values are of (batch,
+    length, heads, dim). custom: the places of its custom inputs, in the order in which it gives them. converts: are
+    some of those not as kernels take them?
     """
-    empty_like = torch.empty_like
     misaligned = 0 if kernels.problem.stride_unit == 1 else ALIGNED - 1
     made = ["o", *[f"row_{name}" for name in rows]]
     of_all = [b for step in launches(steps) for b in buffers_of(step.arguments)]
     parts = [*dict.fromkeys(b.place for b in of_all if b.place.startswith("part_"))]
     output, *row_likes = ready.results(made)
+    make_output, make_rows = _maker(output), [*map(_maker, row_likes)]
     scratch, rows_too = _Scratch([*row_likes, *ready.results(parts)]), len(row_likes)
-    places = [*given, *made, *parts]
+    places = [*GIVEN, *custom, *made, *parts]
     numbers = [step for steps_of in given.values() for step in steps_of]
     runs = [(kernels.kernel(step).run, _arguments(step, places, given)) for step in launches(steps)]
     (first, of_first), *others = runs
-    first_custom = next((n for n, place in enumerate(given) if place.startswith("custom_")), len(given))
-    has_custom = first_custom < len(given)
 
-    def launch(tensors: Sequence[Tensor], out: Tensor | None, returns_rows: bool) -> list[Tensor] | None:
-        address = 0
-        for tensor in tensors[:strided]:
-            address |= tensor.data_ptr()
+    def launch(given: Given, returns_rows: bool) -> list[Tensor] | None:
+        v, out = given[VALUES], given[OUT]
+        address = given[0].data_ptr() | given[KEYS].data_ptr()
+        if v is not None:
+            address |= v.data_ptr()
         if address & misaligned:
             return None
-        if has_custom:
-            tensors = [*tensors[:first_custom], *map(as_parameter, tensors[first_custom:])]
-        results, left = [empty_like(output) if out is None else out], scratch()
+        if converts:
+            given = (*given[: len(GIVEN)], *map(as_parameter, given[len(GIVEN) :]))
+        results, left = [make_output() if out is None else out], scratch()
         if returns_rows:  # else they are left where nobody reads them
-            results += [empty_like(like) for like in row_likes]
+            results += [make() for make in make_rows]
             left = left[rows_too:]
-        values = [*tensors, *results, *left, *numbers]
+        values = [*given, *results, *left, *numbers]
         first(*of_first(values))
         for run, of_run in others:
             run(*of_run(values))
@@ -130,19 +159,21 @@ def launch_again(
     return launch
 
 
-def viewed(launch: Direct | None, strided: int, heads_first: bool, packed: bool) -> Direct | None:
+def viewed(launch: Direct | None, heads_first: bool, packed: bool) -> Direct | None:
     """The same, of tensors as callers give them: heads before lengths, queries without a batch."""
     if launch is None or not (heads_first or packed):
         return launch
     inner = launch
 
-    def view(tensor: Tensor) -> Tensor:
-        return tensor[None] if packed else tensor.transpose(1, 2)
+    def turned(tensor: Tensor | None) -> Tensor | None:
+        return tensor.transpose(1, 2) if heads_first and tensor is not None else tensor
 
-    def launch_viewed(tensors: Sequence[Tensor], out: Tensor | None, returns_rows: bool) -> list[Tensor] | None:
-        caches = [t.transpose(1, 2) for t in tensors[1:strided]] if heads_first else tensors[1:strided]
-        given = [view(tensors[0]), *caches, *tensors[strided:]]
-        made = inner(given, None if out is None else view(out), returns_rows)
+    def view(tensor: Tensor | None) -> Tensor | None:
+        return tensor[None] if packed and tensor is not None else turned(tensor)
+
+    def launch_viewed(given: Given, returns_rows: bool) -> list[Tensor] | None:
+        q, k, v, *places, out = given[: len(GIVEN)]
+        made = inner((view(q), turned(k), turned(v), *places, view(out), *given[len(GIVEN) :]), returns_rows)
         if made is None:
             return None
         output, rows = made[0], [row[0] for row in made[1:]] if packed else made[1:]
@@ -151,16 +182,17 @@ def viewed(launch: Direct | None, strided: int, heads_first: bool, packed: bool)
     return launch_viewed
 
 
-def with_starts(launch: Direct, lengths: int, place: int, queries: int, makes: bool) -> Direct:
+def with_starts(launch: Direct, queries: int, makes: bool) -> Direct:
     """The same, of a program that reads at a query's own row: where queries start is a custom input of it, the last.
 
-    lengths, place: where requests' lengths and these starts are among the tensors. makes: were they not given?
+    makes: were they not given?
     """
+    place, lengths = GIVEN.index("q_starts"), GIVEN.index("kv_lengths")
 
-    def launch_with_starts(tensors: Sequence[Tensor], out: Tensor | None, returns_rows: bool) -> list[Tensor] | None:
+    def launch_with_starts(given: Given, returns_rows: bool) -> list[Tensor] | None:
         if makes:
-            tensors = [*tensors[:place], tensors[lengths] - queries, *tensors[place:]]
-        return launch([*tensors, tensors[place]], out, returns_rows)
+            given = (*given[:place], given[lengths] - queries, *given[place + 1 :])
+        return launch((*given, given[place]), returns_rows)
 
     return launch_with_starts
 
@@ -173,6 +205,30 @@ def _arguments(launch: Launch, places: Sequence[str], given: Mapping[str, Sequen
         number += len(strides)
     found = [n for a in launch.arguments for n in (*steps.get(a.place, ()), places.index(a.place))]
     return itemgetter(*found)
+
+
+def _maker(like: Tensor) -> Callable[[], Tensor]:
+    """Allocates tensors like this one; on the current GPU in half the time that torch's public functions take."""
+    of_any = partial(torch.empty_like, like)
+    if like.device.type != "cuda" or _empty_on_gpu is None:
+        return of_any
+    shape, dtype, device = tuple(like.shape), like.dtype, like.device.index or 0
+    strides = tuple(torch.empty(shape, device="meta").stride())
+
+    def make() -> Tensor:
+        made: Tensor = _empty_on_gpu(shape, strides, dtype) if _current_gpu() == device else of_any()
+        return made
+
+    return make
+
+
+class _Piece:
+    """Scratch memory of a thread on a stream; another one where it was outgrown or dropped."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
 
 
 class _Scratch:
@@ -189,34 +245,40 @@ class _Scratch:
         self.on_gpu = bool(likes) and likes[0].device.type == "cuda"
         self.is_kept = 4 * self.size <= MOST_BYTES
         self.device = (likes[0].device.index or 0) if self.on_gpu else -1
-        self.views: dict[object, tuple[Tensor, list[Any]]] = {}
+        self.views: dict[object, tuple[_Piece, Tensor, list[Any]]] = {}
 
     def __call__(self) -> list[Any]:
         """The memory, on a GPU as kernels take it: to make a tensor so at each call takes as long as all else here."""
         if not self.likes:
             return []
-        if not self.is_kept or (self.on_gpu and _is_capturing()):
-            return [torch.empty_like(like) for like in self.likes]
         stream = _stream_of(self.device) if self.on_gpu else 0
-        key = (self.device, stream, get_ident())
-        held, found = _SCRATCH.get(key), self.views.get(key)
-        if held is None or found is None or found[0] is not held:
-            found = self._views(key, held)
-        return found[1]
+        if not self.is_kept or (stream and _is_capturing()):  # nobody captures the stream that is 0
+            return [torch.empty_like(like) for like in self.likes]
+        key = (stream, get_ident())
+        found = self.views.get(key)
+        if found is None or found[0].memory is not found[1]:
+            found = self._views(key)
+        return found[2]
 
-    def _views(self, key: object, held: Tensor | None) -> tuple[Tensor, list[Any]]:
-        if held is None or held.numel() < self.size:
+    def _views(self, key: tuple[int, int]) -> tuple[_Piece, Tensor, list[Any]]:
+        piece = _SCRATCH.get((self.device, *key))
+        if piece is None:
             if len(_SCRATCH) >= MOST_SCRATCH:
+                for dropped in _SCRATCH.values():
+                    dropped.memory = None
                 _SCRATCH.clear()
+            piece = _SCRATCH[self.device, *key] = _Piece()
+        memory = piece.memory
+        if memory is None or memory.numel() < self.size:
             size = 1 << max(self.size - 1, 1).bit_length()  # what is outgrown, calls may hold: it is less than this
-            held = _SCRATCH[key] = torch.empty(size, device=self.likes[0].device)
+            memory = piece.memory = torch.empty(size, device=self.likes[0].device)
         if len(self.views) >= MOST_SCRATCH:
             self.views.clear()
-        pieces = held[: self.size].split(self.sizes)
+        pieces = memory[: self.size].split(self.sizes)
         views = [
             p[: like.numel()].view(like.dtype).view(like.shape) for p, like in zip(pieces, self.likes, strict=True)
         ]
-        found = self.views[key] = (held, [*map(_as_kernels_take, views)] if self.on_gpu else views)
+        found = self.views[key] = (piece, memory, [*map(_as_kernels_take, views)] if self.on_gpu else views)
         return found
 
 

@@ -50,9 +50,7 @@ class OnCaches(Shown):
             BadInput: tensors that don't fit.
         """
         try:
-            return with_cache(
-                self, (q, k_cache, v_cache), (custom, named), (kv_lengths, page_table, q_starts), cu_seqlens_q,
-                num_splits, out, return_rowscales,
-            )  # fmt: skip
+            tensors = (q, k_cache, v_cache, kv_lengths, page_table, q_starts, cu_seqlens_q, out)
+            return with_cache(self, tensors, custom, named, num_splits, return_rowscales)
         except AttentionEngineError as error:
             raise brief(error) from error.__cause__

@@ -1,6 +1,7 @@
 """Calls with a cache that passed every check once: launched again as they were, from memory that nobody else writes."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,3 +130,28 @@ def test_what_parts_leave_has_one_piece_of_memory_for_each_thread(monkeypatch):
     wider = cached_again._Scratch([torch.empty(5000)])
     (grown,) = wider()
     assert grown.data_ptr() == small()[0].data_ptr() != first[0]
+
+
+def test_a_graph_has_scratch_memory_of_its_own(monkeypatch):
+    """Whether a stream is captured is asked of streams that can be: not of the one that is 0."""
+    monkeypatch.setattr(cached_again, "_SCRATCH", {})
+    scratch = cached_again._Scratch([torch.empty(7)])
+    scratch.on_gpu, asked, now = True, [], SimpleNamespace()
+    monkeypatch.setattr(cached_again, "_as_kernels_take", lambda tensor: tensor)
+    monkeypatch.setattr(cached_again, "_is_capturing", lambda: asked.append(now) or now.captures)
+    monkeypatch.setattr(cached_again, "_stream_of", lambda device: now.stream)
+    for now.stream, now.captures, is_kept in ((0, True, True), (5, False, True), (5, True, False)):
+        first, second = scratch()[0], scratch()[0]
+        assert is_kept is (first.data_ptr() == second.data_ptr())
+    assert len(asked) == 4
+
+
+def test_outputs_are_allocated_on_the_gpu_of_the_call(monkeypatch):
+    """torch's quickest allocation knows the current GPU alone."""
+    like = SimpleNamespace(device=torch.device("cuda:1"), shape=torch.Size((2, 3)), dtype=torch.float16)
+    monkeypatch.setattr(torch, "empty_like", lambda like: "of any GPU")
+    monkeypatch.setattr(cached_again, "_empty_on_gpu", lambda *asked: asked)
+    make = cached_again._maker(like)
+    for current, expected in ((1, ((2, 3), (3, 1), torch.float16)), (0, "of any GPU")):
+        monkeypatch.setattr(cached_again, "_current_gpu", lambda current=current: current)
+        assert make() == expected
