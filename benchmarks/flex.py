@@ -1,7 +1,7 @@
 """flex_attention beside torch's FlexAttention: five masks and scores, their numbers first, then forward and backward.
 
 python -m benchmarks.flex                ours, torch's Triton kernels and its FlashAttention-4, on a GPU
-python -m benchmarks.flex --who torch    one of them
+python -m benchmarks.flex --who torch    one of them; --out RESULTS writes RESULTS.csv and RESULTS.json, too
 python -m benchmarks.flex --host         the host time alone, with functions made anew; on a CPU without launches
 """
 
@@ -28,8 +28,17 @@ from attention_engine.flex import create_block_mask, flex_attention
 from attention_engine.flex.engines import FINDER
 from benchmarks.gallery import Mods, gallery
 from benchmarks.host import CALLS, ROUNDS, host_us, without_launches
+from benchmarks.run import DIRECTIONS, Row, write
+from benchmarks.timing import environment
 
 B, H, S, D = 2, 16, 8192, 128
+GROUPED = "grouped "  # stands before a case of one batch, whose 32 query heads share 8 key heads
+CASES = {
+    "causal": "softmax.causal", "softcap": "softcap.causal", "alibi": "alibi.causal", "window 1024": "softmax.window",
+    "documents": "softmax.documents",
+}  # fmt: skip # each with its name in the table of results
+PEERS = {"ours": "attention_engine", "torch": "flex_attention", "flash": "flex_flash"}
+ALLOWED = 2.0  # errors of a peer, over eager's
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -37,9 +46,14 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-def cases(device: str) -> dict[str, Mods]:
+def shape_of(name: str) -> tuple[int, int, int]:
+    """The batch, query heads and key heads of a case."""
+    return (1, 32, 8) if name.startswith(GROUPED) else (B, H, H)
+
+
+def cases(device: str, heads: int = H) -> dict[str, Mods]:
     """The functions of each case, as people write them for either."""
-    slopes = torch.exp2(-torch.arange(1, H + 1, device=device) * 8.0 / H)
+    slopes = torch.exp2(-torch.arange(1, heads + 1, device=device) * 8.0 / heads)
     ends = torch.tensor([700, 2100, 2500, 5200, 7000], device=device)
     documents = torch.searchsorted(ends, torch.arange(S, device=device), right=True).int()
     return {
@@ -55,7 +69,7 @@ def ours(mods: Mods, device: str) -> Callable[..., Tensor]:
     """The call by this package."""
     score, mask = mods
     blocks = None if mask is None else create_block_mask(mask, None, None, S, S)
-    return lambda q, k, v: flex_attention(q, k, v, score, blocks)
+    return lambda q, k, v: flex_attention(q, k, v, score, blocks, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def torchs(mods: Mods, device: str, options: dict[str, Any] | None = None) -> Callable[..., Tensor]:
@@ -67,7 +81,13 @@ def torchs(mods: Mods, device: str, options: dict[str, Any] | None = None) -> Ca
     size = (256, 128) if wide else 128  # of what FlashAttention-4 takes: its own tile
     blocks: Any = flex.create_block_mask(mask, None, None, S, S, device=device, BLOCK_SIZE=size)
     compiled: Any = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, score, blocks, kernel_options=options)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        found: Tensor = compiled(q, k, v, score, blocks, enable_gqa=grouped, kernel_options=options)
+        return found
+
+    return call
 
 
 def flash(mods: Mods, device: str) -> Callable[..., Tensor]:
@@ -75,18 +95,25 @@ def flash(mods: Mods, device: str) -> Callable[..., Tensor]:
     return torchs(mods, device, {"BACKEND": "FLASH"})
 
 
-def inputs(device: str) -> list[Tensor]:
-    """q, k, v and the gradient of the output."""
-    make = torch.Generator(device=device).manual_seed(0)
-    given = [torch.randn(B, H, S, D, generator=make, device=device, dtype=torch.bfloat16) for _ in range(4)]
+def inputs(device: str, shape: tuple[int, int, int] = (B, H, H)) -> list[Tensor]:
+    """q, k, v and the gradient of the output, of so many batches, query heads and key heads."""
+    (batch, heads, kv_heads), make = shape, torch.Generator(device=device).manual_seed(0)
+    each = [(batch, n, S, D) for n in (heads, kv_heads, kv_heads, heads)]
+    given = [torch.randn(one, generator=make, device=device, dtype=torch.bfloat16) for one in each]
     return [t.requires_grad_(n < 3) for n, t in enumerate(given)]
 
 
-def off(call: Callable[..., Tensor], mods: Mods, device: str, head: int = 5) -> float:
-    """The largest of the mean errors of output and gradients, over eager bfloat16's: of one head, by float64."""
+def off(
+    call: Callable[..., Tensor], mods: Mods, device: str, shape: tuple[int, int, int] = (B, H, H),
+    direction: str = "backward", head: int = 4,
+) -> float:  # fmt: skip
+    """The mean error of the output, or the largest of the gradients, over eager bfloat16's, by float64: of a query
+    head, and of the key head that it reads where no other query head reads it too."""
     score, mask = mods
-    *qkv, arriving = inputs(device)
+    *qkv, arriving = inputs(device, shape)
+    group, forward = shape[1] // shape[2], direction == "forward"
     index = torch.arange(S, device=device)
+    places = head, head // group, head // group
     at = torch.zeros_like(index[:1]), torch.full_like(index[:1], head), index[:, None], index
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -96,14 +123,16 @@ def off(call: Callable[..., Tensor], mods: Mods, device: str, head: int = 5) -> 
         return x.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype) @ v
 
     def of_head(dtype: torch.dtype) -> list[Tensor]:
-        given = [t[0, head].detach().to(dtype).requires_grad_() for t in qkv]
+        given = [t[0, n].detach().to(dtype).requires_grad_() for t, n in zip(qkv, places, strict=False)]
         o = plain(*given)
-        return [o.detach(), *torch.autograd.grad(o, given, arriving[0, head].to(o.dtype))]
+        return [o.detach()] if forward else list(torch.autograd.grad(o, given, arriving[0, head].to(o.dtype)))
 
     o = call(*qkv)
-    found = [t[0, head] for t in (o.detach(), *torch.autograd.grad(o, qkv, arriving))]
-    exact, eager = of_head(torch.float64), of_head(torch.bfloat16)
-    return max(float((f - x).abs().mean() / (e - x).abs().mean()) for f, e, x in zip(found, eager, exact, strict=True))
+    made = [o.detach()] if forward else torch.autograd.grad(o, qkv, arriving)
+    found = [t[0, n] for t, n in zip(made, places, strict=False)]
+    alone = slice(None) if group == 1 else slice(1)  # o, or dq
+    each = zip(found[alone], of_head(torch.bfloat16)[alone], of_head(torch.float64)[alone], strict=True)
+    return max(float((f - x).abs().mean() / (e - x).abs().mean()) for f, e, x in each)
 
 
 def kept_share(mask: Callable[..., Any] | None) -> float:
@@ -143,9 +172,11 @@ def alone(lock: str) -> Iterator[IO[str]]:
 
 def one(who: str, name: str, lock: str) -> None:
     """Compiles a case, and times it when no other process does: a row, which stands in the file too."""
-    (*qkv, arriving), began = inputs("cuda"), time.perf_counter()
-    mods = {**gallery("cuda", S, H), **cases("cuda")}[name]
-    found, said, made = [math.nan, math.nan], "", list[Tensor]()
+    began, shape = time.perf_counter(), shape_of(name)
+    *qkv, arriving = inputs("cuda", shape)
+    bare, named = name.removeprefix(GROUPED), cases("cuda", shape[1])
+    mods = named[bare] if bare in named else gallery("cuda", S, H)[bare]
+    found, said, made, errors, kept = [math.nan, math.nan], "", list[Tensor](), [math.nan, math.nan], math.nan
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -156,31 +187,61 @@ def one(who: str, name: str, lock: str) -> None:
 
     try:
         call = MAKERS[who](mods, "cuda")
-        for n, run in enumerate((forward, backward)):
+        torch.cuda.empty_cache()  # others have tensors there
+        for n, (direction, run) in enumerate(zip(DIRECTIONS, (forward, backward), strict=True)):
             made += [call(*qkv)] * n
             run()
             torch.cuda.synchronize()
             with alone(lock):
+                errors[n], kept = off(call, mods, "cuda", shape, direction), kept_share(mods[1])
+                torch.cuda.empty_cache()
                 found[n] = ms(run)
-        with alone(lock):
-            said = f"error {off(call, mods, 'cuda'):.2f} of eager's, keeps {kept_share(mods[1]):.1%}"
-    except Exception as error:  # noqa: BLE001 # what a peer refuses is a result
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    except Exception as refusal:  # noqa: BLE001 # what a peer refuses is a result
+        said = f"{type(refusal).__name__}: {' '.join(str(refusal).split())[:160]}"
+    said = said or f"errors {errors[0]:.2f}, {errors[1]:.2f} of eager's, keeps {kept:.1%}"
     row = f"{who:6} {name:24} {found[0]:7.3f} ms, {found[1]:7.3f} ms, {said}"
     print(f"{row} ({time.perf_counter() - began:.0f} s)", flush=True)
     with alone(lock) as rows:
-        rows.write(json.dumps([who, name, *found]) + "\n")
+        rows.write(json.dumps([who, name, *found, *errors, kept, said]) + "\n")
 
 
-def measure(who: Sequence[str], names: Sequence[str]) -> None:
-    """A process for each case and each of who, which print their rows; then how many times ours the others take."""
-    names = names or list(cases("cpu"))
+def rows_of(who: str, name: str, found: Sequence[float], errors: Sequence[float], kept: float, said: str) -> list[Row]:
+    """What was measured as rows of a table of results."""
+    shape = "llama-8b" if name.startswith(GROUPED) else "mha-128"
+    label = (f"{shape}.{CASES[name.removeprefix(GROUPED)]}.{S}", "bfloat16", PEERS[who])
+    batch, heads, _ = shape_of(name)
+    rows = []
+    for direction, ms, error, products in zip(DIRECTIONS, found, errors, (2, 5), strict=True):
+        if math.isnan(ms):
+            rows.append(Row(*label, direction, f"unavailable: {said}"))
+            continue
+        status = "ok" if error <= ALLOWED else f"wrong: {error:.2f} x eager's error"
+        flops = products * 2 * batch * heads * S * S * D * kept
+        rows.append(Row(*label, direction, status, device_us=ms * 1e3, tflops=flops / ms * 1e-9, ratio=error))
+    return rows
+
+
+def measure(who: Sequence[str], names: Sequence[str], out: Path | None, seconds: float) -> None:
+    """A process for each case and each of who, which print their rows; then how many times ours the others take. Who
+    isn't done in so many seconds has no row."""
+    until = time.monotonic() + seconds
+    names = names or [*CASES, *[GROUPED + name for name in CASES]]
     with tempfile.NamedTemporaryFile(mode="r", suffix=".jsonl") as rows:
         command = [sys.executable, "-m", "benchmarks.flex", "--lock", rows.name, "--who"]
         waiting = [subprocess.Popen([*command, each, name]) for each in who for name in names]
         for process in waiting:
-            process.wait()
-        times = {(each, name): of for each, name, *of in map(json.loads, rows)}
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        found = [json.loads(row) for row in rows]
+    times = {(each, name): of for each, name, *of in found}
+    if out is not None:
+        ordered = sorted(found, key=lambda row: (names.index(row[1]), list(PEERS).index(row[0])))
+        listed = [
+            row for peer, name, *of, kept, said in ordered for row in rows_of(peer, name, of[:2], of[2:], kept, said)
+        ]
+        write(out, listed, environment("triton", "tilelang", "flash-attn-4"))
     for each in who:
         for name in names:
             if each != "ours" and ("ours", name) in times and (each, name) in times:
@@ -236,6 +297,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="cases; all where none is named")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--gallery", action="store_true", help="ours alone, of each mask and score of the gallery")
+    parser.add_argument("--out", type=Path, help="where the table of results is written")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which nobody is waited for")
     parser.add_argument("--lock", help="one case, timed while this file is locked, where its times are added")
     asked = parser.parse_args()
     if asked.host:
@@ -243,9 +306,9 @@ def main() -> None:
     elif asked.lock:
         one(asked.who[0], asked.names[0], asked.lock)
     elif asked.gallery:
-        measure(["ours"], list(gallery("cpu", S, H)))
+        measure(["ours"], list(gallery("cpu", S, H)), None, asked.seconds)
     else:
-        measure(asked.who or list(MAKERS), asked.names)
+        measure(asked.who or list(MAKERS), asked.names, asked.out, asked.seconds)
 
 
 if __name__ == "__main__":
