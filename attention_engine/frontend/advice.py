@@ -9,6 +9,8 @@ from attention_engine.errors import did_you_mean
 
 ONE_PAIR = "A mod sees one pair at a time, as numbers without dimensions."
 NO_ROW = f"{ONE_PAIR} Sums over a row are scores.get_reduce('sum'), in online_fwd."
+RUNNING = f"{ONE_PAIR} A sum over earlier keys is made outside, where q . k isn't in it: sums[b, h, kv_idx]."
+RANKED = f"{ONE_PAIR} A row's scores come tile by tile, and are never all there to be ranked."
 SIZES = "A mod sees one pair at a time. Put lengths into it as Python numbers, or as a custom input."
 ELSEWHERE = "A mod runs where q, k and v are: leave it out."
 NO_NUMBER = "A symbol stands for a value of every pair: it has no number yet. Compute with the symbol itself."
@@ -20,8 +22,10 @@ ADVICE = {
     **dict.fromkeys(("shape", "size", "ndim", "numel", "dim"), SIZES),
     **dict.fromkeys(("item", "tolist", "numpy"), NO_NUMBER),
     **dict.fromkeys(("cuda", "cpu", "device", "contiguous", "clone", "requires_grad_"), ELSEWHERE),
-    **dict.fromkeys(("cumsum", "cumprod", "logsumexp", "prod", "std", "var", "norm", "amax", "amin", "argmax", "sort",
-                     "topk", "any", "all", "log_softmax"), NO_ROW),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), RUNNING),
+    **dict.fromkeys(("argmax", "argmin", "argsort", "sort", "topk", "median", "kthvalue"), RANKED),
+    **dict.fromkeys(("logsumexp", "prod", "std", "var", "norm", "amax", "amin", "any", "all", "log_softmax"),
+                    NO_ROW),
     **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "permute", "flatten", "cat",
                      "stack", "gather", "repeat", "T", "mT"), ONE_PAIR),
     **dict.fromkeys(("matmul", "mm", "bmm", "einsum", "dot", "linear"),

@@ -123,7 +123,8 @@ def _compare(whole: Mapping[str, float], cut: Cut, found: Mapping[str, float], w
                 f"    {CUTS[0].name}: {expected:.6g}\n"
                 f"    {cut.name}: {got:.6g}\n"
                 "  The third result of online_fwd multiplies the output of earlier tiles; a state that sums weights "
-                "needs\n  it too: r * rescale + weights.get_reduce('sum')."
+                "needs\n  it too: r * rescale + weights.get_reduce('sum'). Weights that need all scores of their row "
+                "(sparsemax, entmax)\n  or those of later keys (stick breaking) can't be made tile by tile."
             )
 
 

@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from attention_engine.arch import Arch
 from attention_engine.errors import BackwardNotDerived
 from attention_engine.ir.linear import LinearTile
 from attention_engine.plan.forms import KernelName, Tile, words
+from attention_engine.plan.targets import INTERPRETED, Target
 from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.tuning import Asked, Tuning, look_up
 from attention_engine.tuner.defaults import default_tiles, where_from
@@ -19,7 +21,7 @@ from attention_engine.tuner.problems import gpu_name
 def explain(asked: Asked, tuning: Tuning) -> str:
     """A paragraph for each kernel of a problem."""
     _, queries, keys = asked.lengths
-    head = f"{asked.problem.dtype}, {queries} queries and {keys} keys, on {gpu_name(asked.target)}"
+    head = f"{asked.problem.dtype}, {queries} queries and {keys} keys, on {_where(asked.target)}"
     trained = asked.trained
     if isinstance(trained.maths.refusal, BackwardNotDerived):
         lines = [head, f"no backward pass: {asked.maths.refusal}"]
@@ -31,6 +33,15 @@ def explain(asked: Asked, tuning: Tuning) -> str:
         "where gradients are wanted, torch makes the output of what these kernels make:",
         *_of_kernels(trained, tuning, forward=True, backward=True),
     ])  # fmt: skip
+
+
+def _where(target: Target) -> str:
+    if isinstance(target, Arch):
+        return gpu_name(target)
+    return (
+        f"a CPU, which emulates the kernels of an {INTERPRETED.name}\n"
+        "(those of another GPU: build the engine with device=attention_engine.arch.A100())"
+    )
 
 
 def _of_kernels(asked: Asked, tuning: Tuning, *, forward: bool, backward: bool) -> list[str]:
@@ -48,7 +59,7 @@ def _of_kernels(asked: Asked, tuning: Tuning, *, forward: bool, backward: bool) 
 def explain_linear(asked: LinearAsked, tuning: Tuning) -> str:
     """The same of a linear attention."""
     batch, length = asked.lengths
-    lines = [f"{asked.problem.dtype}, a batch of {batch} and {length} tokens, on {gpu_name(asked.target)}"]
+    lines = [f"{asked.problem.dtype}, a batch of {batch} and {length} tokens, on {_where(asked.target)}"]
     tiles = asked.default_tiles
     names = [n for backward in (False, True) for n in asked.kernels(backward, tiles)]
     if asked.problem.per_channel:

@@ -437,7 +437,17 @@ REFUSED = {
                "A row's normaliser is the engine's online_func: OnlineSoftmax(), or one of your own."),
     "attribute": (lambda: S.shape, "symbolic values have no `shape`. "
                   "A mod sees one pair at a time. Put lengths into it as Python numbers, or as a custom input."),
-    "torch function": (lambda: torch.cumsum(S, -1), f"torch.cumsum has no meaning in a mod. {NO_ROW}"),
+    "torch function": (lambda: torch.logsumexp(S, -1), f"torch.logsumexp has no meaning in a mod. {NO_ROW}"),
+    "a running sum": (
+        lambda: S.cumsum(-1),
+        f"symbolic values have no `cumsum`. {ONE_PAIR} A sum over earlier keys is made outside, where q . k isn't in "
+        "it: sums[b, h, kv_idx].",
+    ),
+    "an order": (
+        lambda: torch.topk(S, 2),
+        f"torch.topk has no meaning in a mod. {ONE_PAIR} A row's scores come tile by tile, and are never all there to "
+        "be ranked.",
+    ),
     "a name nearly right": (lambda: S.sigmod(), "symbolic values have no `sigmod`. Did you mean "
                             "'sigmoid', 'logsigmoid' or 'log_sigmoid'?"),
     "a name like none": (lambda: torch.fft.fft(S), f"torch.fft_fft has no meaning in a mod. {ONE_PAIR} Write it "

@@ -116,7 +116,8 @@ def test_the_message_names_both_cuts_their_results_and_the_cause():
         "    one tile: -3.61959\n"
         "    tiles of 4 and 6 keys: -2.85552\n"
         "  The third result of online_fwd multiplies the output of earlier tiles; a state that sums weights needs\n"
-        "  it too: r * rescale + weights.get_reduce('sum')."
+        "  it too: r * rescale + weights.get_reduce('sum'). Weights that need all scores of their row (sparsemax, "
+        "entmax)\n  or those of later keys (stick breaking) can't be made tile by tile."
     )
 
 

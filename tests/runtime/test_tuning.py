@@ -219,6 +219,7 @@ def test_options_of_tuning_that_mean_nothing_are_refused():
 def test_explain_says_where_a_tile_comes_from_and_why_others_fell(tmp_path):
     made = engine(tmp_path / "tiles.json", mask_mod=causal)
     text = made.explain()
+    assert ", on a CPU, which emulates the kernels of an H100" in text.splitlines()[0]
     assert "forward: 128 queries x 128 keys, 256 threads, 2 stages\n  the default (measured on H100" in text
     assert "were rejected before compiling:" in text and max(map(len, text.split("  key ")[0].splitlines())) < 120
     assert re.search(r"\n  of [\d ]+ tiles \d+ may run; ", text)
