@@ -116,7 +116,11 @@ def create_mask(
 
     custom: the custom inputs that the mask reads, by name. Tensors that it captures are read as they are.
 
-        create_mask(library.document(), 1, None, 6, 6, documents=document_ids([2, 4]))
+    Example:
+        >>> create_mask(library.document(), 1, None, 3, 3, documents=document_ids([2, 1]))[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [0, 0, 1]], dtype=torch.int32)
     """
     check_place(device)
     mask = trace_mask(mask_mod, (B, H, Sq, Skv), custom)

@@ -50,8 +50,16 @@ def show_mask(
     a kernel visits, and which of them it tests pair by pair. custom: custom inputs of the mask, by name. Long masks are
     drawn in cells of several pairs, each the share of those that are kept.
 
-        show_mask(library.causal, Sq=16)
-        show_mask(library.document(), 1, None, 64, documents=document_ids([20, 44]))
+    Example:
+        >>> print(show_mask(library.causal, Sq=4))
+        causal
+        62.5 % kept of 4 queries x 4 keys
+        ██ kept  ·· masked
+        ██······
+        ████····
+        ██████··
+        ████████
+        >>> picture = show_mask(library.document(), 1, None, 64, documents=document_ids([20, 44]))
     """
     sizes = (B, H, Sq, Sq if Skv is None else Skv)
     return draw_mask(trace_mask(mask_mod, sizes, custom), name_of(mask_mod), *sizes[2:], batch, head, tile)
@@ -68,7 +76,10 @@ def show_scores(
     makes of each row (None: softmax) in place of its scores. The other arguments are those of `AttentionEngine` and of
     `show_mask`.
 
-        show_scores(q, k, library.alibi(0.125), library.causal, slopes=slopes, weights=True)
+    Example:
+        >>> q, k = torch.randn(2, 1, 16, 4, 8)
+        >>> slopes = 0.5 ** torch.arange(1.0, 5.0)
+        >>> picture = show_scores(q, k, library.alibi(0.125), library.causal, slopes=slopes, weights=True)
     """
     check_ranks(layout, q, k, k)
     q, k = (t if layout == "bhsd" else t.transpose(1, 2) for t in (q, k))

@@ -299,7 +299,9 @@ class Shown(Engine):
         backend="reference" no kernel runs, and the report says so. Its `ok` is True where each error is within 1.1
         (fp32: 10) times that of eager PyTorch in the same dtype. Raises NotOnline, and what a call raises.
 
-            print(engine.check(q, k, v, slopes))
+        Example:
+            >>> AttentionEngine(mask_mod=library.causal).check(*torch.randn(3, 1, 8, 1, 16)).ok
+            True
         """
         tensors = order_custom(self.custom_io, custom, named)
         if kv_lengths is not None and q is not None and k is not None:
@@ -338,7 +340,10 @@ class Shown(Engine):
         custom: as in a call; those that the mask doesn't read may be left out. B, H, Sq, Skv: batch, heads, queries and
         keys; None: those of the custom inputs, else of the metas. The rest is what `show_mask` takes.
 
-            engine.show_mask(documents=ids, tile=(128, 128))
+        Example:
+            >>> io = CustomIO({"documents": ("batch", "seq_len")})
+            >>> engine = AttentionEngine(custom_io=io, mask_mod=library.document())
+            >>> picture = engine.show_mask(documents=document_ids([20, 44]), tile=(16, 16))
         """
         mask, queries, keys = mask_of_engine(self, custom, named, block_mask, (B, H, Sq, Skv))
         title = "no mask" if self.mask_mod is None else name_of(self.mask_mod)

@@ -2,21 +2,20 @@
 
 import doctest
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import attention_engine
 
-MODULES = (
-    "library",
-    "frontend.custom_io",
-    "frontend.meta",
-    "frontend.online_func",
-    "runtime.module",
-    "runtime.linear",
-    "runtime.functional",
-)
+PACKAGE = Path(attention_engine.__file__).parent
+MODULES = [
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -25,6 +24,10 @@ def test_examples_of_docstrings_run(name):
     known = {public: getattr(attention_engine, public) for public in attention_engine.__all__} | {"torch": torch}
     found = doctest.testmod(module, extraglobs={**known, **vars(attention_engine.library), **vars(module)})
     assert found.failed == 0 and found.attempted > 0
+
+
+def test_every_module_with_an_example_is_run():
+    assert {"flex.attention", "runtime.masks", "serving.varlen", "distributed.layout"} <= set(MODULES)
 
 
 def test_everything_in_the_library_has_an_example():
