@@ -107,8 +107,8 @@ def one_by_one(module: Any, whole: Callable[[Any], Any]) -> Any:
 def _with_layouts(function: Any, infer: Infer) -> Any:
     kernel = _read(function.body)
     near = _near_products(kernel.operations)
-    if kernel.elsewhere & near or len({buffer.data for buffer in near}) < len(near):
-        raise _NotAlone("a fragment is read outside of loops, or under two names")
+    if not near or kernel.elsewhere & near or len({buffer.data for buffer in near}) < len(near):
+        raise _NotAlone("no product, or a fragment that is read outside of loops, or under two names")
     twins = {operation.statement: operation.twin for operation in kernel.operations}
     loops: dict[object, Annotations] = {}
     known = _beside(function, kernel, near, infer, loops)
@@ -221,7 +221,8 @@ class _Questions:
 
         inner = operation.statement
         for condition, way in reversed(operation.branches):
-            inner = tirx.IfThenElse(condition, inner) if way else tirx.IfThenElse(condition, _nothing(), inner)
+            then, other = (inner, None) if way else (_nothing(), inner)
+            inner = tirx.IfThenElse(condition, then, other)
         tiles = [*operation.fragments, *operation.shared]
         layouts = {buffer.data: self.known[buffer] for buffer in operation.fragments if buffer in self.known}
         block = tirx.SBlock([], [], [], "tilelang_root", inner, None, tiles, [], {MAP: layouts})
