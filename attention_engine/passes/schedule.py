@@ -224,8 +224,10 @@ def _take_scale(score: Expr) -> tuple[float, Expr]:
 def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     """The backward's pairs in order."""
     gradients = [e for _, e in backward.pair_gradients]
-    number, rest = split_coefficient(backward.product_gradient)
-    scale, product = (float(number), rest) if rest is not None else (1.0, backward.product_gradient)
+    scale, product = 1.0, backward.product_gradient
+    number, rest = split_coefficient(product)
+    if rest is not None and math.isfinite(number):  # as a factor of sums inf and NaN would reach pairs that are 0
+        scale, product = float(number), rest
     values = [e.value for e in backward.extremes]
     pairs = backward.weights, product, *values, *gradients, *([] if backward.score is None else [backward.score])
     block, (weights, product, *gradients), ends = _hoist_all(open_pairs(*pairs))

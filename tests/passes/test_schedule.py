@@ -299,6 +299,15 @@ def test_terms_are_not_divided_by_a_scale_for_which_fp32_has_no_room(scale):
     assert scale in numbers and all(1e-31 < n < 1e31 for n in numbers if n)
 
 
+@pytest.mark.parametrize("factor", [math.inf, math.nan], ids=str)
+def test_a_factor_that_is_no_number_stays_with_the_pairs(factor):
+    """A pair that is masked has the gradient 0, and a sum over pairs times inf would be NaN for all of a row."""
+    program = trace(lambda s, c, b, h, i, j: s * factor, None, OnlineSoftmax(), CustomIO())
+    schedule = schedule_backward(program, derive_backward(program))
+    numbers = [n.value for n in topological(schedule.product_gradient) if n.op is Op.CONST]
+    assert schedule.scale == 1 and not all(map(math.isfinite, numbers))
+
+
 def test_what_a_head_alone_decides_is_computed_once_a_block():
     schedule = schedule_forward(EXAMPLES["retention"].trace())
     assert [v.name for v, _ in schedule.block] == ["block0"]
