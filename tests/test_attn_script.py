@@ -37,26 +37,26 @@ def test_the_encoder_gives_the_same_embeddings_through_the_kernels(capsys):
 def test_a_gpt_learns_alike_with_pytorchs_attention_and_is_saved_and_loaded(tmp_path, capsys):
     train_gpt = importlib.import_module("train_gpt")
     ours, theirs = (
-        train_gpt.main(["--device", "cpu", "--steps", "10", "--attention", name, "--save", str(tmp_path / name)])
+        train_gpt.main(["--device", "cpu", "--steps", "6", "--attention", name, "--save", str(tmp_path / name)])
         for name in ("softmax", "sdpa")
     )
     assert ours == pytest.approx(theirs, abs=1e-3) and ours[-1] < ours[0] - 1
     (again,) = train_gpt.main(["--device", "cpu", "--steps", "1", "--load", str(tmp_path / "sdpa")])
     assert again < ours[0] - 1
     said = capsys.readouterr().out
-    assert "step 10: loss" in said and "tokens a second" in said and "ms a step" in said and "Attention " in said
+    assert "step 6: loss" in said and "tokens a second" in said and "ms a step" in said and "Attention " in said
 
 
 @pytest.mark.parametrize("name", ["fading", pytest.param("sigmoid", marks=pytest.mark.slow)])
 def test_a_gpt_learns_with_an_attention_of_ones_own(name, capsys):
     train_gpt = importlib.import_module("train_gpt")
-    losses = train_gpt.main(["--device", "cpu", "--steps", "10", "--attention", name])
+    losses = train_gpt.main(["--device", "cpu", "--steps", "6", "--attention", name])
     assert losses[-1] < losses[0] - 1
 
 
 def test_a_gpt_learns_with_blocks_that_it_chooses(capsys):
     block_topk = importlib.import_module("block_topk")
-    losses = block_topk.main(["--device", "cpu", "--steps", "10", "--kept", "16"])
+    losses = block_topk.main(["--device", "cpu", "--steps", "6", "--kept", "16"])
     chosen, whole = losses["chosen blocks"], losses["all blocks"]
     assert chosen == pytest.approx(whole, abs=1e-4) and whole[-1] < whole[0] - 1  # 16 of 16: the same attention
     assert "loss of the last ten steps: chosen blocks" in capsys.readouterr().out

@@ -48,10 +48,10 @@ def pairs_that_met_values(engine, batch, heads, length, dim, dtype):
 
 
 STRAIGHT = [(16, 16, 32), (32, 48, 64), (64, 32, 128)]  # queries, keys, threads of a tile
-HOPPER = [
-    (64, Tile(192, 128, 384, 2, HopperForward()), Tile(64, 128, 256, 2, HopperKeys())),
-    (128, Tile(128, 128, 256, 2, HopperForward(persistent=True)), Tile(80, 128, 256, 2, HopperKeys())),
+HOPPER = [  # first the one whose values stand for all keys at once: `make test` runs it
     (256, Tile(128, 80, 256, 2, HopperForward()), Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))),
+    (128, Tile(128, 128, 256, 2, HopperForward(persistent=True)), Tile(80, 128, 256, 2, HopperKeys())),
+    (64, Tile(192, 128, 384, 2, HopperForward()), Tile(64, 128, 256, 2, HopperKeys())),
 ]
 
 
@@ -76,7 +76,7 @@ def test_kernels_drop_as_many_as_the_reference(p):
     assert torch.equal(forward, kept_pairs(1, 2, 90, 90, p))
 
 
-@pytest.mark.parametrize(("dim", "forward_tile", "backward_tile"), HOPPER, ids=["64", "128", "256"])
+@pytest.mark.parametrize(("dim", "forward_tile", "backward_tile"), HOPPER, ids=["256", "128", "64"])
 def test_hand_placed_kernels_drop_the_pairs_of_the_reference(dim, forward_tile, backward_tile, chosen_tiles):
     chosen_tiles.update(forward=forward_tile, backward=backward_tile)
     engine = AttentionEngine(dropout_p=P, backend="interpret")

@@ -90,8 +90,8 @@ class Allocations(TorchDispatchMode):
 
 
 def test_no_tensor_has_the_size_of_the_pairs():
-    length = 900
-    ids = document_ids([7, 400, 1, 92, 400])
+    length = 768
+    ids = document_ids([7, 340, 1, 80, 340])
     attention, inputs = packed_engine(), tensors(1, length)
     with Allocations() as seen:
         o = attention(*inputs, ids)
