@@ -14,8 +14,11 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
+import json
 import multiprocessing
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +39,9 @@ from tests.kernels.together import compile_together
 DTYPE_OF_DIM = {64: torch.float16, 128: torch.bfloat16}
 HEADS, LENGTH = (4, 2, 2), 256
 BY_CUTE = " by CuTe"
+SHARED = tempfile.TemporaryDirectory()
 Level: TypeAlias = Literal["compiles", "lowers", "refused"]
+Found: TypeAlias = tuple[Level, int, int, int, str]  # what a row ends with
 
 
 @dataclass(frozen=True)
@@ -143,23 +148,35 @@ class Row:
 
 def rows(name: str, job: Job) -> list[Row]:
     """What is made of a job's kernels for a GPU of that name."""
-    own, gpu = name.removesuffix(BY_CUTE), _gpu(name)
-    common = name, job.family, job.dim, job.program, str(DTYPE_OF_DIM[job.dim]).removeprefix("torch.")
-    made, texts = [], {}
+    gpu, dtype = _gpu(name), str(DTYPE_OF_DIM[job.dim]).removeprefix("torch.")
+    common = name, job.family, job.dim, job.program, dtype
+    suffix = BY_CUTE if name.endswith(BY_CUTE) else ""
     try:
         kernels = job.kernels(gpu)
     except AttentionEngineError as error:
         return [Row(*common, "all", "refused", why=_line(str(error)))]
-    for kernel, each in kernels.items():
+    places = {kernel: Path(SHARED.name) / f"{each._key.digest}{suffix}" for kernel, each in kernels.items()}
+    wanted = {place: kernels[kernel] for kernel, place in places.items() if not place.exists()}
+    for place, found in _made(name, gpu, wanted):
+        part = place.with_name(f"{os.getpid()} {place.name}")
+        part.write_text(json.dumps(found))
+        part.replace(place)
+    return [Row(*common, kernel, *json.loads(place.read_text())) for kernel, place in places.items()]
+
+
+def _made(name: str, gpu: Arch, kernels: Mapping[Path, Kernel]) -> Iterable[tuple[Path, Found]]:
+    """What is made of kernels, by the places where other jobs of this run find it: many have the same rows."""
+    texts = {}
+    for place, each in kernels.items():
         try:
-            if name != own or gpu.language == "hip":
-                text = lower_as("hip" if name == own else "cutedsl", each.prim_func, gpu, each.configs)
-                made.append(Row(*common, kernel, "lowers", shared=text.shared_bytes))
+            if name.endswith(BY_CUTE) or gpu.language == "hip":
+                text = lower_as("cutedsl" if name.endswith(BY_CUTE) else "hip", each.prim_func, gpu, each.configs)
+                yield place, ("lowers", 0, 0, text.shared_bytes, "")
             else:
-                texts[kernel] = lower_kernel(each.prim_func, gpu, pass_configs=each.configs)
+                texts[place] = lower_kernel(each.prim_func, gpu, pass_configs=each.configs)
         except (NotLowered, RuntimeError) as error:
-            made.append(Row(*common, kernel, "refused", why=_line(getattr(error, "reason", str(error)))))
-    return made + [Row(*common, *found) for found in _compiled(texts, gpu)]
+            yield place, ("refused", 0, 0, 0, _line(getattr(error, "reason", str(error))))
+    yield from _compiled(texts, gpu)
 
 
 def _gpu(name: str) -> Arch:
@@ -167,13 +184,13 @@ def _gpu(name: str) -> Arch:
     return gpu.in_straight_lines() if name.endswith(BY_CUTE) else gpu
 
 
-def _compiled(texts: Mapping[str, LoweredKernel], gpu: Arch) -> Iterable[tuple[str, Level, int, int, int, str]]:
+def _compiled(texts: Mapping[Any, LoweredKernel], gpu: Arch) -> Iterable[tuple[Any, Found]]:
     """What nvcc makes of texts, those with the same flags at once."""
     for flags in dict.fromkeys(k.flags for k in texts.values()):
         names = {f"n{n}": kernel for n, (kernel, k) in enumerate(texts.items()) if k.flags == flags}
         for n, one in compile_together({n: texts[kernel] for n, kernel in names.items()}, gpu).items():
-            spilled = one.used.spill_stores + one.used.spill_loads
-            yield names[n], "compiles", one.used.registers, spilled, one.used.shared_bytes, "; ".join(one.used.notes)
+            spilled, notes = one.used.spill_stores + one.used.spill_loads, "; ".join(one.used.notes)
+            yield names[n], ("compiles", one.used.registers, spilled, one.used.shared_bytes, notes)
 
 
 def _line(words: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from attention_engine.arch import Arch
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import CustomSums, plan_custom_sums
@@ -62,14 +63,22 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
 
 
 def _in_straight_lines(problem: Problem, maths: Maths, target: Target, straight: Tiles) -> Choice:
-    schedule, tile = maths.backward_schedule, straight.backward
+    """Tiles of half the queries where a mask needs the registers of a GPU's usual ones."""
+    forward, backward, schedule = straight.forward, straight.backward, maths.backward_schedule
+    why: dict[KernelName, str] = {}
     copied_apart = isinstance(target, Arch) and target.has_tma  # by warps that leave registers to those who compute
-    if schedule is None or copied_apart or tile != CROWDED or problem.tile_dims != (128, 128):
-        return Choice(straight, {})
-    plan = plan_tiles(schedule.mask)
-    if not plan.mapped and len(plan.bounds.bounds) < 2:
-        return Choice(straight, {})
-    return Choice(replace(straight, backward=replace(tile, q=32)), {"backward": "its mask needs registers"})
+    if forward == CROWDED_FORWARD and _bounds_are_many(maths.forward_of(problem.dtype).mask):
+        forward, why["forward"] = replace(forward, q=forward.q // 2), NEEDS_REGISTERS
+    wide = problem.tile_dims == (128, 128) and backward == CROWDED_BACKWARD and not copied_apart
+    if wide and schedule is not None and _bounds_are_many(schedule.mask):
+        backward, why["backward"] = replace(backward, q=backward.q // 2), NEEDS_REGISTERS
+    return Choice(replace(straight, forward=forward, backward=backward), why)
+
+
+def _bounds_are_many(mask: Expr | None) -> bool:
+    """Does it want a list of tiles, or bounds on both sides?"""
+    plan = plan_tiles(mask)
+    return plan.mapped or len(plan.bounds.bounds) > 1
 
 
 def hints_matter(dim: int, dim_v: int) -> bool:
@@ -225,9 +234,11 @@ def _own_keys(q: int) -> Tile:
 # 224 registers then, and with 64 queries products wait for one another (ptxas C7512). On an H100, S 8192: 8 to 9 %
 # faster than where computing threads choose. At head dims 64 it is no faster.
 DROPPED = {(128, 128): 48}
-# The tile in straight lines of head dims 128 that leaves no registers for masks with lists of tiles or two bounds.
-# Compiled for sm_80: windows 255 registers and 8 bytes spilled, trees 255 and 40; with 32 queries 230 and 240, none.
-CROWDED = Tile(64, 64, 256, 2, Straight(shared_weights=True))
+# Tiles in straight lines that leave no registers for masks with lists of tiles or two bounds: forward at head dims 64,
+# backward at 128. Compiled for sm_80: forward documents 255 registers and 160 bytes spilled, with 64 queries 200 and
+# none; backward windows 255 and 8, trees 255 and 40; with 32 queries 230 and 240, none.
+CROWDED_FORWARD, CROWDED_BACKWARD = Tile(128, 64, 128, 2), Tile(64, 64, 256, 2, Straight(shared_weights=True))
+NEEDS_REGISTERS = "its mask needs registers"
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others.
 BACKWARD = {

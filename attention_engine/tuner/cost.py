@@ -45,7 +45,7 @@ def blocks_per_sm(kernel: KernelName, problem: Problem, arch: Arch, tile: Tile) 
     needs = demand(kernel, problem, tile)
     threads = tile.threads + (128 if arch.has_wgmma and tile.stages else 0)
     registers = (needs.registers + OTHER_REGISTERS) * threads
-    by_memory = arch.shared_memory_per_sm // (needs.shared_bytes + 1024)
+    by_memory = arch.shared_memory_per_sm // (needs.shared_bytes + arch.shared_memory_kept)
     return max(1, min(by_memory, arch.registers_per_sm // registers, arch.max_threads_per_sm // threads))
 
 

@@ -149,7 +149,8 @@ def _reason_it_cannot_run(kernel: str, problem: LinearProblem, arch: Arch, tile:
     if role_of(kernel) != "states" and tile.in_registers and tile.chunk % step:
         return f"{tile.chunk} rows don't cut into {step}, what {tile.threads} threads take at a time"
     needs = demand(kernel, problem, tile)
-    most = arch.shared_memory_per_sm // tile.blocks - 1024 if tile.blocks > 1 else arch.shared_memory_per_block
+    shared = arch.shared_memory_per_sm // tile.blocks - arch.shared_memory_kept
+    most = shared if tile.blocks > 1 else arch.shared_memory_per_block
     if needs.shared_bytes > most:
         return f"needs at least {needs.shared_bytes} bytes of shared memory, and there are {most}"
     return None
@@ -249,7 +250,7 @@ def cycles(kernel: str, problem: LinearProblem, arch: Arch, tile: LinearTile, le
     rate = (arch.peak_tflops or PEAK_TFLOPS) * 1e12 / arch.sm_count / CLOCK
     matrix, copies = 2 * work.products / rate, work.bytes / L2_BYTES
     threads = tile.threads + (128 if arch.has_wgmma and tile.stages and tile.specialize else 0)
-    by_memory = arch.shared_memory_per_sm // (needs.shared_bytes + 1024)
+    by_memory = arch.shared_memory_per_sm // (needs.shared_bytes + arch.shared_memory_kept)
     by_registers = arch.registers_per_sm // ((needs.registers + OTHER_REGISTERS) * threads)
     together = max(1, min(by_memory, by_registers, arch.max_threads_per_sm // threads))
     alone = (max(matrix, copies) if tile.stages else matrix + copies) + STEP_CYCLES

@@ -4,6 +4,7 @@ import pytest
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.library import OnlineSoftmax, causal, document, scale, sliding_window
+from attention_engine.plan.forms import Tile
 
 pytest.importorskip("tilelang")
 
@@ -14,7 +15,7 @@ pytest.importorskip("tilelang")
         (arch.A100, 128, None, 64), (arch.A100, 128, causal, 64),
         (arch.A100, 128, sliding_window(100), 32), (arch.A100, 128, document(), 32),
         (arch.A100, 64, sliding_window(100), 64), (arch.RTX4090, 128, causal, 32),
-        (arch.B200, 128, sliding_window(100), 64),  # copies have registers of their own there
+        (arch.B200, 128, sliding_window(100), 64),  # who computes has the registers of those who copy there
     ],
 )  # fmt: skip
 def test_masks_that_need_registers_have_fewer_queries_a_tile(gpu, dim, mask, queries):
@@ -23,7 +24,15 @@ def test_masks_that_need_registers_have_fewer_queries_a_tile(gpu, dim, mask, que
     engine = AttentionEngine(metas, axes, scale(0.1), mask, OnlineSoftmax(), device=gpu())
     tile = engine._kernels("cuda").tiles.backward
     assert (tile.q, tile.kv, tile.threads) == (queries, 64, 256)
-    assert ("its mask needs registers" in engine.explain()) is (gpu is arch.A100 and queries == 32)
+    assert ("its mask needs registers" in engine.explain()) is (gpu is arch.A100 and mask not in (None, causal))
+
+
+@pytest.mark.parametrize("gpu", [arch.A100, arch.B200])
+@pytest.mark.parametrize(("mask", "queries"), [(None, 128), (causal, 128), (sliding_window(100), 64)])
+def test_forward_they_do_at_head_dims_64(gpu, mask, queries):
+    metas = [meta_tensor(1, 2, 256, 64)] * 3
+    engine = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=gpu())
+    assert engine._kernels("cuda").tiles.forward == Tile(queries, 64, 128, 2)
 
 
 def test_what_is_explained_of_an_amd_gpu():
