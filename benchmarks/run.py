@@ -159,7 +159,9 @@ def table(rows: list[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--case", action="append", required=True, metavar="PATTERN", help="shape.program.mask.length, * for any"
     )

@@ -206,6 +206,22 @@ MISTAKES = {
      "bias = torch.randn(4)\n" + score("return score + bias[q_idx / 2]"),
      "BadCustomInput: mine.py:3: captured tensor 'bias' is read at float(q_idx) / 2, which is a float. "
      "Write // instead of /, or x.to(int)."),
+    "26b": (
+     "AttentionEngine(metas, score_mod=0.25)",
+     "NotAFunction: a float was given where a function of (score, custom, b, h, q_idx, kv_idx) belongs. The engine's "
+     "scale= multiplies scores by a number."),
+    "26c": (
+     "AttentionEngine(metas, mask_mod='causal')",
+     "NotAFunction: a str was given where a function of (b, h, q_idx, kv_idx) belongs. Give the function itself: "
+     "attention_engine.library has many, or write a lambda."),
+    "12b": (
+     "AttentionEngine(metas).resources()",
+     "NoDevice: there is no GPU to compile for. Say which: AttentionEngine(..., "
+     "device=attention_engine.arch.H100())."),
+    "12c": (
+     "AttentionEngine().source()",
+     "SizesUnknown: heads, dims and dtype are those of the first call, and there was none. Call the engine once, "
+     "or give metas: AttentionEngine((meta_tensor(batch, heads, length, dim),) * 3, ...)."),
     "26": (
      "AttentionEngine(metas, scoremod=library.scale(2.0))",
      "UnknownArgument: AttentionEngine has no argument 'scoremod'. Did you mean 'score_mod'?"),

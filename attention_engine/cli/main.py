@@ -74,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
         add("show", scripts.show, "prints what is made of a script's attention", scripts.SHOW_EXAMPLE),
         add("check", scripts.check, "compares a script's attention with float64", scripts.CHECK_EXAMPLE),
     )
-    bench = add("bench", scripts.bench, "runs the benchmarks of the repository", "bench --length 4096")
+    bench = add(
+        "bench", scripts.bench, "runs the benchmarks of the repository", "bench --case mha-128.softmax.full.8192"
+    )
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="given to the benchmark as it is")
     return top
 

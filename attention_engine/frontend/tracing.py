@@ -64,8 +64,8 @@ def place_of(function: Callable[..., object]) -> str:
 def call(function: Callable[..., object], arguments: str, values: Sequence[object], custom: CustomInputs | None) -> Any:
     """Calls with the arguments it asks for: the listed ones and, if it takes one more, the custom inputs."""
     if not callable(function):
-        reads = f" Read it in one: lambda {arguments}: tensor[...]." if hasattr(type(function), "requires_grad") else ""
-        raise NotAFunction(f"a {type(function).__name__} was given where a function of ({arguments}) belongs.{reads}")
+        given, instead = type(function).__name__, _instead(function, arguments)
+        raise NotAFunction(f"a {given} was given where a function of ({arguments}) belongs.{instead}")
     if getattr(function, "makes_mods", False):
         raise FactoryNotCalled(
             f"{function.__name__} makes a function of ({arguments}). Call it: {function.__name__}"
@@ -96,6 +96,15 @@ def call(function: Callable[..., object], arguments: str, values: Sequence[objec
     raise WrongArity(
         f"{place_of(function)} takes {counted(count, 'argument')}. It is called with ({arguments}){one_more}.{bound}"
     )
+
+
+def _instead(given: object, arguments: str) -> str:
+    """What to give in place of something that is no function."""
+    if hasattr(type(given), "requires_grad"):
+        return f" Read it in one: lambda {arguments}: tensor[...]."
+    if isinstance(given, str):
+        return " Give the function itself: attention_engine.library has many, or write a lambda."
+    return " The engine's scale= multiplies scores by a number." if arguments == SCORE_ARGUMENTS else ""
 
 
 def _check_place_of_custom(

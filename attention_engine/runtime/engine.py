@@ -85,9 +85,8 @@ class Engine(torch.nn.Module):
         known = self.qkv_meta or self._called
         if known is None:
             raise SizesUnknown(
-                "this engine has no metas: heads, dims and dtype are those of its calls, and there was none yet.\n"
-                f"  Call it once, or describe them: {type(self).__name__}((meta_tensor(batch, heads, length, dim),) * "
-                "3, ...)."
+                "heads, dims and dtype are those of the first call, and there was none. Call the engine once, or give "
+                f"metas: {type(self).__name__}((meta_tensor(batch, heads, length, dim),) * 3, ...)."
             )
         return known
 
@@ -236,6 +235,20 @@ def gpu_of(engine: Engine, device: Arch | None = None) -> Arch | None:
     return detect(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
+def gpu_to_compile_for(engine: Engine, device: Arch | None) -> Arch:
+    """The GPU that is given, else the engine's, else this machine's. Raises NoDevice."""
+    if (found := gpu_of(engine, device)) is None:
+        raise _no_gpu(engine, "H100")
+    return found
+
+
+def _no_gpu(engine: Engine, which: str) -> NoDevice:
+    return NoDevice(
+        f"there is no GPU to compile for. Say which: {type(engine).__name__}(..., "
+        f"device=attention_engine.arch.{which}())."
+    )
+
+
 def device_to_show(engine: Engine, form: str, device: Arch | None = None) -> Arch | None:
     """The GPU whose kernels are shown in a form: the one that is given, else the engine's, else this machine's; None:
     the interpreter's. Raises UnknownOption, NoDevice."""
@@ -245,11 +258,7 @@ def device_to_show(engine: Engine, form: str, device: Arch | None = None) -> Arc
     if form == "tilelang":
         return found
     if found is None:
-        which = "MI300X" if form == "hip" else "H100"
-        raise NoDevice(
-            f"there is no GPU to compile for. Say which: {type(engine).__name__}(..., "
-            f"device=attention_engine.arch.{which}())."
-        )
+        raise _no_gpu(engine, "MI300X" if form == "hip" else "H100")
     if (found.language == "hip") is not (form == "hip"):
         raise UnknownOption(
             f'form is {as_given(form)}, and the GPU is {found.name}: "hip" is for AMD\'s, such as '

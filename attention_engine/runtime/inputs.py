@@ -265,8 +265,8 @@ def check_qkv(
     elif q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
         batches, lengths = (", ".join(str(t.shape[n]) for t in (q, k, v)) for n in (0, 1))
         raise LengthsDiffer(
-            f"q, k, v have batches {batches} and lengths {lengths}.\n"
-            "  Batches must be equal, but k and v may have one for all; the lengths of k and v must be equal."
+            f"q, k, v have batches {batches} and lengths {lengths}. Give k and v one length, and all one batch (k and "
+            "v may have a batch of 1)."
         )
     if kernels:
         check_lengths(q.shape[1], k.shape[1])

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_engine.arch import Arch, check_gpu, detect
+from attention_engine.arch import Arch, check_gpu
 from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import Kernel, compile_all
 from attention_engine.errors import UnknownOption, as_given
+from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.signatures import DecayOf, Form
 from attention_engine.ir.linear import LinearProgram
 from attention_engine.runtime.arguments import as_parameter
@@ -26,7 +27,7 @@ from attention_engine.runtime.described import (
     linear_places_of,
     name_of,
 )
-from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
+from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, gpu_to_compile_for, kernel_of
 from attention_engine.runtime.explain import explain_linear
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.linear_check import check_linear_call
@@ -59,6 +60,7 @@ class LinearShown(Engine):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         raise NotImplementedError
 
+    @briefly
     def check(
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, decay: Tensor | None = None,
         *custom: Tensor, initial_state: Tensor | None = None, **named: Tensor,
@@ -72,6 +74,7 @@ class LinearShown(Engine):
         tensors = order_custom(self.custom_io, custom, named)
         return check_linear_call(self, drawn[0], drawn[1], drawn[2], decay, tensors, initial_state)
 
+    @briefly
     def cost(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None, *custom: Tensor,
         initial_state: Tensor | None = None, output_final_state: bool = False, device: Arch | None = None,
@@ -84,6 +87,7 @@ class LinearShown(Engine):
         q, k, v, decay = self._tokens_first(q, k, v, decay)
         return linear_cost_of(q, k, v, decay, initial_state, output_final_state, gpu_of(self, device))
 
+    @briefly
     def source(
         self, kernel: str = "forward", form: Form = "tilelang", *, decay: DecayOf | None = "token",
         device: Arch | None = None,
@@ -98,6 +102,7 @@ class LinearShown(Engine):
         text = kernel_of({"forward": forward, **kernels}, kernel).source(form)
         return titled(kernel, text, linear_places_of(self)) if form == "tilelang" else text
 
+    @briefly
     def compile_for(self, device: Arch, *custom: Tensor, decay: DecayOf | None = "token", **named: Tensor) -> list[str]:
         """Compiles the kernels of calls at the metas' lengths for a GPU, which need not be here; their names.
 
@@ -112,14 +117,14 @@ class LinearShown(Engine):
         compile_all([kernel for _, kernel in found])
         return list(dict.fromkeys(name for name, _ in found))
 
+    @briefly
     def resources(self, device: Arch | None = None, *, decay: DecayOf | None = "token") -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel, as ptxas reports them, by its name; of calls with states.
 
         device: a GPU that need not be here; None: this machine's. Compiles what isn't compiled yet. Raises
         NoCudaCompiler, TileDoesNotFit.
         """
-        check_gpu(device)
-        kernels = self._planned(device or self.device or detect(), decay, starts=True)
+        kernels = self._planned(gpu_to_compile_for(self, device), decay, starts=True)
         compile_all(kernels.values())
         return {name: kernel.resources for name, kernel in kernels.items()}
 
@@ -154,6 +159,7 @@ class LinearShown(Engine):
         law = "h = exp(decay) h + k^T v;  o = q h;  x: the tensor's own entry"
         return program_text([Part(law, tuple(self._program.named()), places=places)])
 
+    @briefly
     def explain(self, *, decay: DecayOf | None = "token") -> str:
         """Which tile each kernel runs with for the metas' sizes, where it comes from, and why others fell.
 

@@ -21,9 +21,18 @@ ELSEWHERE = {  # what other libraries call it
     "attn_mask": "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks.",
     "softmax_scale": "Write scale=...",
     "sm_scale": "Write scale=...",
-    "dropout_p": "Linear attention makes no weights of pairs, so it has none to drop.",
     "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
 }
+
+OF_LINEAR = {  # what a linear attention has none of
+    **dict.fromkeys(("mask_mod", "block_mask", "is_causal", "causal", "attn_mask"),
+                    "A linear attention is causal by itself, and has no other mask."),
+    **dict.fromkeys(("scale", "softmax_scale", "sm_scale"), "Write q_mod=lambda x, custom: x * dim**-0.5."),
+    **dict.fromkeys(("score_mod", "online_func"),
+                    "A linear attention has no scores of pairs: q_mod, k_mod, v_mod and decay_mod change its tensors."),
+    "dropout_p": "Linear attention makes no weights of pairs, so it has none to drop.",
+    "enable_gqa": "Leave it out: heads of q and k may be fewer than those of v.",
+}  # fmt: skip
 
 
 def explains_names(init: Callable[Concatenate[Self, Given], None]) -> Callable[Concatenate[Self, Given], None]:
@@ -44,7 +53,8 @@ def explains_names(init: Callable[Concatenate[Self, Given], None]) -> Callable[C
 def nearest(name: str, known: Iterable[str]) -> str:
     """What may have been meant by a name, as a sentence."""
     known = list(known)
-    return ELSEWHERE.get(name) or did_you_mean(name, known).strip() or f"It takes {', '.join(known)}."
+    advice = OF_LINEAR if "decay_mod" in known else ELSEWHERE
+    return advice.get(name) or did_you_mean(name, known).strip() or f"It takes {', '.join(known)}."
 
 
 def either(name: str, value: Value | None, old_name: str, old: Value | None) -> Value | None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_engine.arch import Arch, check_gpu, detect
+from attention_engine.arch import Arch, check_gpu
 from attention_engine.codegen.compile import Resources
 from attention_engine.compiler import CachedKernels, Kernel, Kernels, compile_all
+from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Form, MaskMod, ScoreMod
@@ -31,7 +32,7 @@ from attention_engine.runtime.check_report import CheckReport
 from attention_engine.runtime.cost import Cost, cost_of
 from attention_engine.runtime.described import in_lines, in_one_line, name_of, parts_of, parts_of_backward, places_of
 from attention_engine.runtime.dropout import SPEC, seed_tensor
-from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, kernel_of
+from attention_engine.runtime.engine import Engine, device_to_show, gpu_of, gpu_to_compile_for, kernel_of
 from attention_engine.runtime.explain import explain
 from attention_engine.runtime.inputs import check_ranks, order_custom, stand_ins, type_of
 from attention_engine.runtime.packed import Packed, count_sequences, packing_of, sizes_of_packed, tables_of
@@ -119,6 +120,7 @@ class Shown(Engine):
         usual = " = dim ** -0.5" if known and scale == known[0].dim ** -0.5 else ""
         return f"q . k is scaled by {scale!r}{usual}"
 
+    @briefly
     def source(
         self, kernel: str = "forward", form: Form = "tilelang", packed: Packed = None, cache_page: int | None = None,
         cache_shared: bool = False, device: Arch | None = None,
@@ -200,6 +202,7 @@ class Shown(Engine):
             hints_of(metas),
         )  # fmt: skip
 
+    @briefly
     def explain(
         self, packed: Packed = None, cache_page: int | None = None, cache_shared: bool = False,
         block_mask: GivenBlocks | None = None,
@@ -212,6 +215,7 @@ class Shown(Engine):
             return explain_cached(self, self._of_caches(device, cache_page, cache_shared, packed))
         return explain(self._asked(self.device, device is None, packed=packed, block_mask=block_mask), self.tuning)
 
+    @briefly
     def compile_for(
         self, device: Arch, *custom: Tensor, cache_page: int | None = None, packed: Packed = None,
         cache_shared: bool = False, block_mask: GivenBlocks | None = None, **named: Tensor,
@@ -237,6 +241,7 @@ class Shown(Engine):
         compile_all(kernels.values())
         return list(kernels)
 
+    @briefly
     def resources(
         self, device: Arch | None = None, packed: Packed = None, cache_page: int | None = None,
         cache_shared: bool = False,
@@ -246,8 +251,7 @@ class Shown(Engine):
         device: a GPU that need not be here; None: this machine's. packed, cache_page, cache_shared: as `compile_for`
         takes them. Compiles what isn't compiled yet. Raises NoCudaCompiler, TileDoesNotFit.
         """
-        check_gpu(device)
-        device = device or self.device or detect()
+        device = gpu_to_compile_for(self, device)
         if cache_page is None:
             kernels = self._all_kernels(device, packed=packed)
         else:
@@ -285,6 +289,7 @@ class Shown(Engine):
         types = {n: type_of(t) for n, t in zip(names, [*tensors[3:], *extra], strict=True)}
         return self._trace(types, variant), names, extra
 
+    @briefly
     def check(
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *custom: Tensor,
         block_mask: GivenBlocks | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
@@ -315,6 +320,7 @@ class Shown(Engine):
             return check_packed(self, drawn[0], drawn[1], drawn[2], tensors, (cu_seqlens_q, cu_seqlens_k))
         return check_call(self, drawn[0], drawn[1], drawn[2], tensors, block_mask)
 
+    @briefly
     def cost(
         self, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None,
         device: Arch | None = None, **named: Tensor,
@@ -330,6 +336,7 @@ class Shown(Engine):
         inputs = dict(zip(names, [*tensors[3:], *extra], strict=True))
         return cost_of(program, q, k, v, inputs, gpu_of(self, device))
 
+    @briefly
     def show_mask(
         self, *custom: Tensor, B: int | None = None, H: int | None = None, Sq: int | None = None,
         Skv: int | None = None, block_mask: GivenBlocks | None = None, batch: Choice = None, head: Choice = None,
@@ -349,6 +356,7 @@ class Shown(Engine):
         title = "no mask" if self.mask_mod is None else name_of(self.mask_mod)
         return draw_mask(mask, title, queries, keys, batch, head, tile)
 
+    @briefly
     def show_scores(
         self, q: Tensor, k: Tensor, *custom: Tensor, block_mask: GivenBlocks | None = None, weights: bool = False,
         batch: Choice = None, head: Choice = None, **named: Tensor,

@@ -215,14 +215,14 @@ WRONG = {
     "two batches": (
         LengthsDiffer,
         (Q[:1], K, V),
-        "q, k, v have batches 1, 2, 2 and lengths 11, 13, 13.\n"
-        "  Batches must be equal, but k and v may have one for all; the lengths of k and v must be equal.",
+        "q, k, v have batches 1, 2, 2 and lengths 11, 13, 13. Give k and v one length, and all one batch (k and v "
+        "may have a batch of 1).",
     ),
     "two lengths": (
         LengthsDiffer,
         (Q, K, V[:, :12]),
-        "q, k, v have batches 2, 2, 2 and lengths 11, 13, 12.\n"
-        "  Batches must be equal, but k and v may have one for all; the lengths of k and v must be equal.",
+        "q, k, v have batches 2, 2, 2 and lengths 11, 13, 12. Give k and v one length, and all one batch (k and v "
+        "may have a batch of 1).",
     ),
     "integers": (NotFloating, (Q.int(), K.int(), V.int()), "q, k and v are torch.int32. Give floating tensors."),
 }

@@ -63,6 +63,10 @@ def test_both_names_at_once_clash(engine, new, old, value):
      "backend, tune, tune_file, tune_bwd, tune_file_bwd, deterministic."),
     (AttentionEngine, "is_causal", "Write mask_mod=attention_engine.library.causal."),
     (AttentionEngine, "attn_mask", "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks."),
+    (LinearAttentionEngine, "is_causal", "A linear attention is causal by itself, and has no other mask."),
+    (LinearAttentionEngine, "scale", "Write q_mod=lambda x, custom: x * dim**-0.5."),
+    (LinearAttentionEngine, "score_mod",
+     "A linear attention has no scores of pairs: q_mod, k_mod, v_mod and decay_mod change its tensors."),
 ])  # fmt: skip
 def test_a_name_that_is_no_option_is_told_the_nearest(engine, name, advice):
     message = said(errors.UnknownArgument, lambda: engine(METAS, **{name: None}))

@@ -141,8 +141,8 @@ def test_what_needs_sizes_asks_for_a_call_or_for_metas(engine, name, ask):
     with pytest.raises(errors.SizesUnknown) as caught:
         ask(engine())
     assert str(caught.value) == (
-        "this engine has no metas: heads, dims and dtype are those of its calls, and there was none yet.\n"
-        f"  Call it once, or describe them: {name}((meta_tensor(batch, heads, length, dim),) * 3, ...)."
+        "heads, dims and dtype are those of the first call, and there was none. Call the engine once, or give metas: "
+        f"{name}((meta_tensor(batch, heads, length, dim),) * 3, ...)."
     )
 
 
