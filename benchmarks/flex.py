@@ -170,6 +170,20 @@ def alone(lock: str) -> Iterator[IO[str]]:
         yield held
 
 
+def wait_for_others(lock: str, who: str, name: str) -> None:
+    """Says that this process has compiled, and waits until all have, or have no time left: what runs beside a kernel,
+    were it to compile, takes its time."""
+    with alone(lock) as rows:
+        rows.write(json.dumps([who, name]) + "\n")
+    while not gate_of(lock).exists():
+        time.sleep(0.05)
+
+
+def gate_of(lock: str | Path) -> Path:
+    """The file that is there once kernels are timed."""
+    return Path(lock).with_name("gate")
+
+
 def one(who: str, name: str, lock: str) -> None:
     """Compiles a case, and times it when no other process does: a row, which stands in the file too."""
     began, shape = time.perf_counter(), shape_of(name)
@@ -185,19 +199,24 @@ def one(who: str, name: str, lock: str) -> None:
     def backward() -> object:
         return torch.autograd.grad(made[0], qkv, arriving, retain_graph=True)
 
+    runs = dict(zip(DIRECTIONS, (forward, backward), strict=True))
+    compiled = []
     try:
         call = MAKERS[who](mods, "cuda")
-        torch.cuda.empty_cache()  # others have tensors there
-        for n, (direction, run) in enumerate(zip(DIRECTIONS, (forward, backward), strict=True)):
-            made += [call(*qkv)] * n
+        for direction, run in runs.items():
+            made += [] if direction == "forward" else [call(*qkv)]
             run()
-            torch.cuda.synchronize()
-            with alone(lock):
-                errors[n], kept = off(call, mods, "cuda", shape, direction), kept_share(mods[1])
-                torch.cuda.empty_cache()
-                found[n] = ms(run)
+            compiled.append(direction)
     except Exception as refusal:  # noqa: BLE001 # what a peer refuses is a result
         said = f"{type(refusal).__name__}: {' '.join(str(refusal).split())[:160]}"
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # others have tensors there
+    wait_for_others(lock, who, name)
+    with alone(lock):
+        for n, direction in enumerate(compiled):
+            errors[n], kept = off(call, mods, "cuda", shape, direction), kept_share(mods[1])
+            torch.cuda.empty_cache()
+            found[n] = ms(runs[direction])
     said = said or f"errors {errors[0]:.2f}, {errors[1]:.2f} of eager's, keeps {kept:.1%}"
     row = f"{who:6} {name:24} {found[0]:7.3f} ms, {found[1]:7.3f} ms, {said}"
     print(f"{row} ({time.perf_counter() - began:.0f} s)", flush=True)
@@ -221,20 +240,35 @@ def rows_of(who: str, name: str, found: Sequence[float], errors: Sequence[float]
     return rows
 
 
+COMPILING = 0.7  # of the time that there is
+
+
 def measure(who: Sequence[str], names: Sequence[str], out: Path | None, seconds: float) -> None:
     """A process for each case and each of who, which print their rows; then how many times ours the others take. Who
-    isn't done in so many seconds has no row."""
-    until = time.monotonic() + seconds
-    names = names or [*CASES, *[GROUPED + name for name in CASES]]
-    with tempfile.NamedTemporaryFile(mode="r", suffix=".jsonl") as rows:
-        command = [sys.executable, "-m", "benchmarks.flex", "--lock", rows.name, "--who"]
-        waiting = [subprocess.Popen([*command, each, name]) for each in who for name in names]
-        for process in waiting:
+    hasn't compiled in 0.7 of so many seconds, or isn't done in all of them, has no row."""
+    names, began = names or [*CASES, *[GROUPED + name for name in CASES]], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        rows.touch()
+        command = [sys.executable, "-m", "benchmarks.flex", "--lock", str(rows), "--who"]
+        waiting = {(each, name): subprocess.Popen([*command, each, name]) for each in who for name in names}
+
+        def compiled() -> set[tuple[str, str]]:
+            with alone(str(rows)):
+                return {(each, name) for each, name, *_ in map(json.loads, rows.read_text().splitlines())}
+
+        while time.monotonic() < began + COMPILING * seconds and len(compiled()) < len(waiting):
+            time.sleep(0.2)
+        for case, process in waiting.items():
+            if case not in compiled():
+                process.kill()
+        gate_of(rows).touch()
+        for process in waiting.values():
             try:
-                process.wait(max(0.0, until - time.monotonic()))
+                process.wait(max(0.0, began + seconds - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-        found = [json.loads(row) for row in rows]
+        found = [row for row in map(json.loads, rows.read_text().splitlines()) if len(row) > 2]
     times = {(each, name): of for each, name, *of in found}
     if out is not None:
         ordered = sorted(found, key=lambda row: (names.index(row[1]), list(PEERS).index(row[0])))
@@ -242,6 +276,7 @@ def measure(who: Sequence[str], names: Sequence[str], out: Path | None, seconds:
             row for peer, name, *of, kept, said in ordered for row in rows_of(peer, name, of[:2], of[2:], kept, said)
         ]
         write(out, listed, environment("triton", "tilelang", "flash-attn-4"))
+    print("without a row:", [" ".join(case) for case in waiting if case not in times] or "none")
     for each in who:
         for name in names:
             if each != "ours" and ("ours", name) in times and (each, name) in times:
@@ -274,12 +309,14 @@ def host(device: str) -> None:
 
     kept, slope = create_block_mask(causal, None, None, 128, 128), lambda s, b, h, i, j: s - slopes[h] * (i - j)
     of_documents = create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, 128, 128)
+    dilated = create_block_mask(lambda b, h, i, j: (i >= j) & ((i - j) % 3 == 0), None, None, 128, 128)
     before = FINDER._built.cache_info().misses
     print("host time of a call, us" + (" (launches left out)" if device == "cpu" else ""))
     calls = {
         "an engine": lambda: engine(q, k, v),
         "a mask, kept": lambda: flex_attention(q, k, v, None, kept, kernel_options=options),
         "a score and a mask, kept": lambda: flex_attention(q, k, v, slope, kept, kernel_options=options),
+        "dilated, kept": lambda: flex_attention(q, k, v, None, dilated, kernel_options=options),
         "documents, kept": lambda: flex_attention(q, k, v, None, of_documents, kernel_options=options),
         "a mask made anew": plain, "a score and a mask made anew": scored, "documents, made anew": packed,
     }  # fmt: skip
@@ -287,7 +324,7 @@ def host(device: str) -> None:
         call()
         print(f"{name:32} {host_us(call):8.1f}")
     made = FINDER._built.cache_info().misses - before
-    print(f"engines made for {6 * (ROUNDS + 1) * CALLS} calls of six functions: {made}")
+    print(f"engines made for {7 * (ROUNDS + 1) * CALLS} calls of seven functions: {made}")
 
 
 def main() -> None:
