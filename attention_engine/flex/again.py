@@ -16,9 +16,13 @@ from torch import Tensor, is_grad_enabled
 from attention_engine.flex.masks import BlockMask, noop_mask
 from attention_engine.flex.options import Options
 from attention_engine.runtime import op
+from attention_engine.runtime.arguments import as_parameter
+from attention_engine.runtime.attention_op import PairAttention
+from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.inputs import signature
 from attention_engine.runtime.module import AttentionEngine
 from attention_engine.runtime.patterns import fits, pattern_of
+from attention_engine.runtime.pointers import pointed
 from attention_engine.runtime.program_kernels import Direct
 from attention_engine.runtime.seen import TensorGuards
 
@@ -31,7 +35,8 @@ class Known(NamedTuple):
     """What a call ran.
 
     patterns: of score_mod and mask_mod. places: where the program's captured tensors stand among those that the
-    functions hold. lse: where it stands among the results, if it is returned.
+    functions hold. pointed: the launch of tensors as they come, without views. lse: where it stands among the results,
+    if it is returned.
     """
 
     patterns: tuple[Any, Any]
@@ -39,6 +44,7 @@ class Known(NamedTuple):
     guards: Callable[..., bool]
     key: str
     direct: Direct | None
+    pointed: Direct | None
     requires_grad: bool
     lse: int
 
@@ -77,6 +83,12 @@ def again(
     known = _find(form, (query, key, value), score_mod, mask_mod, tensors)
     if known is None or op.watched():
         return None
+    if known.pointed is not None:
+        given = query, key, value, *[tensors[n] for n in known.places]
+        found = op.run_heads_first(
+            known.key, return_lse, given, known.pointed, known.requires_grad and is_grad_enabled()
+        )
+        return (found[0], found[known.lse]) if return_lse else found[0]
     given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), *[tensors[n] for n in known.places]
     if known.direct is None:
         found = op.run(known.key, return_lse, given)
@@ -128,7 +140,18 @@ def note(
     lse = 1 + finals.index("lse") if "lse" in finals else 0
     guards = TensorGuards(*qkv, *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     required = any([t.requires_grad for t in (*qkv, *captured)])
-    alike.insert(0, Known(patterns, places, guards, seen.key, seen.direct, required, lse))
+    launch = None if seen.direct is None else _pointed(seen.key, *qkv, captured)
+    alike.insert(0, Known(patterns, places, guards, seen.key, seen.direct, launch, required, lse))
     del alike[MOST_ALIKE:]
     while len(KNOWN) > MOST:
         del KNOWN[next(iter(KNOWN))]
+
+
+def _pointed(key: str, query: Tensor, k: Tensor, value: Tensor, captured: Sequence[Tensor]) -> Direct | None:
+    """The launch of tensors as they come; None where there is none."""
+    attention = ATTENTIONS[key]
+    if not isinstance(attention, PairAttention) or attention.program_kernels is None or attention.trained is not None:
+        return None
+    turned = query.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2)
+    bound = attention.program_kernels.bound(*turned, [as_parameter(c) for c in captured])
+    return pointed(bound, query, k, value, captured)

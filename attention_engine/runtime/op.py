@@ -137,16 +137,40 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     @takes_batches
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
-        attention, saved = ATTENTIONS[ctx.key], ctx.saved_tensors
-        given, kept, wanted = saved[: ctx.count], saved[ctx.count :], ctx.needs_input_grad[3:]
-        arrived = attention.arrived(given, kept, arriving)
-        if torch.is_grad_enabled() and not is_compiling():  # create_graph=True
-            counts = len(given), len(arrived)
-            apply: Apply = GradientFunction.apply
-            found = apply(ctx.key, tuple(wanted), counts, *given, *arrived, *kept)
-        else:
-            found = _gradients(attention, given, kept, arrived, wanted)
-        return (None, None, None, *[d if w else None for d, w in zip(found, wanted, strict=True)])
+        return _backward_of(ctx, ctx.saved_tensors, arriving)
+
+
+def _backward_of(ctx: Any, saved: Sequence[Any], arriving: Given) -> tuple[Tensor | None, ...]:
+    """The gradients of a call's arguments. saved: what it is made of, then what was kept."""
+    attention, given, kept, wanted = (
+        ATTENTIONS[ctx.key],
+        saved[: ctx.count],
+        saved[ctx.count :],
+        ctx.needs_input_grad[3:],
+    )
+    arrived = attention.arrived(given, kept, arriving)
+    if torch.is_grad_enabled() and not is_compiling():  # create_graph=True
+        counts = len(given), len(arrived)
+        apply: Apply = GradientFunction.apply
+        found = apply(ctx.key, tuple(wanted), counts, *given, *arrived, *kept)
+    else:
+        found = _gradients(attention, given, kept, arrived, wanted)
+    return (None, None, None, *[d if w else None for d, w in zip(found, wanted, strict=True)])
+
+
+class HeadsFirstFunction(AttentionFunction):
+    """The same of q, k, v and an output whose heads stand before their lengths, by a launch that takes them so."""
+
+    @staticmethod
+    @takes_batches
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *rest = ctx.saved_tensors
+        o = ctx.count - 3
+        rest[o] = rest[o].transpose(1, 2)
+        saved = [q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *rest]
+        d_o = None if arriving[0] is None else arriving[0].transpose(1, 2)
+        found = _backward_of(ctx, saved, (d_o, *arriving[1:]))
+        return (None, None, None, *[d if d is None else d.transpose(1, 2) for d in found[3:6]], *found[6:])
 
 
 class TransformableFunction(torch.autograd.Function):
@@ -246,5 +270,14 @@ def run_unwatched(key: str, form: bool, given: Given, direct: Direct, with_gradi
     return direct(*given)[: ATTENTIONS[key].counts[form]]
 
 
+def run_heads_first(
+    key: str, form: bool, given: Sequence[Tensor], direct: Direct, with_gradients: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The same of heads before lengths; no output of this attention is made of another."""
+    found = _apply_heads_first(key, form, direct, *given) if with_gradients else direct(*given)
+    return found[: ATTENTIONS[key].counts[form]]
+
+
 # apply without the look for functorch's transforms, of which there are none: 4 of its 13 us
 _apply_once: Apply = super(torch.autograd.Function, AttentionFunction).apply
+_apply_heads_first: Apply = super(torch.autograd.Function, HeadsFirstFunction).apply

@@ -24,6 +24,7 @@ from attention_engine.ir.program import PLACES
 
 Tables: TypeAlias = tuple[Tensor, ...]
 Results: TypeAlias = dict[str, Tensor]
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 MOST = 4  # sets of starts whose tables are held: several kinds of attention in a model
 
 
@@ -47,7 +48,11 @@ _LATEST: deque[_Shared] = deque(maxlen=MOST)
 
 def stream_of(device: torch.device) -> int:
     """The stream on which kernels run now: what is made there is there for whoever comes later."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    if _raw_stream is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return int(_raw_stream(device.index))  # without a Stream around it: a microsecond
 
 
 def is_capturing(device: torch.device) -> bool:

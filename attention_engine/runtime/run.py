@@ -69,6 +69,21 @@ class Kept:
         return found
 
 
+class Hashed:
+    """A value whose hash is worked out once: that of all that a kernel is made of takes as long as a launch."""
+
+    __slots__ = ("hash", "value")
+
+    def __init__(self, value: object) -> None:
+        self.value, self.hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Hashed) and self.value == other.value)
+
+
 class Ready:
     """The steps of a plan, with all that the lengths of a call say worked out.
 
@@ -95,6 +110,12 @@ class Ready:
             self.steps.append(_Launch(step, kernel_of, new, lengths, device, kept))
         begin_all([kernel_of(step) for step in steps if isinstance(step, Launch)])
 
+    @property
+    def launches(self) -> list[_Launch] | None:
+        """The steps, where all of them are launches of this call alone; else None."""
+        found = [step for step in self.steps if isinstance(step, _Launch) and not step.launch.of_sequences]
+        return found if len(found) == len(self.steps) else None
+
     def results(self, places: Iterable[str]) -> list[Tensor]:
         """Templates of what is made in these places."""
         likes = {place: like for step in self.steps if isinstance(step, _Launch) for place, like, _ in step.made}
@@ -117,7 +138,7 @@ class Ready:
         tensors = [*[place for place, _ in given], *[place for step in steps for place, _, _ in step.made]]
         for n, place in enumerate(tensors, len(numbers)):
             slots.setdefault(place, []).append(n)
-        each = [step.by_number(slots) for step in steps]
+        each = [step.by_number(slots, self.numbers) for step in steps]
         take = itemgetter(*[slots[place][-1] for place in wanted], len(numbers))  # of two or more: a tuple
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -181,37 +202,41 @@ class _Launch:
         ]
         shapes = tuple(like.shape for _, like, _ in self.made)  # heads too: engines alike but for them share kernels
         self.key = (launch.name, launch.given, shapes, *lengths.values(), device)
+        self.hashed = Hashed(self.key) if launch.lasting else None
 
     def run(self, memory: Memory) -> None:
         """Allocates and launches."""
-        if self.launch.lasting and not is_capturing(self.device):
-            memory.update(self.kept((*self.key, stream_of(self.device)), lambda: self._made(memory)))
+        if self.launch.lasting:
+            memory.update(self.once(memory))
         elif self.launch.of_sequences:
             memory.update(share_results(memory, self.key, lambda: self._made(memory)))
         else:
             memory.update(self._made(memory))
 
-    def by_number(self, slots: Mapping[str, Sequence[int]]) -> Callable[[list[Any]], None]:
-        """The same, of a list of values. slots: where those of each place stand in it; what is made goes to its end."""
+    def once(self, numbers: Memory) -> dict[str, Tensor]:
+        """What is made by a launch that reads numbers alone: now, or by an earlier call of the same lengths."""
+        if is_capturing(self.device):
+            return self._made(dict(numbers))
+        return self.kept((self.hashed, stream_of(self.device)), lambda: self._made(dict(numbers)))
+
+    @property
+    def run_alone(self) -> Callable[..., None]:
+        """The kernel, of all its arguments."""
+        return self._kernel.run
+
+    def by_number(self, slots: Mapping[str, Sequence[int]], numbers: Memory) -> Callable[[list[Any]], None]:
+        """The same, of a list of values. slots: where those of each place stand in it; what is made goes to its end.
+        numbers: those by name."""
         take, launch = itemgetter(*[n for place in self.places for n in slots[place]]), self._kernel.run
         zeros_like, empty_like = torch.zeros_like, torch.empty_like
-        likes, first = [(like, zeroed) for _, like, zeroed in self.made], slots[self.made[0][0]][0]
+        likes = [(like, zeroed) for _, like, zeroed in self.made]
 
         def run(values: list[Any]) -> None:
             values += [zeros_like(like) if zeroed else empty_like(like) for like, zeroed in likes]
             launch(*take(values))
 
         def run_once(values: list[Any]) -> None:
-            if is_capturing(self.device):
-                run(values)
-                return
-
-            def make() -> dict[str, Tensor]:
-                run(values)
-                return dict(zip([place for place, _, _ in self.made], values[first:], strict=True))
-
-            found = self.kept((*self.key, stream_of(self.device)), make)
-            values[first:] = found.values()
+            values += self.once(numbers).values()
 
         return run_once if self.launch.lasting else run
 
