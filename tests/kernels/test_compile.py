@@ -209,7 +209,7 @@ def test_a_lane_speaks_for_a_spare_warp_when_all_of_its_lanes_have_read():
     assert len(gives_back) == 4, "the copying warp, the spare ones, computing ones at their first item and at others"
     for n in gives_back:
         assert lines[n - 1].startswith("if (") and lines[n - 2] == "__syncwarp();"
-    walks = [n for n, line in enumerate(lines) if re.match(r"\(\(int\*\)v_\d+\)\[0\] = \(\(int\*\)record\)", line)]
+    walks = [n for n, line in enumerate(lines) if re.match(r"\(\(int\*\)\w*_\d+\)\[0\] = \(\(int\*\)record\)", line)]
     assert len(walks) == 6, "three warps prepare, and store"
     for n in walks:
         assert "__syncwarp();" in lines[n - 4 : n], "all have left the walk before"
