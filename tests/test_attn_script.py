@@ -37,14 +37,14 @@ def test_the_encoder_gives_the_same_embeddings_through_the_kernels(capsys):
 def test_a_gpt_learns_alike_with_pytorchs_attention_and_is_saved_and_loaded(tmp_path, capsys):
     train_gpt = importlib.import_module("train_gpt")
     ours, theirs = (
-        train_gpt.main(["--device", "cpu", "--steps", "6", "--attention", name, "--save", str(tmp_path / name)])
+        train_gpt.main(["--device", "cpu", "--steps", "10", "--attention", name, "--save", str(tmp_path / name)])
         for name in ("softmax", "sdpa")
     )
     assert ours == pytest.approx(theirs, abs=1e-3) and ours[-1] < ours[0] - 1
     (again,) = train_gpt.main(["--device", "cpu", "--steps", "1", "--load", str(tmp_path / "sdpa")])
     assert again < ours[0] - 1
     said = capsys.readouterr().out
-    assert "step 6: loss" in said and "tokens a second" in said and "ms a step" in said and "Attention " in said
+    assert "step 10: loss" in said and "tokens a second" in said and "ms a step" in said and "Attention " in said
 
 
 @pytest.mark.parametrize("name", ["fading", pytest.param("sigmoid", marks=pytest.mark.slow)])
