@@ -92,7 +92,7 @@ def test_proton_starts_and_ends(monkeypatch):
 def test_an_engine_says_what_its_kernels_take(monkeypatch):
     case = Case("mha-64", "softmax", "causal", 512)
     engine = profile.engine_of(case, torch.float16)
-    monkeypatch.setattr("attention_engine.runtime.shown.detect", arch.H100)
+    monkeypatch.setattr("attention_engine.runtime.shown.gpu_to_compile_for", lambda engine, device: arch.H100())
     both = engine._all_kernels
     quick = ("preprocess", "postprocess")  # to compile
     monkeypatch.setattr(engine, "_all_kernels", lambda *a, **kw: {name: both(*a, **kw)[name] for name in quick})

@@ -235,11 +235,11 @@ def test_inputs_come_by_position_or_by_name():
 
 
 BEHIND = (
-    "{} behind q, k and v, where custom inputs do (declared: {}). Masks and scales are the engine's:\n"
-    "  AttentionEngine(..., mask_mod=..., scale=...)."
+    "{} q, k and v, and the declared custom inputs are: {}. Masks and scales are the engine's: "
+    "AttentionEngine(mask_mod=..., scale=...)."
 )
 REFUSED = {
-    "too many": ((HEAT, BIAS, BIAS), {}, BEHIND.format("3 more arguments stand", "'heat', 'bias'")),
+    "too many": ((HEAT, BIAS, BIAS), {}, BEHIND.format("3 arguments follow", "'heat', 'bias'")),
     "one missing": (
         (HEAT,), {}, "custom input 'bias' is missing. Declared: 'heat', 'bias'; give them after q, k, v, or by name.",
     ),
@@ -284,7 +284,7 @@ def test_inputs_that_do_not_fit_are_refused(backend, kind):
 def test_an_engine_without_custom_inputs_says_so():
     with pytest.raises(BadInput) as caught:
         build(online_func=OnlineSoftmax())(*qkv(), HEAT)
-    assert str(caught.value) == BEHIND.format("1 more argument stands", "none")
+    assert str(caught.value) == BEHIND.format("1 argument follows", "none")
 
 
 def test_a_float_tensor_as_an_index_is_refused_at_the_call():
