@@ -47,13 +47,21 @@ Found: TypeAlias = tuple[Level, int, int, int, str]  # what a row ends with
 @dataclass(frozen=True)
 class Program:
     """What of the library makes it. score: made of the factor head dim ** -0.5. caches: does it say what calls with a
-    cache do, whose queries are a request's last ones?"""
+    cache do, whose queries are a request's last ones? integers: do its custom inputs hold them?"""
 
     rows: Callable[[], Any] = library.OnlineSoftmax
     mask: Any = library.causal
     score: Callable[[float], Any] = library.scale
     axes: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True
+    integers: bool = False
+
+    def custom(self) -> list[torch.Tensor]:
+        """Custom inputs as a call gives them."""
+        sizes = {"batch": 1, "heads": HEADS[0], "seq_len": LENGTH}
+        dtype = torch.int32 if self.integers else torch.float32
+        shapes = ([sizes.get(a, a) for a in axes] for axes in self.axes.values())
+        return [torch.zeros(shape, dtype=dtype, requires_grad=not self.integers) for shape in shapes]
 
 
 def _capped(factor: float) -> Any:
@@ -84,9 +92,11 @@ PROGRAMS = {
     "block diagonal": Program(mask=library.block_diagonal(48)),
     "block causal": Program(mask=library.block_causal(48)),
     "neighbourhood": Program(mask=library.neighbourhood(16, 2, 2), caches=False),
-    "documents": Program(mask=library.document(), axes={"documents": ("batch", "seq_len")}, caches=False),
-    "padding": Program(mask=library.padding(), axes={"lengths": ("batch",)}),
-    "tree": Program(mask=library.tree(), axes={"tree": ("batch", 8, 8), "context": ("batch",)}),
+    "documents": Program(
+        mask=library.document(), axes={"documents": ("batch", "seq_len")}, caches=False, integers=True
+    ),
+    "padding": Program(mask=library.padding(), axes={"lengths": ("batch",)}, integers=True),
+    "tree": Program(mask=library.tree(), axes={"tree": ("batch", 8, 8), "context": ("batch",)}, integers=True),
     "or, not": Program(mask=library.or_masks(library.causal, library.not_mask(library.block_diagonal(48)))),
 }
 
@@ -115,9 +125,9 @@ class Job:
         score, axes = program.score(self.dim**-0.5), CustomIO(program.axes)
         engine = AttentionEngine(metas, axes, score, program.mask, program.rows(), device=gpu)
         if self.family == "decoding":
-            plain, paged = (engine._of_caches(gpu, page, False, None).every for page in (0, 64))
+            plain, paged = (engine._of_caches(gpu, page, False, None, program.custom()).every for page in (0, 64))
             return plain | {f"{name}, paged": kernel for name, kernel in paged.items()}
-        found, forward = engine._all_kernels(gpu), engine._kernels("tilelang").of_forward
+        found, forward = engine._all_kernels(gpu, program.custom()), engine._kernels("tilelang").of_forward
         return {n: k for n, k in found.items() if (n in forward) == (self.family == "forward")}
 
 
