@@ -9,7 +9,7 @@ PAGE = "docs/errors.md"  # of the repository
 
 
 class AttentionEngineError(Exception):
-    """The base of every error that this package raises on purpose. Its last line, a note, names a section of PAGE."""
+    """The base of every error that this package raises. Its last line names its section of docs/errors.md."""
 
     @property  # no __init__: torch.compile follows none of an exception
     def __notes__(self) -> list[str]:  # type: ignore[override] # add_note appends to what it finds

@@ -1,4 +1,4 @@
-"""Classic mistakes: for each the class of its error, code that makes it, and the mend. Prints or writes docs/errors.md.
+"""Classic mistakes: for each the class of its error, code that makes it, and the fix. Prints or writes docs/errors.md.
 
 python docs/mistakes.py            every mistake with the message that a user meets
 python docs/mistakes.py --write    docs/errors.md
@@ -317,7 +317,7 @@ def example(mistake: Mistake) -> str:
     return (
         f"### {mistake.title[0].upper()}{mistake.title[1:]}\n\n"
         f"```py\n{mistake.wrong}\n```\n\n```text\n{message_of(mistake)}\n```\n\n"
-        f"The mend:\n\n```py\n{mistake.right}\n```\n"
+        f"The fix:\n\n```py\n{mistake.right}\n```\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""docs/errors.md: each mistake ends in its own class with the very message that the page shows, and each mend runs."""
+"""docs/errors.md: each mistake ends in its own class with the very message that the page shows, and each fix runs."""
 
 import importlib.util
 import sys
