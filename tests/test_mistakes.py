@@ -174,6 +174,24 @@ MISTAKES = {
     "18": (
      online('return weights, {"m": m_new}, rescale'),
      "MissingState: mine.py:4: Softmax.online_fwd gives no row state 'r'. Return each: 'm', 'r'."),
+    "17b": (
+     "class Mine(OnlineFunc):\n    @staticmethod\n    def online_forward(scores, rows, b, h, q_idx):\n        return 1",
+     "UnknownArgument: Mine has a method 'online_forward', which nobody calls. Name it 'online_fwd'."),
+    "18b": (
+     online('return weights, {"m": m_new, "r": r * rescale + online_rowscales.r}, rescale'),
+     "UnknownState: mine.py:10: row states are read by name in brackets: ['r']."),
+    "18c": (
+     online('return weights * custom, {"m": m_new, "r": r}, rescale').replace("h, q_idx):", "h, q_idx, custom):", 1),
+     "TensorInMod: mine.py:10: a CustomInputs can't be mixed with symbolic values. It is all custom inputs: read one, "
+     "custom['name']."),
+    "41c": (
+     score("return score - score.max(-1)"),
+     "UnsupportedOperation: mine.py:2: max(-1) reduces a dim in torch, and a mod has none. For the max over a row, "
+     "scores.get_reduce('max'), in online_fwd; for the max of two, a.max(-1.0)."),
+    "41b": (
+     score("return score - torch.max(score, dim=-1)"),
+     "UnsupportedOperation: mine.py:2: max with dim= has no meaning in a mod. A mod sees one pair at a time, as "
+     "numbers without dimensions. Sums over a row are scores.get_reduce('sum'), in online_fwd."),
     "19": (
      online('return weights, {"m": m_new, "r": r * rescale + weights.get_reduce("sum")}, 1.0'),
      "NotOnline: mine.py:4: Softmax.online_fwd: the output depends on how a row is cut into tiles. Is a "

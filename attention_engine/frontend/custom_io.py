@@ -173,6 +173,8 @@ class CustomRead(SymbolicTensor):
 class CustomInputs:
     """The custom inputs inside a mod: custom["name"], or custom.input_tensors["name"]."""
 
+    item = numel = None  # what is asked of a value that meets a symbol: they are no number
+
     def __init__(self, io: CustomIO, dtypes: Mapping[str, Type]) -> None:
         self._io, self._dtypes = io, dtypes
 

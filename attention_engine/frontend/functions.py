@@ -47,6 +47,11 @@ def _extremum(op: Op, name: str) -> Callable[..., Symbol]:
                 f"{where_from()}{name} takes two values: a.{name}(b). For the {name} over a row, "
                 f"scores.get_reduce('{name}')."
             )
+        if type(others[0]) is int and others[0] == -1:
+            raise UnsupportedOperation(
+                f"{where_from()}{name}(-1) reduces a dim in torch, and a mod has none. For the {name} over a row, "
+                f"scores.get_reduce('{name}'), in online_fwd; for the {name} of two, a.{name}(-1.0)."
+            )
         return wrap(make(op, *unify(a, others[0], least=Type.INT)))
 
     return build

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from attention_engine.errors import BadInitialValue, as_given
+from attention_engine.errors import BadInitialValue, UnknownArgument, as_given
 from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.symbols import SymbolicArray, SymbolicTensor
 
 Rows = Mapping[str, Any]
+METHODS = ("online_fwd", "online_fwd_epilogue", "forward", "backward", "combine")
 
 
 class Var:
@@ -94,6 +96,16 @@ class OnlineFunc:
     ) -> None:
         self.online_rowscales = dict(online_rowscales or {})
         self.final_rowscales = dict(final_rowscales or {})
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """UnknownArgument where a method's name is nearly that of one which the class leaves as it is."""
+        super().__init_subclass__(**named)
+        for name in [n for n in vars(cls) if not n.startswith("_") and n not in METHODS and callable(getattr(cls, n))]:
+            for meant in difflib.get_close_matches(name, METHODS, 1, 0.8):
+                if getattr(cls, meant) is getattr(OnlineFunc, meant):
+                    raise UnknownArgument(
+                        f"{cls.__name__} has a method {name!r}, which nobody calls. Name it {meant!r}."
+                    )
 
     @staticmethod
     def online_fwd(

@@ -57,8 +57,9 @@ def lift(value: object) -> Expr:
         case float():
             return const(in_fp32(number))
     raise TensorInMod(
-        f"{where_from()}a {type(value).__name__} can't be mixed with symbolic values.\n"
-        "  Use Python numbers, tensors, or custom inputs: CustomIO({'name': axes}) and custom['name']."
+        f"{where_from()}a {type(value).__name__} can't be mixed with symbolic values."
+        + " It is all custom inputs: read one, custom['name']." * hasattr(type(value), "input_tensors")
+        + "\n  Use Python numbers, tensors, or custom inputs: CustomIO({'name': axes}) and custom['name']."
     )
 
 
@@ -340,6 +341,8 @@ def where(condition: object, a: object, b: object) -> Symbol:
 
 
 def _call(name: str, function: Callable[..., Symbol], args: tuple[object, ...], named: dict[str, object]) -> Symbol:
+    if over := named.keys() & {"dim", "axis", "keepdim", "keepdims"}:
+        raise UnsupportedOperation(f"{where_from()}{name} with {min(over)}= has no meaning in a mod. {NO_ROW}")
     try:
         inspect.signature(function).bind(*args, **named)
     except TypeError as mismatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from attention_engine.errors import (
     BadInitialValue,
@@ -166,6 +166,11 @@ class _Rowscales(dict[str, Symbol]):
     def __init__(self, values: Mapping[str, Symbol], what: str, owner: str) -> None:
         super().__init__(values)
         self.what, self.owner = what, owner
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnknownState(f"{where_from()}row states are read by name in brackets: [{name!r}].")
 
     def __missing__(self, name: str) -> Symbol:
         known = ", ".join(map(repr, self)) or "none"
