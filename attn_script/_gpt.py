@@ -79,7 +79,7 @@ def train(model, text, batch, steps, dtype):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-        if step % 50 == 0 or step == 10:
+        if step % 50 == 0 or step in (10, steps):
             shown = losses[-1].item()  # waits for the GPU
             seconds = (time.perf_counter() - started) / (step - told)
             rate = batch * context / seconds
