@@ -23,6 +23,7 @@ from attention_engine.plan.rules import NO_STORAGE_SYNC
 LOG = logging.getLogger("attention_engine")
 FRAGMENT, OF_A_THREAD = "local.fragment", ("local", "local.var")
 MAP, LOOP_LAYOUT = "layout_map", "parallel_loop_layout"
+MARK = "attention_engine_operation"  # stands for an operation while TileLang is asked about the others
 Infer = Callable[[Any], Any]  # a function, with its layouts
 Layouts = dict[Buffer, Any]
 Twin = tuple[object, ...]
@@ -109,16 +110,17 @@ def _with_layouts(function: Any, infer: Infer) -> Any:
     near = _near_products(kernel.operations)
     if not near or kernel.elsewhere & near or len({buffer.data for buffer in near}) < len(near):
         raise _NotAlone("no product, or a fragment that is read outside of loops, or under two names")
-    twins = {operation.statement: operation.twin for operation in kernel.operations}
-    loops: dict[object, Annotations] = {}
-    known = _beside(function, kernel, near, infer, loops)
-    questions = _Questions(function, kernel, infer, known, loops)
-    questions.follow([o for o in kernel.operations if near & set(o.fragments)])
+    apart = _apart(kernel.operations, near)
+    body = infer(function.with_body(_with_marks(function.body, apart))).body
+    strict = {b for o in kernel.operations if o.is_product for b in o.fragments}
+    known = {buffer: layout for buffer, layout in _map_of(body) if buffer not in near or buffer in strict}
+    questions = _Questions(function, kernel, infer, known)
+    questions.follow([o for o in kernel.operations if not (o.is_product or near.isdisjoint(o.fragments))])
     if any(b not in known for o in kernel.operations for b in o.fragments):
         raise _NotAlone("products and what follows from them leave a fragment without a layout")
-    if any(twins.get(loop, loop) not in loops for loop in kernel.loops):
+    if any(o.is_loop and o.twin not in questions.loops for o in apart):
         raise _NotAlone("a loop has no layout")
-    return function.with_body(_annotated(function.body, known, lambda loop: loops[twins.get(loop, loop)]))
+    return function.with_body(_put_back(body, apart, questions))
 
 
 def _near_products(operations: Sequence[_Operation]) -> set[Buffer]:
@@ -131,32 +133,39 @@ def _near_products(operations: Sequence[_Operation]) -> set[Buffer]:
         near |= more
 
 
-def _beside(
-    function: Any, kernel: _Kernel, near: set[Buffer], infer: Infer, loops: dict[object, Annotations]
-) -> Layouts:
-    """The layouts of products, and all that has nothing to do with them: found together. Loops go to `loops`."""
+def _apart(operations: Sequence[_Operation], near: set[Buffer]) -> list[_Operation]:
+    """What follows from products. The others, and copies that say where a tile in shared memory lies, TileLang is asked
+    about together."""
+    operands = {tile for o in operations if o.is_product for tile in o.shared}
+    return [
+        o for o in operations
+        if not near.isdisjoint(o.fragments) and not o.is_product and (o.is_loop or operands.issuperset(o.shared))
+    ]  # fmt: skip
+
+
+def _with_marks(body: Statement, apart: Sequence[_Operation]) -> Statement:
+    """The statements, with a mark in the place of each of these operations."""
     from tvm import tirx
 
-    operands = {tile for o in kernel.operations if o.is_product for tile in o.shared}
-    left_out = {
-        o.statement for o in kernel.operations
-        if not near.isdisjoint(o.fragments) and not o.is_product and (o.is_loop or operands.issuperset(o.shared))
-    }  # fmt: skip
+    marks = {operation.statement: _mark(number) for number, operation in enumerate(apart)}
 
-    def less(statement: Any) -> Any:
-        if statement in left_out:
-            return _nothing()
-        return statement if _is_parallel(statement) else None
+    def mark(statement: Any) -> Any:
+        return marks.get(statement, statement if _is_parallel(statement) else None)
 
-    body = tirx.stmt_functor.ir_transform(function.body, less, None, ["tirx.For", "tirx.Evaluate"])
-    found = infer(function.with_body(body)).body
-    before, after = _read(body).loops, _read(found).loops
-    if len(before) != len(after):
-        raise _NotAlone("TileLang made one loop of two")
-    twins = {operation.statement: operation.twin for operation in kernel.operations}
-    loops |= {twins.get(one, one): other.annotations for one, other in zip(before, after, strict=True)}
-    strict = {b for o in kernel.operations if o.is_product for b in o.fragments}
-    return {buffer: layout for buffer, layout in _map_of(found) if buffer not in near or buffer in strict}
+    made: Statement = tirx.stmt_functor.ir_transform(body, mark, None, ["tirx.For", "tirx.Evaluate"])
+    return made
+
+
+def _mark(number: int) -> Any:
+    from tvm import tirx
+
+    return tirx.Evaluate(tirx.call_extern("int32", MARK, number))
+
+
+def _marked(node: Any) -> int | None:
+    """The number of a mark."""
+    arguments = getattr(node.value, "args", ())
+    return int(arguments[1]) if len(arguments) == 2 and getattr(arguments[0], "value", "") == MARK else None
 
 
 @dataclass
@@ -167,7 +176,7 @@ class _Questions:
     kernel: _Kernel
     infer: Infer
     known: Layouts
-    loops: dict[object, Annotations]
+    loops: dict[Twin, Annotations] = field(default_factory=dict)
 
     def follow(self, operations: Sequence[_Operation]) -> None:
         """From the layouts that are known, those of these operations' fragments: TileLang's order, without its search.
@@ -195,8 +204,6 @@ class _Questions:
     def _can_follow(self, operation: _Operation) -> bool:
         """Whether TileLang would find a loop's layout by now: from a fragment that it writes, or one whose entries are
         in one thread each."""
-        if operation.is_product:
-            return False
         if not operation.is_loop:
             return any(buffer in self.known for buffer in operation.fragments)
         return LOOP_LAYOUT in operation.statement.annotations or any(
@@ -231,25 +238,29 @@ class _Questions:
         return tirx.PrimFunc([], body, None, {}, self.function.attrs)
 
 
-def _annotated(body: Statement, known: Layouts, of_loop: Callable[[Any], Annotations]) -> Statement:
-    """The statements with what TileLang would have noted."""
+def _put_back(body: Statement, apart: Sequence[_Operation], questions: _Questions) -> Statement:
+    """The operations in the place of their marks, with what TileLang notes at loops and blocks."""
     from tvm import tirx
 
-    def loop(node: Any) -> Any:
-        if not _is_parallel(node):
+    def operation(node: Any) -> Any:
+        number = _marked(node) if isinstance(node, tirx.Evaluate) else None
+        if number is None:
             return None
-        start = node.loop_var, node.min, node.extent, node.kind, node.body, node.thread_binding
-        return tirx.For(*start, of_loop(node), node.step)
+        found = apart[number]
+        if not found.is_loop:
+            return found.statement
+        loop = found.statement
+        start = loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding
+        return tirx.For(*start, questions.loops[found.twin], loop.step)
 
     def block(node: Any) -> Any:
         if not isinstance(node, tirx.SBlock):
             return None
         start = node.iter_vars, node.reads, node.writes, node.name_hint, node.body, node.init
-        return tirx.SBlock(
-            *start, node.alloc_buffers, node.match_buffers, {**dict(node.annotations.items()), MAP: known}
-        )
+        noted = {**dict(node.annotations.items()), MAP: questions.known}
+        return tirx.SBlock(*start, node.alloc_buffers, node.match_buffers, noted)
 
-    made: Statement = tirx.stmt_functor.ir_transform(body, loop, block, ["tirx.For", "tirx.SBlock"])
+    made: Statement = tirx.stmt_functor.ir_transform(body, operation, block, ["tirx.Evaluate", "tirx.SBlock"])
     return made
 
 
