@@ -15,11 +15,11 @@ class Reached(Exception):
     """A kernel has come to its layouts."""
 
 
-def at_layouts(monkeypatch, name, look):
+def at_layouts(monkeypatch, name, look, packed=None, **options):
     """Has `look` see a small kernel that is placed by hand when it wants layouts, and TileLang's pass; returns what it
     makes of them. The kernel is not lowered further."""
     meta = meta_tensor(1, 1, 256, 64, dtype=torch.float16)
-    kernel = AttentionEngine((meta,) * 3, device=arch.H100())._source_kernel(name, "cuda")
+    kernel = AttentionEngine((meta,) * 3, device=arch.H100(), **options)._source_kernel(name, "cuda", packed)
     made = []
 
     def seen(module, whole):
@@ -49,8 +49,15 @@ class Watched:
         return any(asked.same_as(module) for asked in self.asked)
 
 
-@pytest.mark.parametrize("name", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-def test_layouts_are_those_of_all_operations_at_once(monkeypatch, name):
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("forward", {"packed": "alike"}),  # TileLang makes one loop of two that zero rows of a tile in shared memory
+        pytest.param("forward", {"dropout_p": 0.1}, marks=pytest.mark.slow),  # operations in an if of threads
+        pytest.param("backward", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_are_those_of_all_operations_at_once(monkeypatch, name, options):
     one_by_one = layouts.one_by_one
 
     def look(module, whole):
@@ -58,6 +65,7 @@ def test_layouts_are_those_of_all_operations_at_once(monkeypatch, name):
         found, after_refusal, theirs = one_by_one(module, watched), one_by_one(module, refusing), whole(module)
         assert len(watched.asked) > 5 and not watched.was_asked_of(module)
         assert len(refusing.asked) == 4 and refusing.was_asked_of(module)
-        return [ir.structural_equal(ours, theirs) for ours in (found, after_refusal)]
+        return [ir.structural_equal(ours, theirs) for ours in (found, after_refusal)], "_fused" in str(theirs)
 
-    assert at_layouts(monkeypatch, name, look) == [True, True]
+    same, fused = at_layouts(monkeypatch, name, look, **options)
+    assert same == [True, True] and fused == ("packed" in options)

@@ -164,8 +164,8 @@ def _mark(number: int) -> Any:
 
 def _marked(node: Any) -> int | None:
     """The number of a mark."""
-    arguments = getattr(node.value, "args", ())
-    return int(arguments[1]) if len(arguments) == 2 and getattr(arguments[0], "value", "") == MARK else None
+    arguments: Sequence[Any] = getattr(node.value, "args", ())
+    return int(arguments[-1]) if arguments and getattr(arguments[0], "value", "") == MARK else None
 
 
 @dataclass
