@@ -54,7 +54,7 @@ def preprocess(
     longest_first: bool = False, delta_given: bool = False, first_only: bool = False,
 ) -> Any:  # fmt: skip
     """The PrimFunc: (q, k, v, custom..., o, do, saved..., d_final..., delta, rows..., [workspace, [counters,
-    [pairs_of_a_unit], units_ahead]]) -> delta and what follows it.
+    [pairs_of_a_unit], units_ahead, [tickets]]]) -> delta and what follows it.
 
     finals: the returned rows that a gradient arrives at. Rows are padded to a multiple of `pad`, with zeros. tile: the
     tile of the backward kernel whose workspace this one zeroes; None if there is none. A kernel for Hopper, whose
@@ -194,6 +194,12 @@ class _Before:
             buffers["counters"][1 + row, PREPARED] = -len(SPARE) * listed.of_a_unit
             buffers["counters"][1 + row, FINISHED] = -pairs * listed.blocks
             buffers["counters"][0, 0] = 0
+        if sums.tile.in_order:
+            tickets, each = buffers["tickets"], list(range(-(-self.length // sums.tile.q)))
+            for number in each:
+                tile_of_head = at.block * len(each) + number
+                if tile_of_head < tickets.shape[1]:
+                    tickets[row, tile_of_head] = 0
 
     def write_rows(self, buffers: Buffers, at: _RowsAt, rows: Sequence[tuple[str, Expr]], delta: Any) -> None:
         """Writes some of the row values that the backward's pairs read; delta: None where they need none."""

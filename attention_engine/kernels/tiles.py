@@ -200,11 +200,16 @@ class QueryWalk:
             return
         pieces = T.ceildiv(sizes.q, PIECE)
         first, stop = q_range(self.bounds, self.kv0, self.kv0 + tile.kv - 1, PIECE, pieces)
+        if tile.in_order:  # blocks meet the same tiles
+            first = T.truncdiv(first, tile.q // PIECE) * (tile.q // PIECE)
+            stop = T.max(T.min(stop, pieces), first)
         self.first = _name("first", first)
         tiles = T.ceildiv(stop - self.first, tile.q // PIECE)
         self.count = _name("count", self.group * tiles)
         self.tiles = name_value(tiles) if by_heads else None
-        if backwards is not None:
+        if backwards is True:
+            self.begin, self.stride = name_value(self.first * PIECE + (tiles - 1) * tile.q), -tile.q
+        elif backwards is not None:
             last = self.first * PIECE + (tiles - 1) * tile.q
             self.begin = name_value(T.if_then_else(backwards, last, self.first * PIECE))
             self.stride = name_value(T.if_then_else(backwards, -tile.q, tile.q))

@@ -27,6 +27,8 @@ from attention_engine.plan.hopper import (
     ALL_UNITS,
     blocks_of_a_turn,
     makes_delta,
+    may_add_in_order,
+    pairs_in_order,
     pairs_issue_much,
     pairs_of_a_unit,
     starts_longest_first,
@@ -69,8 +71,8 @@ def _valid(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 class AttentionPlan:
     """The launches of one program for one problem, tile choice and target.
 
-    over_queries: a kernel over queries makes dQ, and no atomics do: gradients are to be the same in every run, or
-    custom inputs want sums of rows. vectors: may kernels add four numbers in one atomic?
+    over_queries: a kernel over queries makes dQ, and no atomics do: custom inputs want sums of rows, or gradients are
+    to be the same in every run, and blocks can't add in order. vectors: may kernels add four numbers in one atomic?
     """
 
     def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
@@ -82,7 +84,11 @@ class AttentionPlan:
             self.row_sums = checked(verify_row_sums, found, backward, schedule, maths.program)
         axes = {name: axes for name, _, axes in problem.custom}
         self.custom_sums = plan_custom_sums(schedule.pair_gradients if schedule else (), axes, deterministic)
-        self.over_queries = deterministic or bool(self.row_sums and self.row_sums.gradients)
+        of_rows = bool(self.row_sums and self.row_sums.gradients)
+        may = deterministic and not (of_rows or (backward is not None and backward.extremes))
+        if may and may_add_in_order(problem, tiles.backward, self.tile_plan, self.custom_sums):
+            self.tiles = tiles = replace(tiles, backward=tiles.backward.in_form(in_order=True))
+        self.over_queries = of_rows or (deterministic and not tiles.backward.in_order)
         if self.over_queries and tiles.backward.within_sequences:  # whose blocks also make dQ
             self.tiles = tiles = replace(tiles, backward=tiles.backward.in_form(within_sequences=False))
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
@@ -155,6 +161,10 @@ class AttentionPlan:
         turns = walks_turn(self.problem, tile, self.tile_plan)
         together = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places, turns)
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
+        if tile.in_order:  # spare warps say whose turn it is, and prepare nothing
+            pairs = batch * self.problem.kv_heads
+            together = pairs_in_order(tile, pairs, keys, places, self.tile_plan.later_is_longer)
+            ahead = -(-pairs // together)
         turn = blocks_of_a_turn(tile, keys, places, together)
         return {TOGETHER: together, TURN: turn, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if finals else ahead}
 
@@ -179,6 +189,7 @@ class AttentionPlan:
     def makes_delta(self) -> bool:
         """Do blocks over keys make delta, where no gradient arrives at returned rows, but for the first units'?"""
         hopper = self.tiles.backward.hopper and not self.over_queries
+        hopper = hopper and not self.tiles.backward.in_order
         return hopper and makes_delta(self.problem, self._backward, self._over_keys_schedule, self.custom_sums)
 
     @cached_property
@@ -292,7 +303,7 @@ class AttentionPlan:
         )
         first_only = self.makes_delta and not finals
         given = (self._backward, tuple(finals), tile, self.row_pad, self.longest_first, bool(delta), first_only)
-        made = {"workspace", "counters", "delta", *(name for name, _ in self._backward.rows)}
+        made = {"workspace", "counters", "tickets", "delta", *(name for name, _ in self._backward.rows)}
         writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
         return Launch("preprocess_again" if delta else "preprocess", "rows.preprocess", given, arguments, writes)
 
@@ -318,7 +329,7 @@ class AttentionPlan:
         )  # fmt: skip
         given: tuple[object, ...] = (schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
         sums = (b.place for b in buffers.custom_sums(self.problem, tile, self.custom_sums))
-        made = {"dk", "dv", "workspace", "counters", *(["dq"] if self.stores_dq else []), *sums}
+        made = {"dk", "dv", "workspace", "counters", "tickets", *(["dq"] if self.stores_dq else []), *sums}
         writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
         if not tile.hopper:
             given = (*given, *self._in_blocks)

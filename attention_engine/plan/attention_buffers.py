@@ -191,6 +191,11 @@ def counters(problem: Problem) -> Buffer:
     return Buffer("counters", (const(1) + BATCH * problem.kv_heads, 2), "int32")
 
 
+def tickets(problem: Problem, tile: Tile) -> Buffer:
+    """(batch * heads, tiles of queries): how many blocks of keys have added to a tile's dQ, where they do in order."""
+    return Buffer("tickets", (BATCH * problem.heads, ceil_div(QUERIES, tile.q)), "int32")
+
+
 def place_of_gradient(final: str) -> str:
     """Where the gradient that arrives at a returned row lies: no name of an argument has a blank."""
     return f"gradient of {final}"
@@ -215,6 +220,7 @@ def preprocess(
         found.append(workspace(problem, tile.row_pad))
         if tile.hopper:
             found += [counters(problem), *([Number(TOGETHER)] if longest_first else []), Number(AHEAD)]
+        found += [tickets(problem, tile)] if tile.in_order else []
     return tuple(found)
 
 
@@ -248,12 +254,13 @@ def over_keys(
     if tile.hopper:
         found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
         found += [Number(TURN)] if walks_turn(problem, tile, plan) else []
-        found += [Number(AHEAD)] if with_dq else []
-        if with_dq and makes_delta(problem, rows, schedule, summed):
+        found += [Number(AHEAD)] if with_dq and not tile.in_order else []
+        if with_dq and not tile.in_order and makes_delta(problem, rows, schedule, summed):
             found += [Number(MADE_BEFORE), output(problem, Role.GIVEN)]
         found += [dq(problem)] if persistent else []
     if with_dq:
         found += [workspace(problem, tile.row_pad), *([counters(problem)] if tile.hopper else [])]
+        found += [tickets(problem, tile)] if tile.in_order else []
     return (*found, *custom_sums(problem, tile, summed))
 
 

@@ -55,7 +55,8 @@ class HopperKeys:
 
     shared_weights: warpgroups share the keys of a tile; else each has keys of its own. persistent: as in HopperForward.
     skewed_sums: diagonals of tiles are summed by walks over a copy (kernels/diagonals.py). within_sequences: of packed
-    sequences, each block's keys are of one. drops_apart: as in HopperForward.
+    sequences, each block's keys are of one. drops_apart: as in HopperForward. in_order: blocks add to dQ one after
+    another, those of earlier keys first: it has the same bits in every run (kernels/hopper/keys/order.py).
     """
 
     shared_weights: bool = False
@@ -63,6 +64,7 @@ class HopperKeys:
     skewed_sums: bool = False
     within_sequences: bool = False
     drops_apart: bool = False
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         if self.drops_apart and (self.persistent or self.shared_weights):
@@ -129,6 +131,11 @@ class Tile:
     def skewed_sums(self) -> bool:
         """Are diagonals summed by walks over a copy?"""
         return isinstance(self.form, HopperKeys) and self.form.skewed_sums
+
+    @property
+    def in_order(self) -> bool:
+        """Do blocks add to dQ one after another, in the same order in every run?"""
+        return isinstance(self.form, HopperKeys) and self.form.in_order
 
     @property
     def row_pad(self) -> int:

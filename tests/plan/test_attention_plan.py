@@ -9,7 +9,7 @@ from attention_engine import AttentionEngine, CustomIO, OnlineFunc, arch, meta_t
 from attention_engine.compiler import Kernels
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.verify import InvalidIR
-from attention_engine.library import OnlineRelu, OnlineSoftmax, causal, scale
+from attention_engine.library import OnlineRelu, OnlineSoftmax, causal, scale, sliding_window
 from attention_engine.plan.attention_buffers import custom_inputs
 from attention_engine.plan.buffers import (
     BATCH,
@@ -129,7 +129,9 @@ def build(online=None, **options):
 
 def test_the_order_of_launches_is_told():
     assert names(build()) == ["preprocess", "backward", "postprocess"]
-    assert names(build(deterministic=True)) == ["preprocess", "backward", "queries"]
+    assert names(build(deterministic=True)) == ["preprocess", "backward", "postprocess"]  # which adds in order
+    window = build(deterministic=True, mask_mod=sliding_window(16))
+    assert names(window) == ["preprocess", "backward", "queries"]
     exact = ["extremes", "preprocess", "exact_delta", "preprocess_again", "backward"]
     assert names(build(Largest())) == [*exact, "postprocess"]
     twice = ["extremes of queries", "trim", "preprocess_again", "queries"]

@@ -31,6 +31,7 @@ from attention_engine.kernels.hopper.keys.copies import copy_item, copy_items, p
 from attention_engine.kernels.hopper.keys.form import CHOOSING, KeyForm
 from attention_engine.kernels.hopper.keys.items import NO_MORE, NUMBERS, Ends, KeyItem, handed_walk
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.order import keep_order
 from attention_engine.kernels.hopper.keys.spare_warps import SpareWork, prepare_together, start_spare, tell_when_added
 from attention_engine.kernels.hopper.keys.steps import compute_item, store
 from attention_engine.kernels.hopper.notes import note_in, values_of
@@ -89,10 +90,13 @@ def run_item(form: KeyForm, buffers: Buffers) -> None:
                 copy_item(form, buffers, memory, item, walk)
             else:
                 if form.with_dq:
-                    start_spare(memory.spare)
                     shares = Shares.of(form.blocks, form.tile, form.sizes.q)
                     work = SpareWork(form, memory.spare, shares, item.unit, shares.first(position))
-                    prepare_together(work, buffers)
+                    if form.prepares:
+                        start_spare(memory.spare)
+                        prepare_together(work, buffers)
+                    if memory.order is not None:
+                        keep_order(form, buffers, memory.order, item, walk)
                     tell_when_added(work, buffers, memory.added, 0, 0)
         else:
             if form.tile.drops_apart:

@@ -102,7 +102,7 @@ def copy_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem,
     """All that the products of a block's only item read."""
     first = walk.first_entry()
     copy_keys(form, buffers, memory, item)
-    if form.with_dq:
+    if form.prepares:
         wait_for_unit(form.blocks, item.unit, buffers)
         see_unit(form.blocks, item.unit)
     for step in T.serial(item.steps):

@@ -53,6 +53,11 @@ class KeyForm(Form):
         return self.blocks.at_once > 0
 
     @cached_property
+    def prepares(self) -> bool:
+        """Do blocks prepare for later ones? Where they add to dQ in order, the kernel before has prepared all."""
+        return self.with_dq and not self.tile.in_order
+
+    @cached_property
     def leaders(self) -> int:
         """How many threads begin the copies by which dK and dV leave: a warp of each warpgroup."""
         return self.tile.threads // GROUP * WARP
@@ -95,7 +100,7 @@ class KeyForm(Form):
     @cached_property
     def delta(self) -> tuple[str, Expr] | None:
         """The row that delta is needed for, if blocks make it for later ones."""
-        if self.with_dq and makes_delta(self.problem, self.rows, self.schedule, self.summed):
+        if self.with_dq and not self.tile.in_order and makes_delta(self.problem, self.rows, self.schedule, self.summed):
             return rows_of_delta(self.rows)[0]
         return None
 
@@ -166,5 +171,6 @@ class KeyForm(Form):
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         backwards = self.blocks.walks_back(index) if index is not None else None
+        backwards = True if self.tile.in_order else backwards
         by_heads = walks_by_heads(self.problem, self.tile, self.plan)
         return QueryWalk(of, buffers, batch, kv_head, block, handed, backwards, by_heads)

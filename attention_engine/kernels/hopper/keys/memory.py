@@ -13,6 +13,7 @@ from attention_engine.kernels.hopper.barriers import Ring
 from attention_engine.kernels.hopper.chances import Chances
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, Notes
+from attention_engine.kernels.hopper.keys.order import Order
 from attention_engine.kernels.hopper.keys.pair_operands import PairOperands, operands_of
 from attention_engine.kernels.hopper.keys.spare_warps import SpareMemory
 from attention_engine.kernels.key_sums import KeySum, key_sums_of
@@ -63,6 +64,7 @@ class KeyMemory:
     spare: SpareMemory
     entries: Any
     item_notes: Notes | None
+    order: Order | None  # where blocks add to dQ one after another
     chances: Chances | None  # where a group of its own chooses which weights are dropped
 
     @property
@@ -95,7 +97,8 @@ class KeyMemory:
             output_gradients=output_gradients, rows=rows, pairs=pairs, results=results, added=added,
             spare=SpareMemory.allocate(form),
             entries=named("entries", T.alloc_shared([stages], "int32")) if persistent and form.plan.mapped else None,
-            item_notes=Notes(tile) if persistent else None, chances=Chances.allocate(tile, tile.q),
+            item_notes=Notes(tile) if persistent else None, order=Order.allocate(form),
+            chances=Chances.allocate(tile, tile.q),
         )  # fmt: skip
 
 

@@ -92,8 +92,8 @@ class SpareRows:
 
 @dataclass(frozen=True)
 class SpareMemory:
-    """What the spare warps have in shared memory: zeroes that they write at once, if the block adds to dQ; for each
-    warp, which tile of its block's share it is at; rows, where blocks make delta or store dQ."""
+    """What the spare warps have in shared memory: zeroes that they write at once, if the block prepares for others; for
+    each warp, which tile of its block's share it is at; rows, where blocks make delta or store dQ."""
 
     zeroes: Any
     at: list[Any]
@@ -105,8 +105,8 @@ class SpareMemory:
         wide = max(form.problem.dim, form.problem.dim_v) > 128
         size = [FEW_ZEROES if wide else ZEROES]
         return SpareMemory(
-            zeroes=named("zeroes", T.alloc_shared(size, FLOAT)) if form.with_dq else None,
-            at=[T.alloc_shared([size_of(HeadTile)], "int32") for _ in SPARE],
+            zeroes=named("zeroes", T.alloc_shared(size, FLOAT)) if form.prepares else None,
+            at=[T.alloc_shared([size_of(HeadTile)], "int32") for _ in SPARE] if form.prepares else [],
             rows=SpareRows.allocate(form) if form.persistent or form.delta is not None else None,
         )
 

@@ -190,7 +190,11 @@ def take_step(work: Work, step: Any) -> None:
     if form.within:
         at_ends(work, q0, bind(keep_own_dq, work, q0))
     if form.with_dq:
+        if memory.order is not None:
+            memory.order.wait(step)
         add_to_sums_of_dq(work, row, q0)
+        if memory.order is not None:
+            memory.order.hand_on(work.thread)
     T.wait_wgmma(0)
     if work.thread % WARP == 0:
         T.barrier_arrive(queries.empty[stage])

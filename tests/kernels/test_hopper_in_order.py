@@ -1,0 +1,43 @@
+"""Deterministic gradients by additions to dQ in order: numbers beside float64, which blocks wait, when they may."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine
+from attention_engine.library import OnlineSoftmax, causal_from, scale
+from attention_engine.plan.forms import HopperKeys, Tile
+from attention_engine.runtime import op
+from tests import plain
+from tests.cases import Shape
+
+ORDERS = {  # head dim, heads, how far on queries stand (None: no mask), queries and keys
+    "full": (128, (2, 1), None, (170, 260)), "causal": (128, (2, 2), 0, (290, 290)),
+    "head dim 64": (64, (4, 2), 0, (300, 280)), "queries that see nothing": (128, (2, 1), -140, (270, 300)),
+    "head dim 32": (32, (2, 1), 0, (300, 260)), "keys that all see": (128, (2, 1), 100, (200, 300)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
+    dim, heads, offset, lengths = ORDERS[name]
+    chosen_tiles.update(backward=Tile({128: 80, 64: 128, 32: 64}[dim], 128, 256, 2, HopperKeys()))
+    shape = Shape(2, *lengths, *heads, dim, dim)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    leaves = [tensors[n].requires_grad_() for n in "qkv"]
+    mask = None if offset is None else causal_from(offset)
+    meta = shape.meta(torch.float16)
+    engine = AttentionEngine(meta, None, scale(0.1), mask, OnlineSoftmax(), backend="interpret", deterministic=True)
+    found = torch.autograd.grad(engine(*leaves), leaves, tensors["do"])
+    (made,) = [k for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    assert (
+        made.backward.prim_func.script().count("set_max_nreg") == 2
+        and made.plan.tiles.backward.in_order
+        and not made.plan.over_queries
+    )
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    keep = None if offset is None else (lambda b, h, i, j: i + offset >= j)
+    o = plain.attention(*exact, "softmax", score=plain.scaled(0.1), mask=keep)
+    for mine, true in zip(found, torch.autograd.grad(o, exact, tensors["do"].double()), strict=True):
+        assert (mine.double() - true).norm() < 2e-3 * true.norm()
