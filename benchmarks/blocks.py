@@ -3,7 +3,9 @@
 python -m benchmarks.blocks                         all lengths and lists
 python -m benchmarks.blocks --lengths 32768 --kept 16   of these alone
 python -m benchmarks.blocks --numbers               no times
-python -m benchmarks.blocks --peers                 FlexAttention beside, with a BlockMask of the same lists
+python -m benchmarks.blocks --peers                 FlexAttention beside, with a BlockMask of the same lists, and
+    cudnn.block_sparse_attention where it can: as many key heads as query heads, square blocks (--key-heads 16 --size
+    64 64, or 128 128)
 
 Each block of queries sees so many random blocks of keys; lists are one for each key head. TFLOP/s count pairs that
 lists keep, 2.5 times as much for a backward pass.
@@ -12,12 +14,15 @@ lists keep, 2.5 times as much for a backward pass.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from attention_engine import AttentionEngine, BlockList
+from benchmarks.peers import Unavailable, need
 from benchmarks.timing import Clock
 
 HEADS, DIM, DTYPE = 16, 128, torch.bfloat16
@@ -89,6 +94,47 @@ def flex(lists: BlockList, length: int) -> Callable[..., Tensor]:
     return attend
 
 
+def _cudnn_calls() -> Any:
+    return importlib.import_module("cudnn.block_sparse_attention")
+
+
+class _Cudnn(torch.autograd.Function):
+    """cudnn.block_sparse_attention: explicit calls of both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, size: int) -> Tensor:
+        found = _cudnn_calls().block_sparse_attention_forward(q, k, v, indices, sparse_block_size=size, layout="bshd")
+        ctx.save_for_backward(q, k, v, found["o_tensor"], found["lse_tensor"], indices)
+        ctx.size = size
+        return cast(Tensor, found["o_tensor"])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, indices = ctx.saved_tensors
+        options = {"sparse_block_size": ctx.size, "layout": "bshd"}
+        found = _cudnn_calls().block_sparse_attention_backward(do, q, k, v, o, lse, indices, **options)
+        return *(found[f"d{n}_tensor"] for n in "qkv"), None, None
+
+
+def cudnn(lists: BlockList) -> Callable[..., Tensor]:
+    """cuDNN with the same blocks, on (batch, length, heads, dim)."""
+    need("cudnn.block_sparse_attention", "cutlass")
+    if lists.indices.shape[1] != HEADS or lists.block_size not in ((64, 64), (128, 128)):
+        raise Unavailable("cuDNN's backward pass takes a list for each query head, with keys of its own, square blocks")
+    indices, size = lists.indices.sort(-1).values.contiguous(), lists.block_size[0]
+    return lambda q, k, v: _Cudnn.apply(q, k, v, indices, size)  # type: ignore[no-untyped-call]
+
+
+def peers(lists: BlockList, length: int) -> dict[str, Callable[..., Tensor]]:
+    """Those that can run such lists, by name."""
+    found = {"FlexAttention": flex(lists, length)}
+    try:
+        found["cuDNN"] = cudnn(lists)
+    except Unavailable as reason:
+        print(f"  without cuDNN: {reason}", flush=True)
+    return found
+
+
 def share_of_lists(call: Callable[[], object]) -> tuple[float, float]:
     """Microseconds of the kernels that make lists, and of all."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -118,7 +164,7 @@ def main() -> None:
             qkv, lists = inputs(length, args.key_heads), draw(length, kept, args.key_heads, size)
             operations = 4 * DIM * HEADS * length * kept * size[1]
             attends: dict[str, Callable[..., Tensor]] = {"ours": lambda *t, n=lists: engine(*t, block_mask=n)}
-            attends |= {"FlexAttention": flex(lists, length)} if args.peers else {}
+            attends |= peers(lists, length) if args.peers else {}
             calls: dict[str, tuple[Callable[[], object], float]] = {}
             for name, attend in attends.items():
                 o = attend(*qkv)
