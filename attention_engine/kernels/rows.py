@@ -34,8 +34,10 @@ from attention_engine.kernels.workspace import (
     bring_to_rows,
     take_sums_for_granted,
     wait_until_finished,
+    workspace_entry,
 )
 from attention_engine.plan import attention_buffers
+from attention_engine.plan.attention_buffers import DK_SUMS, DV_SUMS
 from attention_engine.plan.forms import ROW_PAD, Tile
 from attention_engine.plan.hopper import rows_of_delta
 
@@ -223,6 +225,30 @@ class _Before:
 
         if rows:
             over_rows(self.length, entry)
+
+
+def finish_keys(problem: Problem, tile: Tile, scale: float, threads: int = 256) -> Any:
+    """The PrimFunc: (dk, dv, dk_sums, dv_sums): rows of dK = scale * its sums, and of dV, in the tensors' dtype."""
+    sizes = Sizes(problem)
+    parameters = sizes.declare(attention_buffers.finish_keys(problem, tile))
+    each = ("dk", DK_SUMS, scale), ("dv", DV_SUMS, 1.0)
+
+    @T.macro
+    def body(buffers: Buffers) -> None:
+        with T.Kernel(T.ceildiv(sizes.kv, tile.kv), problem.kv_heads, sizes.batch, threads=threads) as (block, head, b):
+            row = b * problem.kv_heads + head
+            for name, of, factor in each:
+                dim = padded(problem.dim if name == "dk" else problem.dim_v)
+                sums = T.alloc_fragment([tile.kv * dim], FLOAT)
+                gradient = T.alloc_shared([tile.kv, dim], problem.dtype)
+                first = block * (tile.kv * dim)
+                T.copy(buffers[of][row, first : first + tile.kv * dim], sums)
+                for x in T.Parallel(tile.kv * dim):
+                    key, d = workspace_entry(x, tile, dim, vectors=True)
+                    gradient[key, d] = T.cast(sums[x] * factor, problem.dtype)
+                T.copy(gradient, window(buffers[name], b, head, block * tile.kv, tile.kv, dim))
+
+    return build("backward_finish_keys", parameters, body)
 
 
 def postprocess(

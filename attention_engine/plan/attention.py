@@ -25,6 +25,7 @@ from attention_engine.plan.buffers import buffers_of
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
     ALL_UNITS,
+    LISTED,
     blocks_of_a_turn,
     makes_delta,
     may_add_in_order,
@@ -33,6 +34,7 @@ from attention_engine.plan.hopper import (
     pairs_of_a_unit,
     starts_longest_first,
     units_ahead,
+    walks_over_listed_keys,
     walks_turn,
 )
 from attention_engine.plan.launches import Launch, Step, Trim
@@ -72,7 +74,8 @@ class AttentionPlan:
     """The launches of one program for one problem, tile choice and target.
 
     over_queries: a kernel over queries makes dQ, and no atomics do: custom inputs want sums of rows, or gradients are
-    to be the same in every run, and blocks can't add in order. vectors: may kernels add four numbers in one atomic?
+    to be the same in every run, and blocks can't add in order. by_queries: one over queries alone makes all gradients.
+    vectors: may kernels add four numbers in one atomic?
     """
 
     def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
@@ -91,6 +94,11 @@ class AttentionPlan:
         self.over_queries = of_rows or (deterministic and not tiles.backward.in_order)
         if self.over_queries and tiles.backward.within_sequences:  # whose blocks also make dQ
             self.tiles = tiles = replace(tiles, backward=tiles.backward.in_form(within_sequences=False))
+        self.by_queries = False
+        if schedule is not None and tiles.backward.hopper and not (self.over_queries or maths.in_blocks):
+            self.by_queries = walks_over_listed_keys(problem, schedule, self.tile_plan, self.custom_sums)
+        if self.by_queries:
+            self.tiles = tiles = replace(tiles, backward=LISTED)
         self.vectors = not isinstance(target, Arch) or target.has_wgmma
         self.row_pad = tiles.backward.row_pad  # of the rows that all backward kernels read
 
@@ -138,12 +146,14 @@ class AttentionPlan:
         if backward.exact_delta:
             steps += [*self._map("queries", tiles.queries, True), self.exact_delta]
             steps.append(self.preprocess(finals, EXACT_DELTA))
-        steps += [*([] if within else self._map("backward", tiles.backward, False)), self.over_keys]
+        steps += [*([] if within else self._map("backward", tiles.backward, self.by_queries)), self.over_keys]
         if self.finds_twice:
             steps += [*self._map("queries", tiles.queries, True), self.extremes(False)]
             steps.append(Trim("delta", buffers.row("given", self.problem).at(TRIMMED_DELTA)))
             steps.append(self.preprocess(finals, TRIMMED_DELTA))
-        if self.over_queries:
+        if self.by_queries:
+            steps.append(self.finish_keys)
+        elif self.over_queries:
             steps += [*self._map("queries", tiles.queries, True), self.queries]
         else:
             steps.append(self.postprocess)
@@ -297,7 +307,7 @@ class AttentionPlan:
 
         delta: the place of a delta that they are made of once more; the sums are zero by then.
         """
-        tile = None if self.over_queries or delta else self.tiles.backward
+        tile = None if self.over_queries or self.by_queries or delta else self.tiles.backward
         arguments = buffers.preprocess(
             self.problem, self._backward, finals, tile, self.row_pad, self.longest_first, delta
         )
@@ -319,8 +329,25 @@ class AttentionPlan:
         return Launch("exact_delta", "straight.queries.backward_queries", given, arguments, writes)
 
     @cached_property
+    def _over_listed_keys(self) -> Launch:
+        """dQ, and the sums of dK and dV."""
+        tile, schedule, rows = self.tiles.backward, self._schedule, self._backward
+        arguments = buffers.by_queries(self.problem, schedule, rows, tile, "tile map of backward")
+        writes, rules = frozenset(["dq", buffers.DK_SUMS, buffers.DV_SUMS]), (UNIFORM_GROUPS, HELD_THREADS)
+        return Launch("backward", "hopper.queries.backward", (schedule, rows, tile), arguments, writes, rules)
+
+    @cached_property
+    def finish_keys(self) -> Launch:
+        """dK and dV from their sums."""
+        tile = self.tiles.backward
+        arguments, given = buffers.finish_keys(self.problem, tile), (tile, self._schedule.scale)
+        return Launch("finish_keys", "rows.finish_keys", given, arguments, frozenset(["dk", "dv"]))
+
+    @cached_property
     def over_keys(self) -> Launch:
-        """dK, dV, and the sums of dQ (or not, where `queries` makes dQ)."""
+        """dK, dV, and the sums of dQ (or not, where `queries` makes dQ). Over queries where a call lists keys."""
+        if self.by_queries:
+            return self._over_listed_keys
         tile, with_dq = self.tiles.backward, not self.over_queries
         schedule = self._over_keys_schedule
         arguments = buffers.over_keys(

@@ -32,6 +32,7 @@ from attention_engine.plan.forms import ROW_PAD, Tile
 from attention_engine.plan.hopper import makes_delta, starts_longest_first, walks_turn
 
 LISTS = "tile_lists"
+DK_SUMS, DV_SUMS = "dk_sums", "dv_sums"
 SEQUENCE_TILES, KEY_TILES = "sequence_tiles", "key_tiles"
 TOGETHER, TURN, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "blocks_of_a_turn", "units_ahead", "units_given"
 LENGTHS = {"batch": BATCH, "seq_len": QUERIES, "seq_len_kv": KEYS}  # of custom inputs' axes
@@ -286,6 +287,28 @@ def over_queries(
         *(row(name, problem, pad) for name, _ in rows.rows), *([dq(problem, wide)] if with_dq else []),
         *(row(f"sum{n}", problem).at(exact) for n in range(len(sums))),
     )  # fmt: skip
+
+
+def key_sums(problem: Problem, tile: Tile) -> Arguments:
+    """The sums of dK and dV where blocks of queries add to them: (batch * key heads, padded keys * dim), tile after
+    tile, each in the order of `kernels/workspace.py`."""
+    keys, owners = ceil_div(KEYS, tile.kv) * tile.kv, BATCH * problem.kv_heads
+    dims = (DK_SUMS, problem.dim), (DV_SUMS, problem.dim_v)
+    return tuple(Buffer(name, (owners, keys * padded(dim)), role=Role.ZEROED) for name, dim in dims)
+
+
+def by_queries(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, lists: str = ""
+) -> Arguments:  # fmt: skip
+    """Of the kernel over queries that adds to the sums of dK and dV."""
+    made = over_queries(problem, schedule, rows, (), tile, tile.row_pad, lists=lists)
+    return (*made, *key_sums(problem, tile))
+
+
+def finish_keys(problem: Problem, tile: Tile) -> Arguments:
+    """Of the kernel that makes dK and dV of their sums."""
+    dk = gradient("dk", KEYS, problem.kv_heads, problem.dim, problem, wide=False)
+    return (dk, gradient("dv", KEYS, problem.kv_heads, problem.dim_v, problem, wide=False), *key_sums(problem, tile))
 
 
 def pairs(problem: Problem, rows: Backward, read: Expr, pad: int, dtype: str) -> Arguments:

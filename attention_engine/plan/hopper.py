@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from attention_engine.ir.expr import Axis, Expr, Op, VarKind, const, substitute, topological
+from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import (
     DELTA,
@@ -42,6 +43,7 @@ OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
 
 DROP_DIMS = frozenset({(64, 64), (128, 128)})
 ALL_UNITS = 1 << 30
+LISTED = Tile(128, 64, 256, 2)  # of a backward pass over queries whose keys a call lists
 L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
 
@@ -144,6 +146,21 @@ def may_add_in_order(problem: Problem, tile: Tile, plan: TilePlan, summed: Custo
     sums = (summed.of_keys, summed.diagonals, summed.scattered, summed.by_rows)
     nested = plan.sees_to_the_end and all(bound.kv <= 0 for bound in plan.bounds.bounds)
     return grid and nested and not any(sums) and not pairs_in_turn(problem, tile)
+
+
+def walks_over_listed_keys(problem: Problem, schedule: BackwardSchedule, plan: TilePlan, summed: CustomSums) -> bool:
+    """Is the backward pass one over queries (kernels/hopper/queries.py): where a call lists blocks of 64 keys for
+    blocks of whole tiles of queries, and its maths leaves registers for it."""
+    blocks = plan.blocks
+    if blocks is None or not plan.bounds_say_the_rest or blocks.q % LISTED.q or blocks.kv % 128 != LISTED.kv:
+        return False
+    sums = (summed.of_keys, summed.diagonals, summed.scattered, summed.pairs, summed.by_rows)
+    plain = (
+        schedule.dropped is None and not schedule.extremes and not any(sums) and key_condition(schedule.mask) is None
+    )
+    read = topological(schedule.product_gradient)
+    by_hand = problem.dtype != "float32" and copies_are_wide(problem) and not problem.staged
+    return by_hand and plain and PRODUCT not in read and (problem.dim, problem.dim_v) == (128, 128)
 
 
 def walks_by_heads(problem: Problem, tile: Tile, plan: TilePlan) -> bool:

@@ -45,6 +45,7 @@ def errors(engine, leaves, lists, keep, is_causal=False):
 
 CASES = {  # tiles, heads, key heads, lists of heads, size of a block, causal
     "narrow": (dict(forward=FORWARD, backward=SHARED), 2, 1, 1, (128, 64), False),
+    "narrow, key heads": (dict(forward=FORWARD, backward=SHARED), 4, 2, 2, (128, 64), True),
     "each head": (dict(forward=FORWARD, backward=SHARED), 2, 1, 2, (64, 64), True),
     "head dim 64": (dict(forward=FORWARD.in_form(queries_ahead=False), backward=SHARED), 2, 1, 1, (64, 64), True),
     "wide": (dict(backward=PERSISTENT), 2, 1, 1, (128, 128), False),
@@ -69,6 +70,8 @@ def test_kernels_for_hopper_walk_over_listed_blocks(name, chosen_tiles):
                for k in a.program_kernels._kernels.values()
                for kernel in (k.forward, k.backward) if "compiled" in vars(kernel)]  # fmt: skip
     assert sum(script.count("set_max_nreg") for script in scripts) == 2 * len(tiles)  # those for Hopper ran
+    (plan,) = {k.plan for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()}
+    assert plan.by_queries == name.startswith("narrow")
 
 
 @pytest.mark.parametrize("counted", [True, False])
