@@ -140,19 +140,21 @@ def may_add_in_order(problem: Problem, tile: Tile, plan: TilePlan, summed: Custo
 
     A block waits for the one before it alone, so that one must meet every tile of queries that this one does: what a
     key doesn't see, later ones don't either, and all see the last queries, or nothing. Where later keys have fewer
-    queries, all walk from the last ones down, or each would wait for its start.
+    queries, all walk from the last ones down, or each would wait for its start. Grouped heads lose more by that than by
+    a second kernel: their walks turn.
     """
     grid = tile.hopper and not (tile.persistent or tile.within_sequences or tile.drops_apart or tile.shared_weights)
     sums = (summed.of_keys, summed.diagonals, summed.scattered, summed.by_rows)
     nested = plan.sees_to_the_end and all(bound.kv <= 0 for bound in plan.bounds.bounds)
-    return grid and nested and not any(sums) and not pairs_in_turn(problem, tile)
+    turned = problem.group > 1 and plan.later_is_longer
+    return grid and nested and not turned and not any(sums) and not pairs_in_turn(problem, tile)
 
 
 def walks_over_listed_keys(problem: Problem, schedule: BackwardSchedule, plan: TilePlan, summed: CustomSums) -> bool:
-    """Is the backward pass one over queries (kernels/hopper/queries.py): where a call lists blocks of 64 keys for
-    blocks of whole tiles of queries, and its maths leaves registers for it."""
+    """Is the backward pass one over queries (kernels/hopper/queries.py): where a call lists blocks of whole tiles of
+    keys for blocks of whole tiles of queries, and its maths leaves registers for it."""
     blocks = plan.blocks
-    if blocks is None or not plan.bounds_say_the_rest or blocks.q % LISTED.q or blocks.kv % 128 != LISTED.kv:
+    if blocks is None or not plan.bounds_say_the_rest or blocks.q % LISTED.q or blocks.kv % LISTED.kv:
         return False
     sums = (summed.of_keys, summed.diagonals, summed.scattered, summed.pairs, summed.by_rows)
     plain = (
