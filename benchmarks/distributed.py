@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attention_engine import AttentionEngine, CustomIO, library
+from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, library
 from attention_engine.distributed import ContextParallel
+from benchmarks.distributed_linear import LINEAR, TOKENS_AT, drawn_linear, linear_results, shared_linear
 from benchmarks.distributed_peers import PEERS
-from benchmarks.linear import Problem
 from benchmarks.timing import Clock
 
 DEVICE, HEADS, KV_HEADS, DIM, DTYPE = "cuda", 32, 8, 128, torch.bfloat16
@@ -235,23 +235,39 @@ def both_ways_of(
     return {"fwd": forward, "bwd": lambda: torch.autograd.grad(output, leaves, d_o, retain_graph=True)}
 
 
+def linear_errors(mesh: DeviceMesh, lengths: Sequence[int]) -> None:
+    """Errors of the output and all gradients beside float64, over one GPU's; and how far they are from one GPU's."""
+    for kind in LINEAR:
+        engine, whole, d_o = drawn_linear(kind, CHECKED // 2)
+        exact_engine = LinearAttentionEngine(
+            q_mod=engine.mods["q"], v_mod=engine.mods["v"], decay_mod=engine.mods["decay"],
+            custom_io=engine.custom_io, backend="reference",
+        )  # fmt: skip
+        exact = linear_results(exact_engine, {n: t.double() for n, t in whole.items()}, d_o)
+        one, many = linear_results(engine, whole, d_o), shared_linear(engine, mesh, whole, d_o)
+        far = {n: [(t[n].double() - e).norm() for t in (many, one)] for n, e in exact.items()}
+        say(f"{kind}: errors over one GPU's:", " ".join(f"{n} {(a / b).item():.3f}" for n, (a, b) in far.items()))
+        del exact, one, many
+        for length in lengths:
+            engine, whole, d_o = drawn_linear(kind, length)
+            one, many = linear_results(engine, whole, d_o), shared_linear(engine, mesh, whole, d_o)
+            apart = {n: ((many[n].float() - t).norm() / t.float().norm()).item() for n, t in one.items()}
+            say(f"{kind} {length}, apart from one GPU's:", " ".join(f"{n} {a:.1e}" for n, a in apart.items()))
+            del one, many, whole, d_o
+            torch.cuda.empty_cache()
+
+
 def linear(timer: Timer, mesh: DeviceMesh, length: int) -> None:
     """Linear engines by states."""
-    for kind, problem in {
-        "mamba2": Problem("mamba2", 1, length, 80, 1, 128, 64),
-        "gla": Problem("gla", 1, length, 4, 4, 256, 512),
-    }.items():
-        engine, tensors = problem.engine(), {n: t.detach() for n, t in problem.inputs().items()}
-        generator = torch.Generator(DEVICE).manual_seed(1)
-        d_o = torch.randn(tensors["v"].shape, generator=generator, device=DEVICE, dtype=DTYPE)
+    for kind in LINEAR:
+        engine, tensors, d_o = drawn_linear(kind, length)
         names = list(tensors)
         calls = both_ways(lambda *t, e=engine, n=names: e(**dict(zip(n, t, strict=True))), list(tensors.values()), d_o)
         one = {way: statistics.mean(ms) for way, ms in timer.medians(calls).items()}
         say(f"{kind} {length}, one GPU".ljust(34), "  ".join(f"{way} {ms:.2f} ms" for way, ms in one.items()))
         del calls
         attention = ContextParallel(engine, mesh)
-        dims = {**dict.fromkeys(("q", "k", "v", "decay"), 1), "dt": 2}
-        mine = [attention.shard(t, dims[n]) if n in dims else t for n, t in tensors.items()]
+        mine = [attention.shard(t, TOKENS_AT[n]) if n in TOKENS_AT else t for n, t in tensors.items()]
         calls = both_ways(
             lambda *t, a=attention, n=names: a(**dict(zip(n, t, strict=True))), mine, attention.shard(d_o)
         )
@@ -305,6 +321,8 @@ def run(args: argparse.Namespace) -> None:
         errors(mesh, ["causal"], methods)
     if "programs" in parts:
         errors(mesh, others, ["gather"])
+    if "linear" in parts:
+        linear_errors(mesh, lengths[:1])
     for length in [] if args.numbers else lengths:
         one: dict[str, float] = {}
         if {"causal", "peers", "programs", "documents"} & set(parts):

@@ -272,12 +272,12 @@ class ContextParallel(torch.nn.Module):
     def agree(
         self, of_q: Layout, of_k: Layout, given: Sequence[Tensor], custom: Sequence[Tensor],
         placed: Sequence[Placement],
-    ) -> None:  # fmt: skip
-        """At the first call of a kind: RanksDisagree unless all ranks call for the same."""
+    ) -> bool:  # fmt: skip
+        """At the first call of a kind: RanksDisagree unless all ranks call for the same. Is it the first?"""
         signature = tuple((t.shape, t.dtype, t.requires_grad) for t in (*given, *custom))
         kind = of_q, of_k, signature, torch.is_grad_enabled()
         if kind in self._agreed:
-            return
+            return False
         facts: dict[str, object] = {
             "their attention": self.engine._program.fingerprint, "their method": self.method,
             "their layouts": (of_q.name, of_q.length, of_k.name, of_k.length),
@@ -292,6 +292,7 @@ class ContextParallel(torch.nn.Module):
         for ranks in self.split.groups:
             check_agreement(ranks, facts)
         self._agreed.add(kind)
+        return True
 
 
 assert dist.is_available(), "torch was built without torch.distributed"

@@ -151,6 +151,20 @@ class LinearTiles:
 
 
 @dataclass(frozen=True)
+class StatesForm:
+    """What a walk of states makes. reverse: their gradients; starts: it begins with a given state; overlaps: what
+    decays get of states; initial: the state that the forward walk began with is given too. pieces: it begins anew in
+    each piece of the tokens, all pieces at once; keeps: are states before chunks wanted, or only the last?"""
+
+    reverse: bool
+    starts: bool
+    overlaps: bool = False
+    initial: bool = False
+    pieces: bool = False
+    keeps: bool = True
+
+
+@dataclass(frozen=True)
 class Role:
     """A result of chunks, as in kernels/linear/token/roles.py; own: the tensor whose gradient it is (None: the
     output)."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import width_tiles
+from attention_engine.ir.linear import LinearTile, width_tiles
 from attention_engine.plan import linear_buffers as buffers
 from attention_engine.plan.buffers import BATCH, Buffer
 from attention_engine.plan.launches import Launch, Step, Sum
@@ -18,21 +18,24 @@ Reads = tuple[tuple[Expr, ...], tuple[Expr, ...], tuple[Expr, ...]]
 class ChannelPlan(LinearPlan):
     """Every pass sums decays and makes the weights of pairs, then states, then all chunks at once."""
 
-    def forward_steps(self, batch: int, length: int, starts: bool, ends: bool) -> tuple[Step, ...]:
+    def forward_steps(
+        self, batch: int, length: int, starts: bool, ends: bool, pieces: bool = False
+    ) -> tuple[Step, ...]:  # fmt: skip
         """What a forward pass launches."""
-        states = replace(self.states(False, starts, False), name="forward states")
+        states = replace(self.states(False, starts, False, pieces=pieces), name="forward states")
         return (self.channel_sums, self.scores, states, self.channel_rows("output", ()))
 
     def backward_steps(
-        self, batch: int, length: int, wanted: Collection[str], starts: bool, ends: bool
+        self, batch: int, length: int, wanted: Collection[str], starts: bool, ends: bool, pieces: bool = False
     ) -> tuple[Step, ...]:  # fmt: skip
         """What a backward pass launches. ends: a gradient arrives at the last state."""
         of_decay = self.of_decay(wanted)
         reads = self.reads("q", wanted), self.reads("k", wanted), self.reads("decay", wanted) if of_decay else ()
         parts = width_tiles(self.problem, self.tiles.states) if of_decay else 0
         return (
-            self.channel_sums, self.scores, self.states(False, starts, False),
-            self.states(True, ends, of_decay, of_decay and starts), self.channel_rows("dv", self.reads("v", wanted)),
+            self.channel_sums, self.scores, self.states(False, starts, False, pieces=pieces),
+            self.states(True, ends, of_decay, of_decay and starts, pieces),
+            self.channel_rows("dv", self.reads("v", wanted)),
             self.gradients(of_decay, parts, reads), *self._sums_of_heads(),
         )  # fmt: skip
 
@@ -50,6 +53,9 @@ class ChannelPlan(LinearPlan):
                 result = Buffer(f"d{name}", shape, problem.dtype)
                 found.append(Sum(f"d{name} of heads", result, 3, problem.heads // problem.heads_of(name)))
         return [*found]
+
+    def _sums(self, tile: LinearTile) -> list[Launch]:
+        return [self.channel_sums]
 
     @property
     def channel_sums(self) -> Launch:

@@ -12,6 +12,7 @@ from attention_engine.ir.linear import (
     LinearProgram,
     LinearTile,
     LinearTiles,
+    StatesForm,
     column_tiles,
     parts_of,
     state_tiles,
@@ -25,8 +26,21 @@ from attention_engine.plan.launches import Launch, Step, Sum
 from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION
 from attention_engine.plan.targets import Target, as_arch
 
+PIECE = 256  # tokens: a multiple of every tile's chunk
+WAVES = 6  # of blocks, one on each SM, that pieces make: two or three run at once, and few are left for the last wave
+STATE = 128 * 64  # entries of a state that a block holds, about
+DEFAULT_SMS = 132  # where no GPU says
 ROWS = 8  # the most numbers a token that a walk keeps, fp32
 Read = tuple[Expr, str, bool]  # what a mod reads, the place of what tokens add to its gradient, and: is that in parts?
+
+
+def piece_length(problem: LinearProblem, target: Target, batch: int, length: int) -> int:
+    """How many tokens a piece of a sequence has, where walks begin anew in each: so few that blocks fill the GPU. The
+    same for all tiles, as a forward pass and a backward pass must agree."""
+    sms = DEFAULT_SMS if isinstance(target, str) else target.sm_count
+    blocks = batch * problem.heads * max(problem.dim * problem.dim_v // STATE, 1)
+    pieces = min(-(-WAVES * sms // blocks), max(length // PIECE, 1))
+    return -(-length // (pieces * PIECE)) * PIECE
 
 
 class LinearPlan:
@@ -38,35 +52,44 @@ class LinearPlan:
 
     # ---- what is launched, in order
 
-    def forward_steps(self, batch: int, length: int, starts: bool, ends: bool) -> tuple[Step, ...]:
-        """What a forward pass launches. starts: from an initial state; ends: the last state is asked for."""
+    def forward_steps(
+        self, batch: int, length: int, starts: bool, ends: bool, pieces: bool = False
+    ) -> tuple[Step, ...]:  # fmt: skip
+        """What a forward pass launches. starts: from an initial state; ends: the last state is asked for. pieces: each
+        piece has such states of its own; batch and length are then those of pieces."""
         if self.walks("output", batch, length, ()):
-            return (*self._sums(self.tiles.forward), self.walk("output", starts, ends))
-        states = replace(self.states(False, starts, False), name="forward states")
+            return (*self._sums(self.tiles.forward), self.walk("output", starts, ends, pieces=pieces))
+        states = replace(self.states(False, starts, False, pieces=pieces), name="forward states")
         return (*self._sums(self.tiles.states), states, *self._rows("output", False, ()))
 
+    def piece_steps(self, reverse: bool) -> tuple[Launch, ...]:
+        """What launches the state that each piece leaves if it begins with none, or in reverse what gradient the state
+        before it has if that after it has none; and no more."""
+        return (*self._sums(self.tiles.states), self.states(reverse, False, False, pieces=True, keeps=False))
+
     def backward_steps(
-        self, batch: int, length: int, wanted: Collection[str], starts: bool, ends: bool
+        self, batch: int, length: int, wanted: Collection[str], starts: bool, ends: bool, pieces: bool = False
     ) -> tuple[Step, ...]:  # fmt: skip
         """What a backward pass launches: states that are kept, their gradients in reverse, and what is made of both.
 
-        wanted: gradients beyond those of q, k and v. ends: a gradient arrives at the last state.
+        wanted: gradients beyond those of q, k and v. ends: a gradient arrives at the last state. pieces: as forward.
         """
         of_decay = self.of_decay(wanted)
         walked = {role for role in ("dq", "dk", "dv") if self.walks(role, batch, length, wanted)}
         steps: list[Step] = []
         reverse = not {"dk", "dv"} <= walked or of_decay
         if "dq" not in walked or of_decay:
-            steps += [*self._sums(self.tiles.states), self.states(False, starts, False)]
+            steps += [*self._sums(self.tiles.states), self.states(False, starts, False, pieces=pieces)]
         if reverse:
-            steps += [*self._sums(self.tiles.states), self.states(True, ends, of_decay, of_decay and starts)]
+            states = self.states(True, ends, of_decay, of_decay and starts, pieces)
+            steps += [*self._sums(self.tiles.states), states]
         for role in ("dq", "dk", "dv"):
             reads = self.reads(ROLES[role].own, wanted)
             if role not in walked:
                 steps += self._rows(role, of_decay and role != "dv", reads)
                 continue
             begins, last = starts if role == "dq" else ends, role == "dv" and starts and not reverse
-            steps += [*self._sums(self.tiles.walks[role]), self.walk(role, begins, last, reads)]
+            steps += [*self._sums(self.tiles.walks[role]), self.walk(role, begins, last, reads, pieces)]
         if of_decay:
             steps.append(self.decay_gradients(self.reads("decay", wanted)))
         return tuple(dict.fromkeys(steps))
@@ -140,27 +163,32 @@ class LinearPlan:
         name = f"sums of {chunk}"
         return self.launch(name, "token.decays.sum_decays", [chunk], buffers.sum_decays(self.problem, chunk), [name])
 
-    def walk(self, role: str, starts: bool, ends: bool, reads: tuple[Expr, ...] = ()) -> Launch:
+    def walk(
+        self, role: str, starts: bool, ends: bool, reads: tuple[Expr, ...] = (), pieces: bool = False
+    ) -> Launch:  # fmt: skip
         """The output with the last state, or the gradient of q, k or v, in one walk."""
         tile = self.tiles.forward if role == "output" else self.tiles.walks[role]
-        arguments = buffers.walk(self.problem, self.program, role, tile, starts, ends, len(reads))
+        arguments = buffers.walk(self.problem, self.program, role, tile, starts, ends, len(reads), pieces)
         made = [buffers.place_of(ROLES[role]), "last", "d_initial", *(f"{role} read_{n}" for n in range(len(reads)))]
         name = "forward walk" if role == "output" else f"backward walk {role}"
-        return self.launch(name, "token.walk.walk", [role, tile, starts, ends, reads], arguments, made, tile)
+        given = [role, tile, starts, ends, reads, *([True] if pieces else [])]
+        return self.launch(name, "token.walk.walk", given, arguments, made, tile)
 
     def step(self, starts: bool) -> Launch:
         """One token."""
         arguments = buffers.step(self.problem, starts)
         return self.launch("step", "step.step", [self.tiles.step, starts], arguments, ["o", "last"])
 
-    def states(self, reverse: bool, starts: bool, overlaps: bool, initial: bool = False) -> Launch:
-        """States before chunks, or in reverse the gradients of those after them."""
-        tile = self.tiles.states
-        arguments = buffers.states_walk(self.problem, self.program, tile, reverse, starts, overlaps, initial)
-        made = ["d_states", "d_initial", "overlap"] if reverse else ["states", "last"]
-        name = "backward states" if reverse else "states"
-        given = [tile, reverse, starts, overlaps, initial]
-        return self.launch(name, self._states_builder, given, arguments, made, tile)
+    def states(
+        self, reverse: bool, starts: bool, overlaps: bool, initial: bool = False, pieces: bool = False,
+        keeps: bool = True,
+    ) -> Launch:  # fmt: skip
+        """States before chunks, or in reverse the gradients of those after them; or the last ones alone."""
+        tile, form = self.tiles.states, StatesForm(reverse, starts, overlaps, initial, pieces, keeps)
+        arguments = buffers.states_walk(self.problem, self.program, tile, form)
+        made = [] if not keeps else ["d_states", "overlap"] if reverse else ["states"]
+        name = ("backward states" if reverse else "states") if keeps else buffers.last_of(form)
+        return self.launch(name, self._states_builder, [tile, form], arguments, [*made, buffers.last_of(form)], tile)
 
     _states_builder = "token.states.states"
 

@@ -15,6 +15,7 @@ from attention_engine.ir.linear import (
     LinearProgram,
     LinearTile,
     Role,
+    StatesForm,
     channel_tiles,
     column_tiles,
     parts_of,
@@ -22,9 +23,10 @@ from attention_engine.ir.linear import (
     width_tiles,
 )
 from attention_engine.plan import buffers
-from attention_engine.plan.buffers import BATCH, Argument, Arguments, Buffer, Size, ceil_div, length, own_length
+from attention_engine.plan.buffers import BATCH, Argument, Arguments, Buffer, Number, Size, ceil_div, length, own_length
 
-TOKENS = length("length")
+TOKENS, PIECES = length("length"), length("pieces")
+PIECE = Number("piece_length")  # tokens of a piece, the last one's aside: whole chunks
 
 
 def chunks_of(chunk: int) -> Expr:
@@ -86,10 +88,11 @@ def states(problem: LinearProblem, chunk: int, name: str, key: str = "") -> Buff
     return Buffer(name, shape, problem.state_dtype, key=key)
 
 
-def state(problem: LinearProblem, name: str, key: str, given: bool = False) -> Buffer:
-    """One state a head, in fp32."""
+def state(problem: LinearProblem, name: str, key: str, given: bool = False, pieces: bool = False) -> Buffer:
+    """One state a head, or one for each of its pieces, in fp32."""
     role = buffers.Role.GIVEN if given else buffers.Role.MADE
-    return Buffer(name, (BATCH, problem.heads, problem.dim, problem.dim_v), role=role, key=key)
+    each = [PIECES] if pieces else []
+    return Buffer(name, (BATCH, *each, problem.heads, problem.dim, problem.dim_v), role=role, key=key)
 
 
 def of_role(problem: LinearProblem, program: LinearProgram, role: Role, chunk: int) -> list[Argument]:
@@ -124,17 +127,19 @@ def has_decay_rows(program: LinearProgram, role: Role, asked: bool) -> bool:
 
 
 def walk(
-    problem: LinearProblem, program: LinearProgram, name: str, tile: LinearTile, starts: bool, ends: bool, reads: int
-) -> Arguments:
-    """Of a walk that makes a role's result, with the state that it begins and ends with."""
+    problem: LinearProblem, program: LinearProgram, name: str, tile: LinearTile, starts: bool, ends: bool, reads: int,
+    pieces: bool = False,
+) -> Arguments:  # fmt: skip
+    """Of a walk that makes a role's result, with the state that it (or each piece of it) begins and ends with."""
     role = ROLES[name]
     first = "initial" if name in ("output", "dq") else "d_last"
     last = "last" if name == "output" else "d_initial"
     return (
         *of_role(problem, program, role, tile.chunk),
-        *([state(problem, "first", first, given=True)] if starts else []),
+        *([PIECE] if pieces else []),
+        *([state(problem, "first", first, True, pieces)] if starts else []),
         Buffer("result", result_shape(problem, role), problem.dtype, key=place_of(role)),
-        *([state(problem, "last", last)] if ends else []),
+        *([state(problem, "last", last, False, pieces)] if ends else []),
         *row_sums(problem, role, tile, False, reads),
     )
 
@@ -156,20 +161,25 @@ def chunk_rows(
     )  # fmt: skip
 
 
-def states_walk(
-    problem: LinearProblem, program: LinearProgram, tile: LinearTile, reverse: bool, starts: bool, overlaps: bool,
-    initial: bool,
-) -> Arguments:  # fmt: skip
-    """Of a walk along chunks that keeps states, or in reverse their gradients."""
-    chunk, names = tile.chunk, ("q", "do") if reverse else ("k", "v")
+def states_walk(problem: LinearProblem, program: LinearProgram, tile: LinearTile, form: StatesForm) -> Arguments:
+    """Of a walk along chunks that keeps states, or in reverse their gradients, or makes the last ones alone."""
+    chunk, names, pieces = tile.chunk, ("q", "do") if form.reverse else ("k", "v"), form.pieces
     found = [*inputs(problem, names), *custom_inputs(problem)]
     found += [sums(problem, chunk)] if program.decays else []
-    found += [state(problem, "first", "d_last" if reverse else "initial", given=True)] if starts else []
-    found += [states(problem, chunk, "other", "states")] if overlaps else []
-    found += [state(problem, "initial", "initial", given=True)] if initial else []
-    found += [states(problem, chunk, "kept", "d_states" if reverse else "states")]
-    found += [state(problem, "last", "d_initial" if reverse else "last")]
-    return (*found, *([overlap(problem, tile)] if overlaps else []))
+    found += [PIECE] if pieces else []
+    found += [state(problem, "first", "d_last" if form.reverse else "initial", True, pieces)] if form.starts else []
+    found += [states(problem, chunk, "other", "states")] if form.overlaps else []
+    found += [state(problem, "initial", "initial", True, pieces)] if form.initial else []
+    found += [states(problem, chunk, "kept", "d_states" if form.reverse else "states")] if form.keeps else []
+    found += [state(problem, "last", last_of(form), False, pieces)]
+    return (*found, *([overlap(problem, tile)] if form.overlaps else []))
+
+
+def last_of(form: StatesForm) -> str:
+    """Where a walk of states leaves the last ones."""
+    if form.keeps:
+        return "d_initial" if form.reverse else "last"
+    return "d_states of pieces" if form.reverse else "states of pieces"
 
 
 def overlap(problem: LinearProblem, tile: LinearTile) -> Buffer:

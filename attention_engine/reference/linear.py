@@ -78,3 +78,27 @@ def recur(
         outputs.append((queries[:, :, t, None, :] @ state)[:, :, 0])
     output = torch.stack(outputs, 1) if outputs else v.new_zeros(batch, 0, heads, v.shape[3], dtype=dtype)
     return output.to(v.dtype if dtype is not torch.float64 else dtype), state
+
+
+def state_of_run(
+    program: LinearProgram, k: Tensor, v: Tensor, decay: Tensor | None, custom: Custom, dtype: torch.dtype
+) -> Tensor:
+    """The state that tokens leave of none."""
+    keys, values = (_modify(program, name, t, v, custom, dtype) for name, t in (("k", k), ("v", v)))
+    keep = apply_decay_mod(program, v, decay, custom, dtype).exp()
+    state = keys.new_zeros(*keys.shape[:2], keys.shape[3], values.shape[3])
+    for t in range(keys.shape[2]):
+        state = keep[:, :, t, :, None] * state + keys[:, :, t, :, None] * values[:, :, t, None, :]
+    return state
+
+
+def gradient_before_run(
+    program: LinearProgram, q: Tensor, d_o: Tensor, decay: Tensor | None, custom: Custom, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the state before tokens, where that after them has none."""
+    queries, arriving = _modify(program, "q", q, d_o, custom, dtype), d_o.to(dtype).transpose(1, 2)
+    keep = apply_decay_mod(program, d_o, decay, custom, dtype).exp()
+    gradient = queries.new_zeros(*queries.shape[:2], queries.shape[3], arriving.shape[3])
+    for t in reversed(range(queries.shape[2])):
+        gradient = keep[:, :, t, :, None] * (gradient + queries[:, :, t, :, None] * arriving[:, :, t, None, :])
+    return gradient

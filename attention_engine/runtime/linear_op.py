@@ -21,12 +21,13 @@ from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.linear import recur
 from attention_engine.runtime.attentions import Attention, Given, find, outside_autocast
 from attention_engine.runtime.batched import gradients_of
-from attention_engine.runtime.linear_program_kernels import LinearProgramKernels
+from attention_engine.runtime.linear_program_kernels import LinearGradients, LinearProgramKernels
 
 Backward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
-def _state_dtype(*tensors: Tensor | None) -> torch.dtype:
+def state_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What the reference computes these tensors' states in."""
     return compute_dtype(*[t for t in tensors if t is not None and t.is_floating_point()])
 
 
@@ -50,7 +51,7 @@ def forward_fake(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Results of the shapes and dtypes that forward returns."""
     by_kernels = find(key, LinearAttention).program_kernels is not None
-    dtype = torch.float32 if by_kernels else _state_dtype(q, decay, initial, *custom)
+    dtype = torch.float32 if by_kernels else state_dtype(q, decay, initial, *custom)
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if ends else (0,)
     output = v.new_empty(v.shape, dtype=dtype if dtype is torch.float64 else v.dtype)
     return output, v.new_empty(shape, dtype=dtype)
@@ -65,24 +66,37 @@ def backward(
     attention = find(key, LinearAttention)
     if attention.launches(q, k, v):
         assert attention.program_kernels is not None
-        asked = {s.name for s, w in zip(attention.specs, wanted[1:], strict=True) if w}
-        names = frozenset(asked | ({"decay"} if wanted[0] else set()))
+        names = attention.names_of(wanted)
         found = attention.program_kernels.backward(q, k, v, decay, initial, custom, d_o, d_last, names)
-        d_custom = [
-            found.custom[s.name].to(c.dtype).view(c.shape) if s.name in found.custom else torch.zeros_like(c)
-            for s, c in zip(attention.specs, custom, strict=True)
-        ]
-        d_initial = q.new_empty(0) if found.initial is None or initial is None else found.initial.to(initial.dtype)
-        if decay is None:
-            d_decay = q.new_empty(0)
-        else:
-            d_decay = torch.zeros_like(decay) if found.decay is None else found.decay.to(decay.dtype)
-        return found.q, found.k, found.v, d_decay, d_initial, d_custom
-    given = (q, k, v, decay, initial, *custom)
+        return as_given(attention, found, decay, initial, custom)
+    return recurred(attention, (q, k, v, decay, initial, *custom), d_o, d_last)
+
+
+def as_given(
+    attention: LinearAttention, found: LinearGradients, decay: Tensor | None, initial: Tensor | None,
+    custom: Sequence[Tensor],
+) -> Backward:  # fmt: skip
+    """Gradients by kernels in the dtypes and shapes of what they are of."""
+    d_custom = [
+        found.custom[s.name].to(c.dtype).view(c.shape) if s.name in found.custom else torch.zeros_like(c)
+        for s, c in zip(attention.specs, custom, strict=True)
+    ]
+    d_initial = found.q.new_empty(0) if found.initial is None or initial is None else found.initial.to(initial.dtype)
+    if decay is None:
+        d_decay = found.q.new_empty(0)
+    else:
+        d_decay = torch.zeros_like(decay) if found.decay is None else found.decay.to(decay.dtype)
+    return found.q, found.k, found.v, d_decay, d_initial, d_custom
+
+
+def recurred(
+    attention: LinearAttention, given: Sequence[Tensor | None], d_o: Tensor, d_last: Tensor | None
+) -> Backward:  # fmt: skip
+    """Gradients of q, k, v, decay, the initial state and the custom inputs by the reference."""
     with torch.no_grad():
         gradients = differentiable_gradients(attention, given, d_o, d_last)
     made = [
-        q.new_empty(0) if t is None else torch.zeros_like(t) if g is None else g.contiguous()
+        d_o.new_empty(0) if t is None else torch.zeros_like(t) if g is None else g.contiguous()
         for g, t in zip(gradients, given, strict=True)
     ]
     return made[0], made[1], made[2], made[3], made[4], made[5:]
@@ -171,6 +185,11 @@ class LinearAttention(Attention):
     @property
     def reads_batch(self) -> bool:
         return B in topological(*(e for _, e in self.program.named()))
+
+    def names_of(self, wanted: Sequence[bool]) -> frozenset[str]:
+        """Which of decay and each custom input want a gradient, by name."""
+        asked = {s.name for s, w in zip(self.specs, wanted[1:], strict=True) if w}
+        return frozenset(asked | ({"decay"} if wanted[0] else set()))
 
     def launches(self, *tensors: Tensor) -> bool:
         """Do kernels run this call? Nothing is launched for empty tensors."""

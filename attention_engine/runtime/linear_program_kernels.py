@@ -6,7 +6,7 @@ length, heads, dim); a state is (batch, heads, dim, dim_v), fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTiles
 from attention_engine.ir.verify import checked
-from attention_engine.plan.launches import Step
+from attention_engine.plan.launches import Launch, Step
 from attention_engine.plan.targets import Target
 from attention_engine.plan.verify import verify_steps
 from attention_engine.reference.evaluate import Evaluator, add_at
@@ -42,6 +42,14 @@ class LinearGradients:
     decay: Tensor | None
     initial: Tensor | None
     custom: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How many pieces the tokens of a call are walked along in, and how many tokens each has, the last one's aside."""
+
+    count: int
+    length: int
 
 
 @dataclass
@@ -124,7 +132,7 @@ class LinearProgramKernels:
         custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
         kernels = self.kernels(q, k, v, decay, custom, "forward")
         starts = initial is not None
-        memory = self._memory(kernels, {"q": q, "k": k, "v": v}, decay, custom, {"initial": initial})
+        memory = self.memory_of(kernels, {"q": q, "k": k, "v": v}, decay, custom, {"initial": initial})
         self._run(
             kernels, ("forward", starts, ends), v, custom, memory,
             lambda: kernels.plan.forward_steps(v.shape[0], v.shape[1], starts, ends),
@@ -138,7 +146,7 @@ class LinearProgramKernels:
         custom, decay = [as_parameter(c) for c in custom], self.decay_of(decay, v)
         kernels = self.kernels(q, k, v, decay, custom)
         starts = state is not None
-        memory = self._memory(kernels, {"q": q, "k": k, "v": v}, decay, custom, {"initial": state})
+        memory = self.memory_of(kernels, {"q": q, "k": k, "v": v}, decay, custom, {"initial": state})
         self._run(kernels, ("step", starts), v, custom, memory, lambda: kernels.plan.step_steps(starts))
         return tensor_of(memory, "o"), tensor_of(memory, "last")
 
@@ -153,13 +161,13 @@ class LinearProgramKernels:
         settle_at_exit(v.device)
         starts, ends, plan = initial is not None, d_last is not None, kernels.plan
         tensors, given = {"q": q, "k": k, "v": v, "do": d_output}, {"initial": initial, "d_last": d_last}
-        memory = self._memory(kernels, tensors, decay, custom, given)
+        memory = self.memory_of(kernels, tensors, decay, custom, given)
         sizes = v.shape[0], v.shape[1]
         self._run(
             kernels, ("backward", starts, ends, wanted), v, custom, memory,
             lambda: plan.backward_steps(*sizes, wanted, starts, ends),
         )  # fmt: skip
-        found = self._of_custom(plan.reads_of(*sizes, wanted), v, custom, memory)
+        found = self.custom_gradients(plan.reads_of(*sizes, wanted), v, custom, memory)
         of_decay = tensor_of(memory, "d_decay") if read_decay and plan.of_decay(wanted) else None
         of_initial = tensor_of(memory, "d_initial") if starts else None
         dq, dk, dv = (tensor_of(memory, f"d{name}") for name in "qkv")
@@ -175,7 +183,7 @@ class LinearProgramKernels:
         kernels = self.kernels(q, k, v, self.decay_of(decay, v), given, "backward", wanted)
         begin_all(kernels.of_backward(v.shape[0], v.shape[1], wanted).values())
 
-    def _memory(
+    def memory_of(
         self, kernels: LinearKernels, tensors: dict[str, Tensor], decay: Tensor | None, custom: Sequence[Tensor],
         states: dict[str, Tensor | None],
     ) -> Memory:  # fmt: skip
@@ -193,21 +201,23 @@ class LinearProgramKernels:
         steps: Callable[[], Sequence[Step]],
     ) -> None:  # fmt: skip
         """Runs the steps of a form of call on the tensors in memory."""
-        self._steps(kernels, form, v, custom, steps)(memory)
+        self.ready_for(kernels, form, v, custom, steps)(memory)
 
-    def _steps(
+    def ready_for(
         self, kernels: LinearKernels, form: tuple[object, ...], v: Tensor, custom: Sequence[Tensor],
-        steps: Callable[[], Sequence[Step]],
+        steps: Callable[[], Sequence[Step]], pieces: Pieces | None = None, done: Collection[Launch] = (),
     ) -> Ready:  # fmt: skip
-        """The steps of a form of call, ready for tensors of these shapes."""
+        """The steps of a form of call, but for those that are done, ready for tensors of these shapes."""
         key = (kernels, form, v.shape[:2], v.device, *[c.shape for c in custom])
         ready = self._ready.get(key)
         if ready is None:
             if len(self._ready) >= MOST_PLANS:
                 self._ready.clear()
-            lengths = {"batch": v.shape[0], "length": v.shape[1]}
-            valid = checked(verify_steps, steps())
-            ready = self._ready[key] = Ready(valid, kernels.kernel, lengths, {}, v.device, self._kept)
+            lengths, numbers = {"batch": v.shape[0], "length": v.shape[1]}, dict[str, int]()
+            if pieces is not None:
+                lengths, numbers = {**lengths, "pieces": pieces.count}, {"piece_length": pieces.length}
+            left = [step for step in checked(verify_steps, steps()) if step not in done]
+            ready = self._ready[key] = Ready(left, kernels.kernel, lengths, numbers, v.device, self._kept, done)
         return ready
 
     def direct(
@@ -226,13 +236,13 @@ class LinearProgramKernels:
         kernels, starts = self.kernels(q, k, v, of_decay, params, "step" if steps else "forward"), initial is not None
         plan, batch, length = kernels.plan, v.shape[0], v.shape[1]
         if steps:
-            ready = self._steps(kernels, ("step", starts), v, params, lambda: plan.step_steps(starts))
+            ready = self.ready_for(kernels, ("step", starts), v, params, lambda: plan.step_steps(starts))
         else:
             made = ("forward", starts, ends)
-            ready = self._steps(kernels, made, v, params, lambda: plan.forward_steps(batch, length, starts, ends))
+            ready = self.ready_for(kernels, made, v, params, lambda: plan.forward_steps(batch, length, starts, ends))
         return _Direct(self, ready, strides, of_decay, ends, steps).run
 
-    def _of_custom(
+    def custom_gradients(
         self, reads: Sequence[tuple[Expr, str, bool]], v: Tensor, custom: Sequence[Tensor], memory: Memory
     ) -> dict[str, Tensor]:
         """Adds what tokens contribute, (batch, heads, padded length), to the entries that they read."""

@@ -87,16 +87,17 @@ class Hashed:
 class Ready:
     """The steps of a plan, with all that the lengths of a call say worked out.
 
-    lengths: those that shapes are expressions of. numbers: what launches take beside tensors and their strides.
+    lengths: those that shapes are expressions of. numbers: what launches take beside tensors and their strides. done:
+    launches before them, whose results are in memory.
     """
 
     def __init__(
         self, steps: Sequence[Step], kernel_of: KernelOf, lengths: Mapping[str, int], numbers: Mapping[str, int],
-        device: torch.device, kept: Kept,
+        device: torch.device, kept: Kept, done: Iterable[Launch] = (),
     ) -> None:  # fmt: skip
         self.numbers: Memory = {**numbers, **lengths}
         self.steps: list[_Launch | _Trim | _Sum] = []
-        made: set[str] = set()
+        made = {place for launch in done for place in launch.writes}
         for step in steps:
             if isinstance(step, Trim):
                 self.steps.append(_Trim(step.source, step.target.place, lengths["q_length"]))

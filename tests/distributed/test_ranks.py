@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,12 +11,13 @@ import torch.distributed as dist
 
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine
 from attention_engine import library as lib
-from attention_engine.distributed import ContextParallel, Layout
+from attention_engine.distributed import ContextParallel, Layout, states
 from attention_engine.distributed.block_gradients import OfRun
 from attention_engine.distributed.exchange import Ranks, Tokens
 from attention_engine.distributed.methods import Call
 from attention_engine.distributed.ring import Ring, RingAttention
 from attention_engine.errors import AttentionEngineError
+from attention_engine.plan import linear
 from tests.distributed.attentions import attentions
 from tests.distributed.compared import (
     EXACT,
@@ -59,21 +61,24 @@ def mistakes(mesh) -> dict[str, str]:
     said("shape", lambda: ContextParallel(causal, mesh)(dims, dims, dims))
     said("method", lambda: ContextParallel(causal, mesh, "ulysses"))
     said("balance", lambda: ContextParallel(causal, mesh, balance="striped"))
+    with pytest.warns(UserWarning) as warned:
+        ContextParallel(LinearAttentionEngine(backend="reference"), mesh)(q, k, v, torch.ones(1, 8, 3))
+    found["growth"] = str(warned[0].message)
     return found
 
 
-def shared_linear(name: str, mesh, balance, dtype, backend: str) -> float:
+def shared_linear(name: str, mesh, balance, dtype, backend: str, length: int = 37) -> float:
     """The error of a linear attention in float64, beside one process: o, the last state, and every gradient."""
     torch.manual_seed(4)
     axes, mods, channels = LINEAR[name]
-    draw = {"q": (2, 37, 2, 8), "k": (2, 37, 2, 8), "v": (2, 37, 4, 6), "decay": (2, 37, 4), "s": (2, 4, 8, 6)}
+    draw = {"q": (2, length, 2, 8), "v": (2, length, 4, 6), "decay": (2, length, 4), "s": (2, 4, 8, 6)}
     if channels:
-        draw |= {"q": (2, 37, 4, 8), "k": (2, 37, 4, 8), "decay": (2, 37, 4, 8)}
-    sizes = {"batch": 2, "heads": 4, "seq_len": 37}
-    draw |= {n: tuple(sizes[a] for a in each) for n, each in axes.items()}
+        draw |= {"q": (2, length, 4, 8), "decay": (2, length, 4, 8)}
+    sizes = {"batch": 2, "heads": 4, "seq_len": length}
+    draw |= {"k": draw["q"], **{n: tuple(sizes[a] for a in each) for n, each in axes.items()}}
     whole = {n: torch.randn(size, dtype=torch.float64) for n, size in draw.items()}
     whole["decay"] = -whole["decay"].abs()
-    d_o, d_last = torch.randn(2, 37, 4, 6).double(), torch.randn(2, 4, 8, 6).double()
+    d_o, d_last = torch.randn(2, length, 4, 6).double(), torch.randn(2, 4, 8, 6).double()
     if name == "no decay":
         del whole["decay"]
 
@@ -115,7 +120,28 @@ def compare_linear(mesh) -> dict[str, float]:
     for name in LINEAR:
         for balance in ("contiguous", "zigzag"):
             found[f"{name}, {balance}"] = shared_linear(name, mesh, balance, torch.float64, "reference")
-    found["kernels in fp32"] = shared_linear("Mamba-2", mesh, "auto", torch.float32, "interpret")
+    with patch.object(linear, "PIECE", 32):  # two pieces of each rank's tokens
+        for name in ("Mamba-2", "a decay for each channel"):
+            found[f"kernels, {name}"] = shared_linear(name, mesh, "auto", torch.float32, "interpret", 131)
+    return found
+
+
+def forgets_runs(_):
+    """What a run before leaves is what the runs before it began with."""
+    return lambda along: torch.ones_like(along.kept)
+
+
+def backwards(walk):
+    return lambda along, first=None: walk(replace(along, reverse=not along.reverse), first)
+
+
+def linear_with_wrong_laws(mesh) -> dict[str, float]:
+    """The errors of linear attention when a law is broken."""
+    found = {}
+    with patch.object(states.Along, "walk", backwards(states.Along.walk)):
+        found["which way"] = shared_linear("retention", mesh, "zigzag", torch.float64, "reference")
+    with patch.object(linear, "PIECE", 32), patch.object(states.Along, "faded", forgets_runs(None)):
+        found["what pieces keep"] = shared_linear("retention", mesh, "auto", torch.float32, "interpret", 131)
     return found
 
 
@@ -187,7 +213,7 @@ def everything(mesh):
         {**other_calls(mesh), **compare_more(mesh)},
         mistakes(mesh),
         compare_linear(mesh),
-        with_wrong_laws(mesh),
+        {**with_wrong_laws(mesh), **linear_with_wrong_laws(mesh)},
     )
 
 
@@ -249,14 +275,15 @@ def test_mistakes_are_told_on_every_rank(found):
         )
         assert "Choose 'auto', 'gather', 'ring', 'heads' for AttentionEngine on a mesh of 1." in said["method"]
         assert "Choose 'auto', 'contiguous', 'zigzag', or give a Layout." in said["balance"]
+        assert "decay" in said["growth"]
 
 
 def test_linear_attention_by_states(found):
     for *_, errors, _ in found:
-        assert errors.pop("kernels in fp32") <= 5e-6
+        assert max(errors.pop(f"kernels, {name}") for name in ("Mamba-2", "a decay for each channel")) <= 5e-6
         assert len(errors) == 8 and max(errors.values()) <= EXACT, errors
 
 
 def test_a_broken_law_is_seen(found):
     for *_, errors in found:
-        assert len(errors) == 9 and min(errors.values()) > 1e-3, errors
+        assert len(errors) == 9 + 2 and min(errors.values()) > 1e-3, errors

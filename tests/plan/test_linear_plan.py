@@ -59,3 +59,14 @@ def test_each_result_is_made_once(name, per, kind, groups):
                 assert not starts or found["d_initial"] == 1
                 assert ("d_decay" in found) is made.of_decay(wanted)
                 assert all(place in found for _, place, _ in made.reads_of(BATCH, LENGTH, wanted))
+    for wanted in ((), ("decay", *CASES[name].axes)):  # in pieces, from what two launches found of states alone
+        passes = {
+            False: made.forward_steps(BATCH, LENGTH, True, False, pieces=True),
+            True: made.backward_steps(BATCH, LENGTH, wanted, True, True, pieces=True),
+        }
+        for reverse, steps in passes.items():
+            ahead = made.piece_steps(reverse)
+            verify_steps((*ahead, *steps))
+            (alone,) = (place for place in written(ahead) if not place.startswith("sums"))
+            assert alone == ("d_states of pieces" if reverse else "states of pieces")
+            assert {*written(steps)} >= ({"dq", "dk", "dv"} if reverse else {"o"})

@@ -17,7 +17,7 @@ import tilelang.language as T
 
 from attention_engine.arch import H100
 from attention_engine.ir.expr import Expr
-from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, LinearTile, X
+from attention_engine.ir.linear import GRADIENT, LinearProblem, LinearProgram, LinearTile, StatesForm, X
 from attention_engine.ir.program import Q_IDX, B, H
 from attention_engine.kernels.common import (
     FLOAT,
@@ -87,6 +87,40 @@ class LinearSizes(Sizes):
     def chunks(self) -> Any:
         """How many chunks there are."""
         return T.ceildiv(self.length, self.chunk)
+
+    def part(self, block_index: Any, tiles: int, batch: Any, pieces: bool) -> Part:
+        """What a block walks along: a batch, or a piece of it. block_index: among the tiles of all pieces."""
+        if not pieces:
+            return Part(block_index, (batch,), 0, self.chunks)
+        piece, each = block_index // tiles, self.variable("piece_length") // self.chunk
+        first = T.max(piece * each, 0)  # it is: so guards of indices go
+        return Part(block_index % tiles, (batch, piece), first, T.min(each, self.chunks - first))
+
+    def walks(self, tiles: int, pieces: bool) -> Any:
+        """How many blocks walk along a head's tokens. Tiles of a piece stand side by side: their number is known, so
+        that no block divides by another."""
+        return self.variable("pieces") * tiles if pieces else tiles
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens of a batch that are walked along. tile: which of a head's; at: where the first and last state are, but for
+    the head; first: its first chunk; chunks: how many it has."""
+
+    tile: Any
+    at: tuple[Any, ...]
+    first: Any
+    chunks: Any
+
+    def chunk(self, step: Any, reverse: bool) -> Any:
+        """The chunk of a step."""
+        if len(self.at) == 1:
+            return self.chunks - 1 - step if reverse else step
+        return self.first + (self.chunks - 1 - step if reverse else step)
+
+    def state(self, states: Any, head: Any, rows: Any, columns: Any) -> Any:
+        """A window of its first or last state, or an entry."""
+        return states[(*self.at, head, rows, columns)]
 
 
 class Source:
@@ -201,24 +235,27 @@ class StatesWalk:
     problem: LinearProblem
     program: LinearProgram
     tile: LinearTile
-    reverse: bool
-    starts: bool
-    overlaps: bool
-    initial: bool
+    form: StatesForm
 
     @cached_property
     def sizes(self) -> LinearSizes:
         """The lengths."""
         return LinearSizes(self.problem, self.tile.chunk)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The tensors whose products are summed."""
+        return ("q", "do") if self.form.reverse else ("k", "v")
 
-def state_before(block: Block, initial: bool, chunk: Any, at: tuple[Any, Any], kept: Any) -> Any:
+
+def state_before(block: Block, form: StatesForm, chunk: Any, at: tuple[Any, Any], kept: Any) -> Any:
     """An entry of the state before a chunk, of which `kept` is rounded: with `initial`, the first unrounded."""
     problem, (i, j), kept = block.sizes.problem, at, T.cast(kept, FLOAT)
-    if not initial:
+    if not form.initial:
         return kept
     inside = T.And(chunk == 0, T.And(i < problem.dim, j < problem.dim_v))
-    place = (block.batch, block.head, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
+    first = (block.batch, 0, block.head) if form.pieces else (block.batch, block.head)
+    place = (*first, T.min(i, problem.dim - 1), T.min(j, problem.dim_v - 1))
     return T.if_then_else(inside, block.buffers["initial"][place], kept)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, tiled, width_tiles
+from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, StatesForm, tiled, width_tiles
 from attention_engine.ir.problem import padded
 from attention_engine.kernels.common import FLOAT, Accumulator, Buffers, accumulate, build, loop
 from attention_engine.kernels.linear.channels.common import (
@@ -27,19 +27,17 @@ from attention_engine.kernels.methods import macro_method
 from attention_engine.plan import linear_buffers
 
 
-def states(
-    problem: LinearProblem, program: LinearProgram, tile: LinearTile, reverse: bool, starts: bool, overlaps: bool,
-    initial: bool,
-) -> Any:  # fmt: skip
-    """The PrimFunc: (left, right, custom..., sums, [first], [other], [initial], kept, last, [overlap]).
+def states(problem: LinearProblem, program: LinearProgram, tile: LinearTile, form: StatesForm) -> Any:
+    """The PrimFunc: (left, right, custom..., sums, [piece], [first], [other], [initial], [kept], last, [overlap]).
 
     left, right: k, v forward; q, do in reverse. first: the initial state (in reverse: the gradient of the last), where
-    `starts`. last: the last state (in reverse: the gradient of the initial one), fp32. Where `overlaps`: other, the
+    `starts`. last: the last state (in reverse: the gradient of the initial one), fp32. With `pieces` there is one of
+    each for every piece of so many tokens: (batch, pieces, heads, dim, dim_v). Where `overlaps`: other, the
     states that the forward walk kept, and overlap (batch, heads, chunks, parts, dim): exp2(G_d) <S_d, dS_d> of each
     chunk and tile of v, which is what every token of the chunk's decays gets from states. initial: the state that the
     forward walk began with, unrounded, where `initial`: all that the first chunk's overlap is made of.
     """
-    return _States(problem, program, tile, reverse, starts, overlaps, initial).build()
+    return _States(problem, program, tile, form).build()
 
 
 class _States(StatesWalk):
@@ -58,21 +56,20 @@ class _States(StatesWalk):
 
     def build(self) -> Any:
         """The PrimFunc."""
-        arguments = linear_buffers.states_walk(
-            self.problem, self.program, self.tile, self.reverse, self.starts, self.overlaps, self.initial
-        )
-        name = "channel_states_backward" if self.reverse else "channel_states"
-        return build(name, self.sizes.declare(arguments), self.run)
+        arguments = linear_buffers.states_walk(self.problem, self.program, self.tile, self.form)
+        name = "channel_states" if self.form.keeps else "last_channel_states"
+        return build(f"{name}_backward" if self.form.reverse else name, self.sizes.declare(arguments), self.run)
 
     @macro_method
     def run(self, buffers: Buffers) -> None:
         """A block for a tile of a head's state."""
-        problem, tile, sizes, (dim, dim_v), parts = self.problem, self.tile, self.sizes, self.shape, self.parts
-        left_source, right_source = (
-            Source(n, problem, self.program) for n in (("q", "do") if self.reverse else ("k", "v"))
-        )
-        grid = tiled(problem.dim, dim) * parts, problem.heads, sizes.batch
-        with T.Kernel(*grid, threads=tile.threads) as (block_index, head, batch):
+        problem, tile, sizes, form, (dim, dim_v), parts = (
+            self.problem, self.tile, self.sizes, self.form, self.shape, self.parts
+        )  # fmt: skip
+        left_source, right_source = (Source(n, problem, self.program) for n in self.names)
+        tiles = tiled(problem.dim, dim) * parts
+        grid = sizes.walks(tiles, form.pieces), problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (place, head, batch):
             left = RawTile(left_source, tile.chunk, dim)
             weighed = WeighedTile("left", problem, tile.chunk, dim)
             right = ModifiedTile(right_source, tile.chunk, dim_v)
@@ -80,32 +77,35 @@ class _States(StatesWalk):
             kept = T.alloc_shared([dim], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
             held = state.sum
+            walked = sizes.part(place, tiles, batch, form.pieces)
+            block_index = walked.tile
             d0, v0 = (block_index // parts) * dim, (block_index % parts) * dim_v
-            if self.starts:
-                T.copy(buffers["first"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v], held)
+            if form.starts:
+                T.copy(walked.state(buffers["first"], head, slice(d0, d0 + dim), slice(v0, v0 + dim_v)), held)
             else:
                 T.fill(held, 0)
-            for step in loop(sizes.chunks, 0):
-                index = sizes.chunks - 1 - step if self.reverse else step
+            for step in loop(walked.chunks, 0):
+                index = walked.chunk(step, form.reverse)
                 block = Block(buffers, sizes, batch, head, index * tile.chunk)
-                T.copy(held, buffers["kept"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v])
+                if form.keeps:
+                    T.copy(held, buffers["kept"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v])
                 left.load(block, d0)
                 right.load(block, v0)
                 load_sums(sums, block, d0, dim)
                 for i in T.Parallel(dim):
                     kept[i] = T.exp2(sums[tile.chunk - 1, i])
-                if self.overlaps:
+                if form.overlaps:
                     self.note_overlap(block, held, kept, index, block_index)
                 self.weigh(left, weighed, sums)
                 for i, j in T.Parallel(dim, dim_v):
                     held[i, j] *= kept[i]
                 accumulate(weighed.operand, right.operand, state, transpose_A=True, whole_rows=False)
-            T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
+            T.copy(held, walked.state(buffers["last"], head, slice(d0, d0 + dim), slice(v0, v0 + dim_v)))
 
     def weigh(self, left: RawTile, weighed: WeighedTile, sums: Any) -> None:
         """Each token's share of the state, as decay leaves it."""
         last = self.tile.chunk - 1
-        weighed.fill(left.value, lambda i, d: sums[i, d] if self.reverse else sums[last, d] - sums[i, d])
+        weighed.fill(left.value, lambda i, d: sums[i, d] if self.form.reverse else sums[last, d] - sums[i, d])
 
     @macro_method
     def note_overlap(self, block: Block, held: Any, kept: Any, index: Any, block_index: Any) -> None:
@@ -118,7 +118,7 @@ class _States(StatesWalk):
         d0, v0 = (block_index // parts) * dim, (block_index % parts) * dim_v
         T.copy(buffers["other"][batch, head, index, d0 : d0 + dim, v0 : v0 + dim_v], other)
         for i, j in T.Parallel(dim, dim_v):
-            products[i, j] = held[i, j] * state_before(block, self.initial, index, (d0 + i, v0 + j), other[i, j])
+            products[i, j] = held[i, j] * state_before(block, self.form, index, (d0 + i, v0 + j), other[i, j])
         T.reduce_sum(products, of_rows, dim=1)
         for i in T.Parallel(dim):
             of_rows[i] *= kept[i]

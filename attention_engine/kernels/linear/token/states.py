@@ -13,7 +13,15 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.linear import LinearProblem, LinearProgram, LinearTile, state_tiles, tile_of_state, tiled
+from attention_engine.ir.linear import (
+    LinearProblem,
+    LinearProgram,
+    LinearTile,
+    StatesForm,
+    state_tiles,
+    tile_of_state,
+    tiled,
+)
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -42,24 +50,17 @@ from attention_engine.kernels.methods import macro_method
 from attention_engine.plan import linear_buffers
 
 
-def states(
-    problem: LinearProblem,
-    program: LinearProgram,
-    tile: LinearTile,
-    reverse: bool,
-    starts: bool,
-    overlaps: bool,
-    initial: bool,
-) -> Any:
-    """The PrimFunc: (left, right, custom..., [sums], [first], [other], [initial], kept, last, [overlap]).
+def states(problem: LinearProblem, program: LinearProgram, tile: LinearTile, form: StatesForm) -> Any:
+    """The PrimFunc: (left, right, custom..., [sums], [piece], [first], [other], [initial], [kept], last, [overlap]).
 
     left, right: k, v forward; q, do in reverse. first: the initial state (in reverse: the gradient of the last), where
-    `starts`. last: the last state (in reverse: the gradient of the initial one), fp32. Where `overlaps`: other, the
+    `starts`. last: the last state (in reverse: the gradient of the initial one), fp32. With `pieces` there is one of
+    each for every piece of so many tokens: (batch, pieces, heads, dim, dim_v). Where `overlaps`: other, the
     states that the forward walk kept, and overlap (batch, heads, chunks, tiles): exp(g_T) <S, dS> of each chunk and
     tile, which is what all tokens of the chunk's decays get from states. initial: the state that the forward walk began
     with, unrounded, where `initial`: all that the first chunk's overlap is made of.
     """
-    return _States(problem, program, tile, reverse, starts, overlaps, initial).build()
+    return _States(problem, program, tile, form).build()
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class _States(StatesWalk):
     @cached_property
     def sources(self) -> tuple[Source, Source]:
         """The tensors whose products are summed."""
-        left, right = (Source(n, self.problem, self.program) for n in (("q", "do") if self.reverse else ("k", "v")))
+        left, right = (Source(n, self.problem, self.program) for n in self.names)
         return left, right
 
     @cached_property
@@ -87,18 +88,18 @@ class _States(StatesWalk):
 
     def build(self) -> Any:
         """The PrimFunc."""
-        arguments = linear_buffers.states_walk(
-            self.problem, self.program, self.tile, self.reverse, self.starts, self.overlaps, self.initial
-        )
-        return build("states_backward" if self.reverse else "states", self.sizes.declare(arguments), self.run)
+        arguments = linear_buffers.states_walk(self.problem, self.program, self.tile, self.form)
+        name = "states" if self.form.keeps else "last_states"
+        return build(f"{name}_backward" if self.form.reverse else name, self.sizes.declare(arguments), self.run)
 
     @macro_method
     def run(self, buffers: Buffers) -> None:
         """A block for a tile of a head's state."""
-        problem, tile, sizes, (dim, dim_v) = self.problem, self.tile, self.sizes, self.shape
+        problem, tile, sizes, form, (dim, dim_v) = self.problem, self.tile, self.sizes, self.form, self.shape
         dim_v_tiles, (left_source, right_source) = tiled(problem.dim_v, dim_v), self.sources
-        grid = state_tiles(problem, tile), problem.heads, sizes.batch
-        with T.Kernel(*grid, threads=tile.threads) as (part, head, batch):
+        tiles = state_tiles(problem, tile)
+        grid = sizes.walks(tiles, form.pieces), problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block_index, head, batch):
             share_sm(tile)
             left = SourceTile(left_source, tile.chunk, dim)
             raw = T.alloc_shared([tile.chunk, dim_v], problem.dtype)
@@ -107,24 +108,26 @@ class _States(StatesWalk):
             sums = DecaySums(problem, tile.chunk, "sums")
             weights = T.alloc_shared([tile.chunk], FLOAT)
             state = Accumulator("state", problem, (dim, dim_v))
-            staged = T.alloc_shared([dim, dim_v], problem.state_dtype)  # from there rows leave whole
+            staged = T.alloc_shared([dim, dim_v], problem.state_dtype) if form.keeps else None  # rows leave it whole
             held = state.sum
-            d0, v0 = (part // dim_v_tiles) * dim, (part % dim_v_tiles) * dim_v
-            at = _Part(part, d0, v0)
-            if self.starts:
-                T.copy(buffers["first"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v], held)
+            walked = sizes.part(block_index, tiles, batch, form.pieces)
+            d0, v0 = (walked.tile // dim_v_tiles) * dim, (walked.tile % dim_v_tiles) * dim_v
+            at = _Part(walked.tile, d0, v0)
+            if form.starts:
+                T.copy(walked.state(buffers["first"], head, slice(d0, d0 + dim), slice(v0, v0 + dim_v)), held)
             else:
                 T.fill(held, 0)
-            for step in loop(sizes.chunks, tile.stages):
-                chunk = sizes.chunks - 1 - step if self.reverse else step
+            for step in loop(walked.chunks, tile.stages):
+                chunk = walked.chunk(step, form.reverse)
                 block = Block(buffers, sizes, batch, head, chunk * tile.chunk)
-                T.copy(held, staged)
-                T.copy(staged, buffers["kept"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v])
+                if form.keeps:
+                    T.copy(held, staged)
+                    T.copy(staged, buffers["kept"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v])
                 load_source(left, block, d0)
                 T.copy(block.window(right_source, v0, dim_v), raw)
                 if self.program.decays:
                     load_decays(sums, buffers, batch, head, chunk)
-                if self.overlaps:
+                if form.overlaps:
                     self.note_overlap(block, held, sums, chunk, at)
                 self.weigh(block, sums, weights)
                 self.weigh_right(block, raw, weights, weighted, v0)
@@ -133,7 +136,7 @@ class _States(StatesWalk):
                     for i, j in T.Parallel(dim, dim_v):
                         held[i, j] *= T.exp2(sums.upto(tile.chunk - 1))
                 accumulate(left.operand, right, state, transpose_A=True, whole_rows=False)
-            T.copy(held, buffers["last"][batch, head, d0 : d0 + dim, v0 : v0 + dim_v])
+            T.copy(held, walked.state(buffers["last"], head, slice(d0, d0 + dim), slice(v0, v0 + dim_v)))
 
     def weigh(self, block: Block, sums: DecaySums, weights: Any) -> None:
         """The factor of each token's k^T v (or q^T do): what decay leaves of it, and the row factors of both mods."""
@@ -143,7 +146,7 @@ class _States(StatesWalk):
             (value,) = block.splice(i)(whole)
             if not self.program.decays:
                 return value
-            return value * T.exp2(sums.upto(i) if self.reverse else sums.between(i, last))
+            return value * T.exp2(sums.upto(i) if self.form.reverse else sums.between(i, last))
 
         block.rows(weights, entry)
 
@@ -173,7 +176,7 @@ class _States(StatesWalk):
         whole = T.alloc_fragment([1], FLOAT)
         T.copy(buffers["other"][batch, head, chunk, d0 : d0 + dim, v0 : v0 + dim_v], other)
         for i, j in T.Parallel(dim, dim_v):
-            products[i, j] = held[i, j] * state_before(block, self.initial, chunk, (d0 + i, v0 + j), other[i, j])
+            products[i, j] = held[i, j] * state_before(block, self.form, chunk, (d0 + i, v0 + j), other[i, j])
         T.reduce_sum(products, of_rows, dim=1)
         T.copy(of_rows, across)
         T.copy(across, each)

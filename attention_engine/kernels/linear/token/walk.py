@@ -30,6 +30,7 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.linear.common import (
     Block,
     HeldTile,
+    Part,
     SourceTile,
     StateOperand,
     add_state_product,
@@ -46,15 +47,15 @@ from attention_engine.plan import linear_buffers
 
 def walk(
     problem: LinearProblem, program: LinearProgram, role: str, tile: LinearTile, starts: bool, ends: bool,
-    reads: tuple[Expr, ...],
+    reads: tuple[Expr, ...], pieces: bool = False,
 ) -> Any:  # fmt: skip
-    """The PrimFunc: (x, y, z, [own], custom..., [sums], [first], result, [last], row sums...).
+    """The PrimFunc: (x, y, z, [own], custom..., [sums], [piece], [first], result, [last], row sums...).
 
     first: the state that a forward walk begins with, or the gradient of the last state, where `starts`; last: the state
-    (or gradient of the first one) that the walk of "output" or "dv" ends with, where `ends`; both fp32. The rest as in
-    chunk.py, with no heads summed.
+    (or gradient of the first one) that the walk of "output" or "dv" ends with, where `ends`; both fp32, and with
+    `pieces` one for each (states.py). The rest as in chunk.py, with no heads summed.
     """
-    return _Walk(problem, program, ROLES[role], tile, starts, ends, reads).build()
+    return _Walk(problem, program, ROLES[role], tile, starts, ends, reads, pieces).build()
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,16 @@ class _Walk(RoleKernel):
 
     def __init__(
         self, problem: LinearProblem, program: LinearProgram, role: Role, tile: LinearTile, starts: bool, ends: bool,
-        reads: tuple[Expr, ...],
+        reads: tuple[Expr, ...], pieces: bool,
     ) -> None:  # fmt: skip
         super().__init__(problem, program, role, tile, False, reads)
-        self.starts, self.ends, self.dim = starts, ends, padded(self.x.dim)
+        self.starts, self.ends, self.pieces, self.dim = starts, ends, pieces, padded(self.x.dim)
         self.weighs = self.decays or self.by_column
         self.reuses = self.weighs and not problem.splits  # results leave through the weighed others' memory
 
     def parameters(self) -> dict[str, Any]:
-        return self.sizes.declare(
-            linear_buffers.walk(
-                self.problem, self.program, self.role.name, self.tile, self.starts, self.ends, len(self.reads)
-            )
-        )
+        given = self.role.name, self.tile, self.starts, self.ends, len(self.reads), self.pieces
+        return self.sizes.declare(linear_buffers.walk(self.problem, self.program, *given))
 
     def build(self) -> Any:
         return build(f"walk_{self.role.name}" if self.role.own else "forward", self.parameters(), self.run)
@@ -94,7 +92,8 @@ class _Walk(RoleKernel):
     def run(self, buffers: Buffers) -> None:
         """A block for a tile of a head's columns."""
         tile, problem, sizes, chunk, width = self.tile, self.problem, self.sizes, self.tile.chunk, self.width
-        with T.Kernel(self.width_tiles, problem.heads, sizes.batch, threads=tile.threads) as (part, head, batch):
+        grid = sizes.walks(self.width_tiles, self.pieces), problem.heads, sizes.batch
+        with T.Kernel(*grid, threads=tile.threads) as (block_index, head, batch):
             share_sm(tile)
             x, y = (SourceTile(s, chunk, self.dim) for s in (self.x, self.y))
             z = SourceTile(self.z, chunk, width)
@@ -110,13 +109,14 @@ class _Walk(RoleKernel):
             held, made = state.sum, result.sum
             rows = Rows(problem, chunk, width, self.needs_own)
             column_weights = named("column_weights", T.alloc_shared([chunk], FLOAT))
-            column0 = part * width
+            walked = sizes.part(block_index, self.width_tiles, batch, self.pieces)
+            column0 = walked.tile * width
             if self.starts:
-                self.first_state(buffers, held, batch, head, column0)
+                self.first_state(buffers, held, walked, head, column0)
             else:
                 T.fill(held, 0)
-            for step in loop(sizes.chunks, tile.stages):
-                index = sizes.chunks - 1 - step if self.role.over_keys else step
+            for step in loop(walked.chunks, tile.stages):
+                index = walked.chunk(step, self.role.over_keys)
                 block = Block(buffers, sizes, batch, head, index * chunk)
                 load_source(x, block, 0)
                 load_source(y, block, 0)
@@ -138,12 +138,12 @@ class _Walk(RoleKernel):
                 accumulate(weights, z.operand, result, whole_rows=tile.in_registers)
                 self.move_state(_StateStep(y, z, values, weighted, state), rows, column_weights)
                 if len(self.reads) > 0:
-                    self.sum_reads(block, own, made, rows, part)
+                    self.sum_reads(block, own, made, rows, block_index)
                 self.chain(block, own, made, rows, column0)
                 T.copy(made, staged)
                 T.copy(staged, self.result_window(buffers, block, column0))
             if self.ends:
-                T.copy(held, buffers["last"][batch, head, 0 : self.dim, column0 : column0 + width])
+                T.copy(held, walked.state(buffers["last"], head, slice(0, self.dim), slice(column0, column0 + width)))
 
     @macro_method
     def move_state(self, step: _StateStep, rows: Rows, column_weights: Any) -> None:
@@ -182,16 +182,16 @@ class _Walk(RoleKernel):
     def weigh_others(self, z: SourceTile, weights: Any, weighted: Any) -> None:
         over_pairs(self.tile.chunk, self.width, lambda j, d: store(weighted, z.value(j, d) * weights[j], j, d))
 
-    def first_state(self, buffers: Any, held: Any, batch: Any, head: Any, column0: Any) -> None:
+    def first_state(self, buffers: Any, held: Any, walked: Part, head: Any, column0: Any) -> None:
         """held = the first state's tile; of a transposed M, entry by entry."""
         first, last_d, last_e = buffers["first"], self.problem.dim - 1, self.problem.dim_v - 1
         if not self.role.transposed:
-            copy(first[batch, head, 0 : self.dim, column0 : column0 + self.width], held)
+            copy(walked.state(first, head, slice(0, self.dim), slice(column0, column0 + self.width)), held)
             return
 
         def entry(i: Any, j: Any) -> None:
             d, e = column0 + j, i
-            value = first[batch, head, T.min(d, last_d), T.min(e, last_e)]
+            value = walked.state(first, head, T.min(d, last_d), T.min(e, last_e))
             store(held, T.if_then_else(T.And(d <= last_d, e <= last_e), value, 0.0), i, j)
 
         over_pairs(self.dim, self.width, entry)
