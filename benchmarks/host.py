@@ -2,9 +2,9 @@
 
     python -m benchmarks.host
 
-On a GPU: the call without and with gradients, forward and backward together, the bare launch of the forward kernel, and
-torch's scaled_dot_product_attention on the same tensors. Without one: the same calls with the launches left out, which
-is what this package itself takes.
+On a GPU: the call without and with gradients, forward and backward together, the bare launch of the forward kernel, a
+call with a cache, and torch's scaled_dot_product_attention on the same tensors. Without one: the same calls with the
+launches left out, which is what this package itself takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ def calls(backend: str, device: str) -> dict[str, Callable[[], object]]:
         "a call with gradients": lambda: engine(*leaves),
         "a call and its backward": lambda: train(engine, leaves, d_o),
         "the launch alone": bare_launch(engine, q, k, v),
+        **cached_calls(engine, q[:, :1].clone(), k, v),
     }
     if device == "cuda":
         turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
@@ -69,6 +70,13 @@ def calls(backend: str, device: str) -> dict[str, Callable[[], object]]:
         found["SDPA, a call with gradients"] = lambda: sdpa(*turned_leaves)
         found["SDPA, a call and its backward"] = lambda: train(sdpa, turned_leaves, d_o.transpose(1, 2))
     return found
+
+
+def cached_calls(engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """A query of each request against a cache, in two parts: two launches."""
+    lengths, out = torch.full((len(q),), k.shape[1], dtype=torch.int32, device=q.device), torch.empty_like(q)
+    call = partial(engine.with_cache, q, k, v, kv_lengths=lengths, num_splits=2)
+    return {"a call with a cache": call, "the same, out given": partial(call, out=out)}
 
 
 def bare_launch(engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:

@@ -4,6 +4,8 @@ python -m benchmarks.packed                      all rows and mean lengths
 python -m benchmarks.packed --rows 16384 --mean 1000   of these alone
 python -m benchmarks.packed --numbers            no times
 
+python -m benchmarks.packed --programs softmax   of these programs
+
 TFLOP/s count kept pairs, 2.5 times as much for a backward pass. "dense" is causal batches of the mean length. A peer
 that does not import, or refuses, says why and is left out.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -109,19 +112,19 @@ def ratios(attend: Attend, lengths: Sequence[int], kv_head: int = 1) -> list[flo
     return [round(float(x), 3) for x in errors[0] / errors[1]]
 
 
-def calls_of(rows: int, mean: int) -> dict[str, tuple[Callable[[], object], float]]:
-    """What is timed, with its floating-point operations."""
+def calls_of(rows: int, mean: int, wanted: Sequence[str]) -> dict[str, tuple[Callable[[], object], float]]:
+    """What is timed of these programs, with its floating-point operations."""
     lengths = lengths_of(rows, mean)
     cu, qkv = starts_of(lengths), inputs(rows)
     batch = rows // mean
     dense = inputs(batch, mean)
     of_pair = 4 * DIM * HEADS
     packed, plain = of_pair * sum(n * (n + 1) // 2 for n in lengths), of_pair * batch * mean * (mean + 1) // 2
-    ours = programs()
-    calls: dict[str, tuple[Callable[[], Tensor], list[Tensor], float]] = {
-        name: (lambda a=attend: a(*qkv, cu), qkv, packed) for name, attend in ours.items()
-    }
-    calls["dense"] = (lambda: ours["softmax"](*dense, None), dense, plain)
+    calls: dict[str, tuple[Callable[[], Tensor], list[Tensor], float]] = {}
+    for name, attend in programs().items():
+        if name in wanted:
+            calls[name] = (partial(attend, *qkv, cu), qkv, packed)
+            calls[f"{name}, dense"] = (partial(attend, *dense, None), dense, plain)
     for name, make in PEERS.items():
         try:
             attend = make(lengths)
@@ -129,7 +132,7 @@ def calls_of(rows: int, mean: int) -> dict[str, tuple[Callable[[], object], floa
         except Exception as error:  # noqa: BLE001 - whatever keeps a peer from running is told
             print(f"  {name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
         else:
-            calls[name] = (lambda a=attend: a(*qkv, cu), qkv, packed)
+            calls[name] = (partial(attend, *qkv, cu), qkv, packed)
     found: dict[str, tuple[Callable[[], object], float]] = {}
     for name, (call, leaves, operations) in calls.items():
         o = call()
@@ -147,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[16384, 32768])
     parser.add_argument("--mean", nargs="+", type=int, default=[1000, 4000])
+    parser.add_argument("--programs", nargs="+", default=["softmax", "sigmoid", "ALiBi"])
     parser.add_argument("--numbers", action="store_true", help="no times")
     args = parser.parse_args()
     print("errors of o, dq, dk, dv over eager's:", flush=True)
@@ -162,7 +166,7 @@ def main() -> None:
     for rows in args.rows if not args.numbers else []:
         for mean in args.mean:
             print(f"{rows} rows, {rows // mean} sequences of {mean} in the mean", flush=True)
-            calls = calls_of(rows, mean)
+            calls = calls_of(rows, mean, args.programs)
             for name, timing in clock.times({n: call for n, (call, _) in calls.items()}, ROUNDS).items():
                 speed = calls[name][1] / timing.device_us * 1e-6
                 print(f"  {name:26} {timing.device_us:8.1f} us  {speed:6.1f} TFLOP/s   host {timing.host_us:6.1f} us",

@@ -241,5 +241,6 @@ def test_host_times_are_a_table_of_calls():
     head, *lines = done.stdout.splitlines()
     times = {line[:32].strip(): float(line[32:]) for line in lines}
     assert "launches left out" in head
-    assert list(times) == ["a call", "a call with gradients", "a call and its backward", "the launch alone"]
+    of_caches = ["a call with a cache", "the same, out given"]
+    assert list(times) == ["a call", "a call with gradients", "a call and its backward", "the launch alone", *of_caches]
     assert all(us > times["the launch alone"] > 0 for name, us in times.items() if name != "the launch alone")

@@ -118,15 +118,22 @@ def add_counts(classes: Any, slots: Any, counts: Any) -> None:
 
 
 @T.macro
+def rank_of(classes: Any, begins: Any, n: Any) -> Any:
+    """Where a slot's tile stands: behind the tiles of its class that were written, and those of slots before it."""
+    rank = T.alloc_var("int32")
+    rank = begins[classes[n]]
+    for other in T.serial(n):
+        rank = rank + T.if_then_else(classes[other] == classes[n], 1, 0)
+    return rank
+
+
+@T.macro
 def write(walks: Walks, buffers: Any, last: Any, first: Any, classes: Any, begins: Any) -> None:
     """Writes the tiles of slots, each class from where it begins on."""
     places, tile_q, listed = buffers[f"custom_{PLACES}"], walks.tile.q, buffers[SEQUENCE_TILES]
     for n in T.Parallel(TOGETHER):
         if classes[n] != NO_TILE:
-            rank = T.alloc_var("int32")
-            rank = begins[classes[n]]
-            for other in T.serial(n):
-                rank = rank + T.if_then_else(classes[other] == classes[n], 1, 0)
+            rank = rank_of(classes, begins, n)
             sequence = find_sequence(places, first + n, last, tile_q)
             listed[rank + 1, 0] = sequence
             listed[rank + 1, 1] = first_query(places, first + n, sequence, tile_q)
@@ -165,10 +172,7 @@ def write_keys(sizes: Sizes, tile: Tile, buffers: Any, first: Any, classes: Any,
     places, listed = buffers[f"custom_{PLACES}"], buffers[KEY_TILES]
     for n in T.Parallel(TOGETHER):
         if classes[n] != NO_TILE:
-            rank = T.alloc_var("int32")
-            rank = begins[classes[n]]
-            for other in T.serial(n):
-                rank = rank + T.if_then_else(classes[other] == classes[n], 1, 0)
+            rank = rank_of(classes, begins, n)
             slot = KeySlot(places, first + n, tile.kv, sizes.kv)
             listed[rank + 1, 0] = slot.sequence
             listed[rank + 1, 1] = slot.first
