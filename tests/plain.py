@@ -35,8 +35,12 @@ def _exponential(x: Tensor, keep: Tensor, extra: float) -> tuple[Tensor, Tensor]
     x = x.masked_fill(~keep, -math.inf)
     top = x.detach().amax(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0)  # a row with nothing kept: -inf - -inf would be NaN
+    if extra:
+        top = top.clamp(min=0.0)  # the log of what is added counts, too
     e = (x - top).exp()
-    total = e.sum(-1, keepdim=True) + extra * (-top).exp()
+    total = e.sum(-1, keepdim=True)
+    if extra:
+        total = total + extra * (-top).exp()
     some = total > 0
     weights = torch.where(some, e / torch.where(some, total, 1.0), 0.0)
     lse = torch.where(some, torch.where(some, total, 1.0).log() + top, -math.inf)

@@ -33,6 +33,18 @@ def test_rows_with_nothing_kept_give_zero_and_no_gradient(kind):
     assert (q.grad[:, 3] == 0).all() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_very_negative_scores_are_rows(dtype):
+    """Those far from all keys under ALiBi: exp of -scores has no number."""
+    x, keep = torch.tensor([[-5000.0, -4999.0], [3.0, 2.0]], dtype=dtype), torch.tensor(True)
+    weights, lse = plain.softmax(x, keep)
+    torch.testing.assert_close(weights, x.softmax(-1))
+    torch.testing.assert_close(lse, x.logsumexp(-1))
+    weights, lse = plain.softmax_one(x, keep)
+    torch.testing.assert_close(weights, torch.cat([x, torch.zeros_like(x[:, :1])], 1).softmax(-1)[:, :2])
+    torch.testing.assert_close(lse, torch.cat([x, torch.zeros_like(x[:, :1])], 1).logsumexp(-1))
+
+
 @pytest.mark.parametrize("kind", ["softmax", "softmax_one"])
 def test_the_lse_is_the_log_of_the_row_sum(kind):
     q, k, v = qkv(heads=2)
