@@ -36,6 +36,7 @@ NAMED = {
     "torch._C._cuda_getCurrentRawStream",
     "torch._C._cuda_getDevice",
     "torch._C._cuda_isCurrentStreamCapturing",
+    "torch._C._dynamo.guards._empty_strided_cpu",
     "torch._C._dynamo.guards._empty_strided_cuda",
     "torch._C._dynamo.guards.TensorGuards",
     "torch._C._functorch.is_legacy_batchedtensor",

@@ -6,16 +6,9 @@ Host time counts where kernels are short, and most of it went into asking tensor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-try:  # what torch's compiled code allocates by; not public
-    from torch._C._dynamo import guards as _guards
-except ImportError:
-    _guards = None  # type: ignore[assignment]
-_current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 MOST_PLANS = 4096
 ALIGNED = 16  # bytes: what a kernel's wide reads and TMA want of an address
@@ -57,29 +50,3 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
 def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One element seen as a tensor of this shape. torch.empty_like of it is contiguous, and the quickest allocation."""
     return _one(dtype, device).expand(*shape)
-
-
-def maker(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, order: Sequence[int] | None = None
-) -> Callable[[], Tensor]:  # fmt: skip
-    """Allocates such tensors; on the current GPU, or a CPU, in half the time that torch's public functions take.
-
-    order: of the dims in memory, the last is contiguous; None: as in the shape.
-    """
-    places = [*(range(len(shape)) if order is None else order)]
-    inner = torch.empty([shape[n] for n in places], device="meta")
-    like = inner.permute(*[places.index(n) for n in range(len(places))])
-    of_any = functools.partial(torch.empty_strided, tuple(shape), like.stride(), dtype=dtype, device=device)
-    empty = getattr(_guards, f"_empty_strided_{device.type}", None)
-    if empty is None:
-        return of_any
-    here = functools.partial(empty, tuple(shape), like.stride(), dtype)
-    if device.type == "cpu":
-        return here
-    place = device.index or 0
-
-    def make() -> Tensor:
-        made: Tensor = here() if _current_gpu() == place else of_any()
-        return made
-
-    return make

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from threading import get_ident
 from typing import Any, TypeAlias
@@ -19,28 +18,12 @@ from attention_engine.compiler import CachedKernels
 from attention_engine.frontend.captured import Captured
 from attention_engine.plan.buffers import buffers_of
 from attention_engine.plan.launches import Launch, Step, launches
+from attention_engine.runtime import gpu
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter
+from attention_engine.runtime.gpu import maker
 from attention_engine.runtime.inputs import signature
 from attention_engine.runtime.run import Ready
 from attention_engine.runtime.seen import TensorGuards
-
-try:
-    from torch._C import _cuda_getCurrentRawStream as _stream_of
-except ImportError:  # torch without CUDA; where it is gone, its public name takes a microsecond more
-
-    def _stream_of(device: int) -> int:
-        return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-try:
-    from torch._C import _cuda_getDevice as _current_gpu
-    from torch._C import _cuda_isCurrentStreamCapturing as _is_capturing
-    from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
-except ImportError:
-    _current_gpu, _is_capturing = torch.cuda.current_device, torch.cuda.is_current_stream_capturing
-    _empty_on_gpu: Any = None
-else:
-    _empty_on_gpu = _empty_strided_cuda
 
 Given: TypeAlias = tuple[Any, ...]  # the tensors of a call at GIVEN, None where there is none, then custom inputs
 Direct: TypeAlias = Callable[[Given, bool], list[Tensor] | None]
@@ -130,7 +113,7 @@ def launch_again(
     of_all = [b for step in launches(steps) for b in buffers_of(step.arguments)]
     parts = [*dict.fromkeys(b.place for b in of_all if b.place.startswith("part_"))]
     output, *row_likes = ready.results(made)
-    make_output, make_rows = _maker(output), [*map(_maker, row_likes)]
+    make_output, *make_rows = (maker(x.shape, x.dtype, x.device) for x in (output, *row_likes))
     scratch, rows_too = _Scratch([*row_likes, *ready.results(parts)]), len(row_likes)
     places = [*GIVEN, *custom, *made, *parts]
     numbers = [step for steps_of in given.values() for step in steps_of]
@@ -207,21 +190,6 @@ def _arguments(launch: Launch, places: Sequence[str], given: Mapping[str, Sequen
     return itemgetter(*found)
 
 
-def _maker(like: Tensor) -> Callable[[], Tensor]:
-    """Allocates tensors like this one; on the current GPU in half the time that torch's public functions take."""
-    of_any = partial(torch.empty_like, like)
-    if like.device.type != "cuda" or _empty_on_gpu is None:
-        return of_any
-    shape, dtype, device = tuple(like.shape), like.dtype, like.device.index or 0
-    strides = tuple(torch.empty(shape, device="meta").stride())
-
-    def make() -> Tensor:
-        made: Tensor = _empty_on_gpu(shape, strides, dtype) if _current_gpu() == device else of_any()
-        return made
-
-    return make
-
-
 class _Piece:
     """Scratch memory of a thread on a stream; another one where it was outgrown or dropped."""
 
@@ -251,8 +219,8 @@ class _Scratch:
         """The memory, on a GPU as kernels take it: to make a tensor so at each call takes as long as all else here."""
         if not self.likes:
             return []
-        stream = _stream_of(self.device) if self.on_gpu else 0
-        if not self.is_kept or (stream and _is_capturing()):  # nobody captures the stream that is 0
+        stream = gpu.raw_stream(self.device) if self.on_gpu else 0
+        if not self.is_kept or (stream and gpu.captures()):  # nobody captures the stream that is 0
             return [torch.empty_like(like) for like in self.likes]
         key = (stream, get_ident())
         found = self.views.get(key)

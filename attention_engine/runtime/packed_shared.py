@@ -16,15 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from attention_engine.ir.program import PLACES
+from attention_engine.runtime.gpu import is_capturing, stream_of
 
 Tables: TypeAlias = tuple[Tensor, ...]
 Results: TypeAlias = dict[str, Tensor]
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 MOST = 4  # sets of starts whose tables are held: several kinds of attention in a model
 
 
@@ -44,20 +43,6 @@ class _Shared:
 
 
 _LATEST: deque[_Shared] = deque(maxlen=MOST)
-
-
-def stream_of(device: torch.device) -> int:
-    """The stream on which kernels run now: what is made there is there for whoever comes later."""
-    if device.type != "cuda":
-        return 0
-    if _raw_stream is None or device.index is None:
-        return torch.cuda.current_stream(device).cuda_stream
-    return int(_raw_stream(device.index))  # without a Stream around it: a microsecond
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Is a graph captured? It owns what it was captured on."""
-    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _counts_writes(starts: Tensor) -> bool:

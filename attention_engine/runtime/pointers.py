@@ -19,7 +19,8 @@ from torch import Tensor
 
 from attention_engine.arch import Arch
 from attention_engine.plan.targets import Target
-from attention_engine.runtime.arguments import ALIGNED, as_parameter, maker
+from attention_engine.runtime.arguments import ALIGNED, as_parameter
+from attention_engine.runtime.gpu import maker
 from attention_engine.runtime.program_kernels import Bound, Direct
 from attention_engine.runtime.run import Memory, tensor_of
 

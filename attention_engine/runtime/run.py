@@ -19,7 +19,8 @@ from attention_engine.compiler import Kernel, begin_all
 from attention_engine.plan.buffers import Buffer, Role, buffers_of
 from attention_engine.plan.launches import Launch, Step, Sum, Trim
 from attention_engine.runtime.arguments import template
-from attention_engine.runtime.packed_shared import is_capturing, share_results, stream_of
+from attention_engine.runtime.gpu import is_capturing, stream_of
+from attention_engine.runtime.packed_shared import share_results
 
 Value: TypeAlias = Tensor | int | list[int | Tensor] | tuple[int | Tensor, ...]
 Memory: TypeAlias = dict[str, Value]

@@ -8,7 +8,7 @@ import torch
 
 from attention_engine import AttentionEngine, CustomIO, library
 from attention_engine.library import causal
-from attention_engine.runtime import cached, cached_again
+from attention_engine.runtime import cached, cached_again, gpu
 
 
 @pytest.fixture
@@ -138,8 +138,8 @@ def test_a_graph_has_scratch_memory_of_its_own(monkeypatch):
     scratch = cached_again._Scratch([torch.empty(7)])
     scratch.on_gpu, asked, now = True, [], SimpleNamespace()
     monkeypatch.setattr(cached_again, "_as_kernels_take", lambda tensor: tensor)
-    monkeypatch.setattr(cached_again, "_is_capturing", lambda: asked.append(now) or now.captures)
-    monkeypatch.setattr(cached_again, "_stream_of", lambda device: now.stream)
+    monkeypatch.setattr(gpu, "captures", lambda: asked.append(now) or now.captures)
+    monkeypatch.setattr(gpu, "raw_stream", lambda device: now.stream)
     for now.stream, now.captures, is_kept in ((0, True, True), (5, False, True), (5, True, False)):
         first, second = scratch()[0], scratch()[0]
         assert is_kept is (first.data_ptr() == second.data_ptr())
@@ -148,10 +148,9 @@ def test_a_graph_has_scratch_memory_of_its_own(monkeypatch):
 
 def test_outputs_are_allocated_on_the_gpu_of_the_call(monkeypatch):
     """torch's quickest allocation knows the current GPU alone."""
-    like = SimpleNamespace(device=torch.device("cuda:1"), shape=torch.Size((2, 3)), dtype=torch.float16)
-    monkeypatch.setattr(torch, "empty_like", lambda like: "of any GPU")
-    monkeypatch.setattr(cached_again, "_empty_on_gpu", lambda *asked: asked)
-    make = cached_again._maker(like)
+    monkeypatch.setattr(torch, "empty_strided", lambda *asked, **more: "of any GPU")
+    monkeypatch.setitem(gpu.EMPTY, "cuda", lambda *asked: asked)
+    make = gpu.maker((2, 3), torch.float16, torch.device("cuda:1"))
     for current, expected in ((1, ((2, 3), (3, 1), torch.float16)), (0, "of any GPU")):
-        monkeypatch.setattr(cached_again, "_current_gpu", lambda current=current: current)
+        monkeypatch.setattr(gpu, "current_gpu", lambda current=current: current)
         assert make() == expected
