@@ -45,9 +45,9 @@ def _extremum(op: Op, name: str) -> Callable[..., Symbol]:
         if len(others) != 1:
             raise UnsupportedOperation(
                 f"{where_from()}{name} takes two values: a.{name}(b). For the {name} over a row, "
-                f"scores.get_reduce('{name}')."
+                f"scores.get_reduce('{name[:3]}')."
             )
-        if type(others[0]) is int and others[0] == -1:
+        if name in ("max", "min") and type(others[0]) is int and others[0] == -1:
             raise UnsupportedOperation(
                 f"{where_from()}{name}(-1) reduces a dim in torch, and a mod has none. For the {name} over a row, "
                 f"scores.get_reduce('{name}'), in online_fwd; for the {name} of two, a.{name}(-1.0)."
@@ -213,7 +213,7 @@ def _float(a: object) -> Symbol:
 
 _UNARY = [Op.EXP, Op.EXP2, Op.EXPM1, Op.LOG, Op.LOG2, Op.LOG1P, Op.SQRT, Op.RSQRT, Op.TANH, Op.SIGMOID, Op.ERF, Op.SIN,
           Op.COS, Op.ATAN]  # fmt: skip
-MAXIMUM, MINIMUM = _extremum(Op.MAXIMUM, "max"), _extremum(Op.MINIMUM, "min")
+MAXIMUM, MINIMUM = _extremum(Op.MAXIMUM, "maximum"), _extremum(Op.MINIMUM, "minimum")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{op.value: _elementwise(op) for op in _UNARY},
     "abs": abs,
@@ -245,9 +245,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reciprocal": lambda a: 1.0 / a,
     "neg": operator.neg,
     "negative": operator.neg,
-    "max": MAXIMUM,
+    "max": _extremum(Op.MAXIMUM, "max"),
     "maximum": MAXIMUM,
-    "min": MINIMUM,
+    "min": _extremum(Op.MINIMUM, "min"),
     "minimum": MINIMUM,
     "clamp": _clamp,
     "clip": _clamp,

@@ -319,7 +319,8 @@ def test_compile_for_fills_the_cache_with_what_a_call_needs(monkeypatch):
     assert engine(device=None).compile_for(H100) == ["forward", "preprocess", "backward", "postprocess"]
     assert wanted == [digest(kernel) for kernel in
                       ("forward", "preprocess", "backward", "postprocess")]  # fmt: skip
-    assert engine(device=None, deterministic=True).compile_for(H100)[-1] == "queries"
+    assert engine(device=None, deterministic=True).compile_for(H100)[-1] == "postprocess"  # dQ is added in order
+    assert engine(device=None, deterministic=True, mask=dilated(2)).compile_for(H100)[-1] == "queries"
     assert engine(device=None, mask=dilated(2)).compile_for(H100) == [
         "tile map of forward", "forward", "preprocess", "tile map of backward", "backward", "postprocess",
     ]  # fmt: skip
