@@ -38,6 +38,9 @@ BUSY = 0.8  # of the GPU's SMs: where so many have work, a row is not cut
 NEAR_BEST = 0.85  # of the best share of an SM's time that numbers of parts leave it busy
 FEWEST_TILES = 4  # a row of fewer tiles is not cut
 SHAPES = ((64, 64, 128, 2), (64, 64, 128, 1), (64, 32, 128, 2), (64, 32, 128, 1), (64, 16, 128, 1), (32, 16, 64, 1))
+# At head dims above 64 where products are mma's. Compiled for sm_80 and sm_120a at 128, 64 keys: 255 registers, and
+# softcap and trees spilled 8 to 176 bytes; 32 keys: 156 to 220, nothing, and shared memory for two blocks an SM.
+CROWDED_SHAPES = SHAPES[2:]
 SHARED_SHAPES = ((64, 64, 256, 0), (64, 32, 256, 0), (64, 16, 256, 0))  # pipelined, weights in shared memory would race
 LATENT = Tile(64, 64, 256, 2)  # of keys that are values too, on Hopper
 ROWS_HANDED = 2816  # bytes for row values that one warpgroup hands another, and barriers
@@ -151,6 +154,8 @@ def tile_of(problem: Problem, cache: Cache, target: Target) -> Tile:
     """The largest tile that fits. Raises TileDoesNotFit."""
     arch = as_arch(target)
     shapes = EXACT_SHAPES if problem.dtype == "float32" else SHARED_SHAPES if cache.shared else SHAPES
+    if shapes is SHAPES and not arch.has_wgmma and max(problem.tile_dims) > 64:
+        shapes = CROWDED_SHAPES
     widest = 512 if cache.shared else 256
     for shape in shapes:
         tile = Tile(*shape)
