@@ -87,7 +87,7 @@ def test_decoding_keeps_the_rule(dim, gpu):
 
 
 @pytest.mark.parametrize("dim", DTYPE_OF_DIM)
-@pytest.mark.parametrize("name", ["plain", "mamba2", "gla"])
+@pytest.mark.parametrize("name", ["plain", "mamba2", "scaled_keys", "shifted", "gla"])
 def test_linear_attention_keeps_the_rule(name, dim, gpu):
     shape = linear_cases.Shape(1, 150, dim=dim, dim_v=dim)
     assert linear_cases.errors(linear_cases.CASES[name], shape, DTYPE_OF_DIM[dim], backend="interpret")
