@@ -12,7 +12,7 @@ import torch
 from attention_engine import compiler
 from attention_engine.flex import again, create_block_mask, flex_attention
 from attention_engine.runtime import pointers
-from attention_engine.runtime.arguments import maker
+from attention_engine.runtime.gpu import maker
 
 SCALE = 0.377  # of no other test: kernels that these launch are theirs alone
 LAUNCHED, BEFORE = [], []  # how many addresses each launch was told; what is done before it reads there
