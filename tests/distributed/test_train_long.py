@@ -39,7 +39,7 @@ def learn(mesh):
 def test_two_processes_learn_as_one_does():
     of_one = importlib.import_module("train_long").main(FADING)  # with weights of its own
     for losses in run_ranks(2, learn):
-        assert losses == pytest.approx(of_one, abs=1e-6)
+        assert losses == pytest.approx(of_one, abs=1e-5)  # of 4.7 in fp32: 20 units in the last place
     assert len(of_one) == 3 and of_one[-1] < of_one[0] - 0.5
 
 
