@@ -347,7 +347,7 @@ class _Steps:
             if variable not in self.waited or (node.args[0], node.arg) != (self.weights, "sum") or len(readers) != 1:
                 continue
             (state,) = readers
-            (factor,) = differentiate(self.left[state], [state])
+            (factor,) = lighten(*differentiate(self.left[state], [state]))  # as what is left is written
             (rest,) = simplify(substitute(self.left[state], {state: const(0.0)}))
             left = (e for s, e in self.left.items() if s is not state)
             others = topological(factor, self.weights, *self.pending, *left)
