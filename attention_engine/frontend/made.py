@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+from attention_engine.errors import UnknownOption
+
 Given = ParamSpec("Given")
 Mod = TypeVar("Mod", bound=Callable[..., Any])
 
@@ -50,3 +52,9 @@ def made_by(factory: Callable[Given, Mod]) -> Callable[Given, Mod]:
 
     make.makes_mods = True  # type: ignore[attr-defined]
     return make
+
+
+def refuse(says: str, *wrong: object) -> None:
+    """UnknownOption where one of these comparisons is True; those of tensors and of symbols are not asked."""
+    if any(each is True for each in wrong):
+        raise UnknownOption(says)

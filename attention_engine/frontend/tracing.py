@@ -104,6 +104,8 @@ def _instead(given: object, arguments: str) -> str:
         return f" Read it in one: lambda {arguments}: tensor[...]."
     if isinstance(given, str):
         return " Give the function itself: attention_engine.library has many, or write a lambda."
+    if isinstance(given, (list, tuple)) and arguments != SCORE_ARGUMENTS:
+        return " Join masks by library.and_masks(...) or or_masks(...)."
     return " The engine's scale= multiplies scores by a number." if arguments == SCORE_ARGUMENTS else ""
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tilelang
 import torch
-from tvm import ir, s_tir
+from tvm import ir, s_tir, tirx
 
 from attention_engine import AttentionEngine, arch, meta_tensor
 from attention_engine.codegen.compile import lower_kernel
 from attention_engine.plan.rules import NO_STORAGE_SYNC
 
 PASSES = (
-    (tilelang.transform, "LegalizeNegativeIndex"),
-    (tilelang.transform, "Simplify"),
-    (s_tir.transform, "HoistIfThenElse"),
+    (tilelang.transform, "LegalizeNegativeIndex", "LegalizeNegativeIndex"),
+    (tilelang.transform, "Simplify", "Simplify"),
+    (tirx.transform, "Simplify", "TVM's Simplify"),
+    (s_tir.transform, "HoistIfThenElse", "HoistIfThenElse"),
 )
 
 
@@ -43,6 +44,6 @@ def passes_of(monkeypatch, kernel):
         return made
 
     with monkeypatch.context() as patch:
-        for owner, name in PASSES:
-            patch.setattr(owner, name, watched(name, getattr(owner, name)))
+        for owner, name, called in PASSES:
+            patch.setattr(owner, name, watched(called, getattr(owner, name)))
         return found, lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
