@@ -6,11 +6,11 @@ Examples take `import torch` and `from attention_engine import AttentionEngine, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from attention_engine.frontend.custom_io import CustomInputs
-from attention_engine.frontend.made import made_by
+from attention_engine.frontend.made import made_by, refuse
 from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
 from attention_engine.frontend.signatures import Index
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor
@@ -180,11 +180,15 @@ def causal_from(offset: int) -> Mask:
 
 @made_by
 def sliding_window(left: int, right: int = 0) -> Mask:
-    """Keys from `left` before the query to `right` after it. Tokens are counted without the query.
+    """Keys from `left` before the query to `right` after it, not counting the query. Both are 0 or more.
 
     >>> create_mask(sliding_window(1), None, None, 3, 3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
+    says = (
+        f"a window of {left} and {right} keys: give 0 or more. For no limit, FlashAttention's -1: causal, or no mask."
+    )
+    refuse(says, left < 0, right < 0)
     return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
@@ -308,9 +312,8 @@ def _ask(mask: Mask, place: list[Index], custom: CustomInputs | None) -> Any:
 
 
 def _joined(masks: tuple[Mask, ...], join: Callable[[Index, Index], Index]) -> Mask:
-    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index, custom: CustomInputs | None) -> Index:
-        asked: Iterator[Index] = (_ask(m, [b, h, q_idx, kv_idx], custom) for m in masks)
-        return functools.reduce(join, asked)
+    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index, custom: CustomInputs | None) -> Any:
+        return functools.reduce(join, (_ask(m, [b, h, q_idx, kv_idx], custom) for m in masks))
 
     return mask
 
@@ -362,6 +365,7 @@ def softcap(cap: float, factor: float = 1.0) -> Callable[..., Any]:
     >>> AttentionEngine(score_mod=softcap(50.0, 16**-0.5))(*torch.randn(3, 1, 8, 2, 16)).shape
     torch.Size([1, 8, 2, 16])
     """
+    refuse("a cap of 0: give one above 0, or scale(factor) for none.", cap == 0)
     return lambda score, custom, b, h, q_idx, kv_idx: cap * (score * (factor / cap)).tanh()
 
 
@@ -393,8 +397,6 @@ def relative_bias(table: str, reach: int, factor: float = 1.0) -> Callable[..., 
     >>> engine(*torch.randn(3, 1, 8, 2, 16), t=torch.zeros(2, 9)).shape
     torch.Size([1, 8, 2, 16])
     """
-
-    def score_mod(score: Symbol, custom: CustomInputs, b: Symbol, h: Symbol, q_idx: Symbol, kv_idx: Symbol) -> Symbol:
-        return score * factor + custom[table][h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
-
-    return score_mod
+    return lambda score, custom, b, h, q_idx, kv_idx: (
+        score * factor + custom[table][h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
+    )

@@ -307,6 +307,23 @@ MISTAKES = {
      "AttentionEngine(metas, mask_mod=library.sliding_window)",
      "FactoryNotCalled: sliding_window makes a function of (b, h, q_idx, kv_idx). Call it: "
      "sliding_window(left, right)."),
+    "40b": (
+     "AttentionEngine(metas, mask_mod=library.sliding_window(-1))",
+     "UnknownOption: a window of -1 and 0 keys: give 0 or more. For no limit, FlashAttention's -1: causal, or no "
+     "mask."),
+    "40c": (
+     "AttentionEngine(metas, score_mod=library.softcap(0.0))",
+     "UnknownOption: a cap of 0: give one above 0, or scale(factor) for none."),
+    "26d": (
+     "AttentionEngine(metas, mask_mod=[library.causal, library.sliding_window(4)])",
+     "NotAFunction: a list was given where a function of (b, h, q_idx, kv_idx) belongs. Join masks by "
+     "library.and_masks(...) or or_masks(...)."),
+    "31b": (
+     "AttentionEngine(metas).show_mask(16, 16)",
+     "UnknownArgument: sizes are given by name: show_mask(Sq=64, Skv=64). What comes first is custom inputs."),
+    "28b": (
+     "AttentionEngine(metas).cost()",
+     "TypeError: AttentionEngine.cost() missing 3 required positional arguments: 'q', 'k', and 'v'"),
     "41": (
      score("return score - score.get_reduce('max')"),
      "MisplacedReduction: mine.py:2: get_reduce in a score_mod. A row is reduced in online_fwd alone: "

@@ -98,6 +98,11 @@ def briefly(function: Callable[Given, Result]) -> Callable[Given, Result]:
             return function(*args, **named)
         except AttentionEngineError as error:
             raise brief(error) from error.__cause__
+        except TypeError as error:  # arguments that it doesn't take, or lacks: a user knows the class of an instance
+            if args and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                public = f"{type(args[0]).__name__}.{function.__name__}"
+                raise TypeError(str(error).replace(function.__qualname__, public)) from None
+            raise
 
     return call
 

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from attention_engine.errors import UnknownOption
+from attention_engine.errors import AttentionEngineError, UnknownOption
+from attention_engine.frontend.frames import brief
 
 Given = ParamSpec("Given")
 Mod = TypeVar("Mod", bound=Callable[..., Any])
@@ -48,7 +49,10 @@ def made_by(factory: Callable[Given, Mod]) -> Callable[Given, Mod]:
 
     @functools.wraps(factory)
     def make(*args: Given.args, **named: Given.kwargs) -> Mod:
-        return cast(Mod, Made(make, args, named))  # called as the mod is
+        try:
+            return cast(Mod, Made(make, args, named))  # called as the mod is
+        except AttentionEngineError as error:
+            raise brief(error) from None
 
     make.makes_mods = True  # type: ignore[attr-defined]
     return make

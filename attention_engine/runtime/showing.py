@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attention_engine.errors import BadInput, CustomInputMissing, UnknownOption
+from attention_engine.errors import BadInput, CustomInputMissing, UnknownArgument, UnknownOption
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Layout, MaskMod, ScoreMod
 from attention_engine.frontend.tracing import trace
@@ -242,6 +242,8 @@ def mask_of_engine(
 
     sizes: batch, heads, queries and keys as the caller says; None: those of the custom inputs, else of the metas.
     """
+    if any(isinstance(each, int) for each in given):
+        raise UnknownArgument("sizes are given by name: show_mask(Sq=64, Skv=64). What comes first is custom inputs.")
     tensors = _given(engine, given, named)
     batch, heads, queries, keys = _sizes(engine, tensors, sizes)
     known, device = engine.qkv_meta or engine._called, _device(tensors, block_mask)
