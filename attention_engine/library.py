@@ -185,9 +185,7 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     >>> create_mask(sliding_window(1), None, None, 3, 3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
-    says = (
-        f"a window of {left} and {right} keys: give 0 or more. For no limit, FlashAttention's -1: causal, or no mask."
-    )
+    says = f"a window of {left} and {right} keys: give 0 or more. For no limit (-1 elsewhere): causal, or no mask."
     refuse(says, left < 0, right < 0)
     return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 

@@ -309,8 +309,7 @@ MISTAKES = {
      "sliding_window(left, right)."),
     "40b": (
      "AttentionEngine(metas, mask_mod=library.sliding_window(-1))",
-     "UnknownOption: a window of -1 and 0 keys: give 0 or more. For no limit, FlashAttention's -1: causal, or no "
-     "mask."),
+     "UnknownOption: a window of -1 and 0 keys: give 0 or more. For no limit (-1 elsewhere): causal, or no mask."),
     "40c": (
      "AttentionEngine(metas, score_mod=library.softcap(0.0))",
      "UnknownOption: a cap of 0: give one above 0, or scale(factor) for none."),

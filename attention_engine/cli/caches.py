@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attention_engine import folders
+from attention_engine.frontend.custom_io import counted
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
     held_in = folders.kernel_folders()
     if args.clear:
-        print(f"removed {clear()} kernels from {held_in.writable}")
+        print(f"removed {counted(clear(), 'kernel')} from {held_in.writable}")
         return 0
     held = sorted(entries(), key=lambda entry: entry.written, reverse=True)
     if held:
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         age, size = spell_age(now - entry.written), f"{entry.size / 2**10:.0f} KB"
         print(f"{name_of(entry.record):28} {age:>9} {size:>8}  {describe(entry.record)}  ({entry.digest[:12]})")
     where = ", ".join(map(str, held_in.readable))
-    print(f"{len(held)} kernels, {sum(e.size for e in held) / 2**20:.1f} MB, in {where or 'no folder'}")
+    print(f"{counted(len(held), 'kernel')}, {sum(e.size for e in held) / 2**20:.1f} MB, in {where or 'no folder'}")
     return 0
 
 
@@ -60,7 +61,8 @@ def describe(record: Mapping[str, Any]) -> str:
     problem = {n: _field(given, n) for n in ("dtype", "heads", "kv_heads", "dim", "dim_v")}
     tile = re.search(r"Tile\(q=(\d+), kv=(\d+), threads=(\d+), stages=(\d+)", given)
     words = [record["target"], problem["dtype"]]
-    words += [f"heads {problem['heads']}/{problem['kv_heads']}", f"dims {problem['dim']}/{problem['dim_v']}"]
+    shared = f"/{problem['kv_heads']}" if problem["kv_heads"] != "?" else ""  # a linear attention has one number
+    words += [f"heads {problem['heads']}{shared}", f"dims {problem['dim']}/{problem['dim_v']}"]
     if tile:
         words.append("tile {}x{}, {} threads, {} stages".format(*tile.groups()))
         form = re.search(r"form=(\w+)\(([^()]*)\)", given)

@@ -16,7 +16,7 @@ import torch
 import attention_engine
 from attention_engine import arch
 from attention_engine.cli import doctor
-from attention_engine.cli.caches import spell_age
+from attention_engine.cli.caches import describe, spell_age
 from attention_engine.cli.doctor import Finding
 from attention_engine.cli.main import main
 from attention_engine.codegen import cache
@@ -270,6 +270,12 @@ def test_explain_names_the_entry_of_a_file(tmp_path, capsys):
     )
 
 
+def test_a_linear_attentions_kernels_have_one_number_of_heads():
+    given = ["LinearProblem(heads=4, dim=32, dim_v=16, dtype='bfloat16')"]
+    record = {"target": "sm_90a", "given": given, "tilelang": "0.1.15"}
+    assert describe(record) == "sm_90a bfloat16 heads 4 dims 32/16 TileLang 0.1.15"
+
+
 def test_cache_lists_and_clears(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cache, "load_library", lambda path: {"forward": None})
     cache.find_or_compile(KEY, Compiler(tmp_path))
@@ -279,8 +285,8 @@ def test_cache_lists_and_clears(tmp_path, capsys, monkeypatch):
     assert head.split() == ["kernel", "age", "size", "what", "it", "is", "for"]
     assert re.match(r"straight forward +\d s +1 KB  sm_90a float16 heads 2/2 dims 64/64 tile 64x64, 128 threads", line)
     assert line.endswith(f"({KEY.digest[:12]})")
-    assert "1 kernels, 0.0 MB, in" in out
-    assert ran(capsys, "cache", "--clear")[1].startswith("removed 1 kernels from")
+    assert "1 kernel, 0.0 MB, in" in out
+    assert ran(capsys, "cache", "--clear")[1].startswith("removed 1 kernel from")
     assert ran(capsys, "cache", "--list")[1].startswith("0 kernels")
 
 
