@@ -296,7 +296,7 @@ class ProgramKernels:
             kernels = self.kernels(q, k, v, custom, wanted, True)
             if id(kernels) not in self._begun:
                 self._begun.add(id(kernels))
-                begin_all(kernels.of_backward.values())
+                begin_all((kernels.backward, *kernels.of_backward.values()))  # a step waits for the longest of them
 
     def leaves_range(self, q: Tensor) -> bool:
         """May final weights leave the range of the queries' dtype?"""

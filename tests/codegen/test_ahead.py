@@ -144,6 +144,16 @@ def test_the_backward_pass_is_begun_with_a_forward_pass_that_wants_gradients(com
     assert all(thread is not threading.current_thread() for thread in compiled.values())
 
 
+def test_of_the_backward_pass_the_kernel_that_takes_longest_is_begun_first(compiled, monkeypatch):
+    begun, begin = [], ahead.begin
+    monkeypatch.setattr(ahead, "begin", lambda make: begun.append(make.__self__.builder) or begin(make))
+    metas = [meta_tensor(1, 4, 512, 64, dtype=torch.float16)] * 3
+    engine = AttentionEngine(metas, CustomIO({}), None, causal, OnlineSoftmax(), device=H100)
+    q = torch.empty(1, 512, 4, 64, dtype=torch.float16, requires_grad=True)
+    called(engine, q, q, q)
+    assert [name.rsplit(".", 1)[1] for name in begun] == ["forward", "backward", "preprocess", "postprocess"]
+
+
 def test_the_backward_pass_of_a_linear_attention_is_begun_too(compiled):
     engine = LinearAttentionEngine([meta_tensor(1, 2, 256, 64, dtype=torch.float16)] * 3, device=H100)
     q = torch.empty(1, 256, 2, 64, dtype=torch.float16, requires_grad=True)
