@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from attention_engine.collector import seldom_collected
+
 if TYPE_CHECKING:
     from attention_engine import arch, flex, library
     from attention_engine.errors import AttentionEngineError
@@ -55,11 +57,12 @@ __all__ = ["AttentionEngine", "AttentionEngineError", "BlockList", "CustomIO", "
 
 def __getattr__(name: str) -> Any:
     """Names are fetched when first used, so that importing the package is quick (torch is imported by the engines)."""
-    if name in ("arch", "library", "errors", "flex"):
-        return importlib.import_module(f"attention_engine.{name}")
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"attention_engine.{_WHERE[name]}"), name)
-    raise AttributeError(f"module 'attention_engine' has no attribute {name!r}")
+    whole = name in ("arch", "library", "errors", "flex")
+    if not whole and name not in _WHERE:
+        raise AttributeError(f"module 'attention_engine' has no attribute {name!r}")
+    with seldom_collected():
+        module = importlib.import_module(f"attention_engine.{name if whole else _WHERE[name]}")
+    return module if whole else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention_engine.arch import Arch
 from attention_engine.codegen.patches import kept_macros, patched
-from attention_engine.codegen.patches.collector import seldom_collected
+from attention_engine.collector import seldom_collected
 from attention_engine.errors import TileDoesNotFit
 from attention_engine.frontend.signatures import Form
 from attention_engine.ir.expr import Expr

@@ -28,13 +28,13 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 # What each part may import of the package, besides itself. A level may use all levels below it.
 LEVELS = [
-    {"errors", "settings", "files", "folders"}, {"ir"}, {"frontend", "passes"}, {"library", "reference", "arch"},
-    {"plan"}, {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"}, {"flex", "serving"},
-    {"integrations", "distributed", "shipping"}, {"__init__"}, {"cli"}, {"__main__"},
+    {"errors", "settings", "files", "folders", "collector"}, {"ir"}, {"frontend", "passes"},
+    {"library", "reference", "arch"}, {"plan"}, {"kernels"}, {"codegen"}, {"compiler"}, {"tuner"}, {"runtime"},
+    {"flex", "serving"}, {"integrations", "distributed", "shipping"}, {"__init__"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 BELOW = {part: set().union(*LEVELS[:i]) for i, level in enumerate(LEVELS) for part in level}
 BELOW["settings"] = {"errors"}
-BELOW["files"], BELOW["folders"] = set(), {"files", "settings"}
+BELOW["files"], BELOW["folders"], BELOW["collector"] = set(), {"files", "settings"}, set()
 BELOW["frontend"] |= {"passes"}  # tracing leaves normal forms
 BELOW["reference"] = {"errors", "ir"}
 BELOW["arch"] = {"errors", "settings", "ir"}

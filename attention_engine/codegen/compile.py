@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeVar
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
 from attention_engine.codegen.patches import fences, headers, patched, printed, wait_groups
-from attention_engine.codegen.patches.collector import seldom_collected
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.codegen.tir_types import Function, Printed
+from attention_engine.collector import seldom_collected
 from attention_engine.errors import NoCudaCompiler, NoHostCompiler
 from attention_engine.plan.rules import (
     DISABLE_WARP_SPECIALIZATION,

@@ -1,10 +1,12 @@
-"""The garbage collector is as it was once no kernel is traced."""
+"""The garbage collector runs seldom while we import and trace, and is as it was afterwards."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
-from attention_engine.codegen.patches.collector import SELDOM, seldom_collected
+from attention_engine.collector import SELDOM, seldom_collected
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +32,19 @@ def test_thresholds_that_somebody_else_set_meanwhile_stay():
     with seldom_collected():
         assert gc.get_threshold()[0] == SELDOM
     assert gc.get_threshold() == (123, 4, 5)
+
+
+def test_it_runs_seldom_while_this_package_is_imported():
+    code = """
+import gc, sys
+found = {}
+class Look:
+    def find_spec(name, path=None, target=None):
+        found[name] = gc.get_threshold()[0]
+sys.meta_path.insert(0, Look)
+before = gc.get_threshold()
+from attention_engine import AttentionEngine, library
+assert found["torch"] == found["attention_engine.runtime.op"] == found["attention_engine.library"] == 200_000
+assert gc.get_threshold() == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

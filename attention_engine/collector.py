@@ -1,7 +1,8 @@
-"""Python's garbage collector, which runs seldom while TileLang is imported and kernels are made.
+"""Python's garbage collector, which runs seldom while this package or TileLang is imported and kernels are made.
 
-Both make objects by the hundred thousand and hardly any garbage, so that each collection walks over all that a process
-with torch in it holds: a third of the time that TileLang's import takes, and a twentieth of lowering.
+All make objects by the hundred thousand and hardly any garbage, so that each collection walks over all that a process
+with torch in it holds: half of the time that this package's import takes, a third of TileLang's, and a twentieth of
+lowering.
 """
 
 from __future__ import annotations
