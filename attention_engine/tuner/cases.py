@@ -36,6 +36,13 @@ SHAPES = {
     "mha-64": Shape(16, 16, 64, 64, 2),
     "mha-128-b1": Shape(32, 32, 128, 128),
     "llama-8b": Shape(32, 8, 128, 128),  # Llama 3.1
+    "llama-70b": Shape(64, 8, 128, 128),
+    # Both with 8192 tokens in all, at lengths of 4096 and 2048.
+    **{
+        f"llama-{size}-b{batch}": Shape(heads, 8, 128, 128, batch)
+        for size, heads in (("8b", 32), ("70b", 64))
+        for batch in (2, 4)
+    },
     "deepseek": Shape(16, 16, 192, 128),  # DeepSeek V2 Lite, keys expanded
     "diff-transformer": Shape(24, 24, 128, 256),  # 3B: two attentions on values of twice the width
     "vit": Shape(6, 6, 64, 64, 8),  # ViT-S
