@@ -293,6 +293,8 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS))
     parser.add_argument("--pages", nargs="+", type=int, help="keys of a page; 0: no pages")
     parser.add_argument("--numbers", action="store_true", help="no times")
+    parser.add_argument("--compiled", action="store_true", help="the kernels are on disk: none is compiled ahead")
+    parser.add_argument("--clean", action="store_true", help="before a call, the cache holds what was read alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop starting after so long")
     args = parser.parse_args()
     if args.compile is not None:
@@ -300,8 +302,9 @@ def main() -> None:
         compile_one(program, int(heads), int(kv_heads), int(page), name)
         return
     began, plan = time.monotonic(), chosen(args.only, args.programs, args.pages)
-    compile_all(kernels(plan), args.seconds * 0.7)
-    print(f"compiled after {time.monotonic() - began:.0f} s, on {os.cpu_count()} processors", flush=True)
+    if not args.compiled:
+        compile_all(kernels(plan), args.seconds * 0.7)
+        print(f"compiled after {time.monotonic() - began:.0f} s, on {os.cpu_count()} processors", flush=True)
     torch.set_grad_enabled(False)
     checked = set()
     for shape, cases in plan.items():
@@ -312,7 +315,7 @@ def main() -> None:
             checked.add(kind)
     if args.numbers:
         return
-    clock = Clock()
+    clock = Clock(args.clean)
     for shape, cases in plan.items():
         if time.monotonic() - began > args.seconds:
             print(f"{shape}: no time left")

@@ -134,11 +134,13 @@ def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["latent", "uneven"])
+    parser.add_argument("--times", action="store_true", help="times alone")
+    parser.add_argument("--clean", action="store_true", help="before a call, the cache holds what was read alone")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    clock = Clock()
+    clock = Clock(args.clean)
     if args.only != "uneven":
-        for heads, page in dict.fromkeys((heads, page) for heads, _, page in LATENT):
+        for heads, page in () if args.times else dict.fromkeys((heads, page) for heads, _, page in LATENT):
             check_latent(heads, page)
         for case in LATENT:
             time_latent(clock, *case)

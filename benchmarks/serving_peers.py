@@ -4,7 +4,8 @@ FlashInfer compiles a module when it is first asked for. Modules that were compi
 GPU, stand in its package's folder `data/aot`. FlashAttention-3 and FlashMLA are libraries of vllm's wheel for this
 version of PyTorch: VLLM_LIBRARIES names the folder where `_vllm_fa3_C.abi3.so` and `_flashmla_C.abi3.so` lie.
 
-FlashInfer's calls are planned once, and FlashMLA's shares are made once, outside of what is timed; ours need no plan.
+FlashInfer's calls are planned once, and FlashAttention-3's and FlashMLA's shares are made once, outside of what is
+timed; ours need no plan.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Call = Callable[[], Tensor]
 Calls = dict[str, Call]
 WORKSPACE = 256 << 20  # bytes for parts of rows
 BACKENDS = ("fa2", "fa3")
+# What FlashInfer and torch's operations raise for a module, a name or a shape that there is not.
+REFUSALS = (RuntimeError, ValueError, KeyError, OSError, NotImplementedError, AttributeError, TypeError)
 MOST_OFF = 2e-2  # of two outputs in bf16, as a relative L2 norm: one that is further off computes another thing
 
 
@@ -93,12 +96,17 @@ def _library(name: str) -> None:
 def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Tensor) -> Call:
     """FlashAttention-3, from pages, or without a table from a dense cache: (requests, keys, key heads, head dim)."""
     _library("_vllm_fa3_C")
-    queries, dim = q.shape[1], q.shape[3]
-    keys = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    batch, queries, heads, dim = q.shape
+    keys, page = (k.shape[1], None) if table is None else (table.shape[1] * k.shape[1], k.shape[1])
+    causal, operations = queries > 1, torch.ops._vllm_fa3_C
+    shares = operations.get_scheduler_metadata(
+        batch, queries, keys, heads, k.shape[2], dim, dim, q.dtype, lengths, *(None,) * 5, page, 0, causal, -1, -1,
+        False, 0, None, 0,
+    )  # fmt: skip
     given: list[object] = [q, k, v, None, None, None, torch.empty_like(q)]  # no new keys, no values of queries
-    given += [None, None, None, None, lengths, queries, keys, table, None, None, None, None, None, None, None, None]
-    given += [dim**-0.5, queries > 1, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None]
-    return _checked(lambda: torch.ops._vllm_fa3_C.fwd(*given)[0])
+    given += [None, None, None, None, lengths, queries, keys, table, *(None,) * 8]
+    given += [dim**-0.5, causal, -1, -1, 0.0, True, shares, 0, None, 0, None, 1, 0, None]
+    return _checked(lambda: operations.fwd(*given)[0])
 
 
 def flash_mla(q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, dim_v: int) -> Call:
@@ -142,8 +150,8 @@ def available(ours: Tensor, made: dict[str, Callable[[], Call]]) -> Calls:
             print(f"  {name}: {off:.1e} off ours", flush=True)
             if not off < MOST_OFF:
                 del found[name]
-        except Unavailable as reason:
-            print(f"  {name}: {reason}", flush=True)
+        except (Unavailable, *REFUSALS) as reason:
+            print(f"  {name}: {str(reason)[:120]}", flush=True)
     return found
 
 
@@ -160,11 +168,7 @@ def _workspace() -> Tensor:
 
 
 def _checked(call: Callable[[], Any]) -> Call:
-    """The call, which ran once. What FlashInfer raises for a module that it can't make or a shape that it doesn't take
-    is of many classes, of Python's and of its own."""
-    try:
-        call()
-        torch.cuda.synchronize()
-    except (RuntimeError, ValueError, KeyError, OSError, NotImplementedError) as refusal:
-        raise Unavailable(str(refusal)[:120]) from refusal
+    """The call, which ran once."""
+    call()
+    torch.cuda.synchronize()
     return call
