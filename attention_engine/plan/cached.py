@@ -26,7 +26,7 @@ from attention_engine.plan import attention_buffers as buffers
 from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Buffer, Role, length
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.launches import Launch, Step
-from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, HELD_BARRIERS, UNIFORM_GROUPS
+from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, HELD_BARRIERS, NO_STORAGE_SYNC, UNIFORM_GROUPS
 from attention_engine.plan.targets import Target, as_arch, places_of
 from attention_engine.plan.verify import verify_steps
 
@@ -43,6 +43,7 @@ SHAPES = ((64, 64, 128, 2), (64, 64, 128, 1), (64, 32, 128, 2), (64, 32, 128, 1)
 CROWDED_SHAPES = SHAPES[2:]
 SHARED_SHAPES = ((64, 64, 256, 0), (64, 32, 256, 0), (64, 16, 256, 0))  # pipelined, weights in shared memory would race
 LATENT = Tile(64, 64, 256, 2)  # of keys that are values too, on Hopper
+PLACED = Tile(64, 64, 160, 3)  # of keys and values by TMA: two blocks share an SM
 ROWS_HANDED = 2816  # bytes for row values that one warpgroup hands another, and barriers
 MOST_REQUESTS = 1024  # whose parts are dealt by their lengths, which one block adds up
 WIDE = 128  # tiles: in wider caches lengths may differ by so much that one request would be walked alone at last
@@ -189,6 +190,16 @@ def placed_by_hand(problem: Problem, cache: Cache, target: Target) -> bool:
     return in_pieces and fits and problem.dtype != "float32" and cache.page % LATENT.kv == 0
 
 
+def comes_by_tma(problem: Problem, cache: Cache, target: Target) -> bool:
+    """Do keys and values go by the kernel that TMA copies for (kernels/cached/placed.py)?"""
+    if cache.shared or not isinstance(target, Arch) or target.capability != (9, 0) or problem.stride_unit != 8:
+        return False
+    whole = problem.dim % 64 == 0 and problem.dim_v % 64 == 0  # columns that TMA lays out together
+    fits = shared_bytes(problem, cache, PLACED) + ROWS_HANDED <= target.shared_memory_per_block
+    lies = cache.page % PLACED.kv == 0 or PLACED.kv % cache.page == 0
+    return whole and fits and lies and problem.dtype != "float32"
+
+
 def choose_parts(rows: int, keys: int, tile: Tile, target: Target) -> int:
     """How many parts each row is cut into, from shapes alone.
 
@@ -220,7 +231,8 @@ class CachedPlan:
         self.program = bound_weights(program) if bounded else program
         self.problem, self.cache, self.target, self.scale = problem, cache, target, scale
         self.by_hand = placed_by_hand(problem, cache, target)
-        self.tile = LATENT if self.by_hand else tile_of(problem, cache, target)
+        self.by_tma = comes_by_tma(problem, cache, target)
+        self.tile = LATENT if self.by_hand else PLACED if self.by_tma else tile_of(problem, cache, target)
 
     @cached_property
     def _merge(self) -> Merge | NoMerge:
@@ -281,6 +293,9 @@ class CachedPlan:
         if self.by_hand:
             rules = (UNIFORM_GROUPS, HELD_BARRIERS)
             return Launch(name, "cached.latent.latent", given, arguments, writes, rules)
+        if self.by_tma:
+            rules = (UNIFORM_GROUPS, HELD_BARRIERS, NO_STORAGE_SYNC)
+            return Launch(name, "cached.placed.placed", given, arguments, writes, rules)
         return Launch(name, "cached.decode.decode", given, arguments, writes, (DISABLE_WARP_SPECIALIZATION,))
 
     def _combine(self, name: str, cache: Cache) -> Launch:

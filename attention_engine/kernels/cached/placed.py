@@ -1,0 +1,195 @@
+"""Keys and values on Hopper, placed by hand: one warp copies them ahead by TMA, a warpgroup computes.
+
+What decode.py does where keys and values lie at whole 16 bytes. The copying warp walks over a part's keys by itself, so
+many tiles ahead as shared memory holds: a tile whose pages it must first look up, or whose addresses the GPU must first
+translate, keeps nobody waiting. A tile of keys that lies in several pages comes as one copy of each.
+
+Copies bring whole tiles. So rows of values that nobody sees, or that lie behind the request's last key, are cleared
+before they are multiplied: there may be anything, and 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial as bind
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.problem import Problem, padded
+from attention_engine.kernels.cached.decode import over_parts
+from attention_engine.kernels.cached.latent import LEFT, LatentSteps, Part, bring_piece, clear_piece
+from attention_engine.kernels.cached.packed_rows import Rows
+from attention_engine.kernels.common import FLOAT, Sizes, build, named, where_partial
+from attention_engine.kernels.splice import name_value
+from attention_engine.kernels.tile_maths import multiply_rows, needs_another
+from attention_engine.kernels.warps import GROUP, ROWS_WHOLE, SWIZZLED, WARP
+from attention_engine.passes.schedule import ForwardSchedule
+from attention_engine.plan import cached
+from attention_engine.plan.forms import Tile
+
+
+def placed(
+    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cached.Cache, in_parts: bool, overlaps: bool
+) -> Any:  # fmt: skip
+    """The PrimFunc of decode.py: (q, k, v, custom..., kv_lengths, [page_table], [q_starts], then part_o,
+    part_<state>... or o, rows...)."""
+    sizes = Sizes(problem)
+    parameters = sizes.declare(cached.walk(problem, cache, schedule, in_parts))
+    steps = LatentSteps(problem, schedule, tile, cache, sizes)
+
+    @T.macro
+    def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
+        place, block, owner = at
+        parts = sizes.spell(cached.PARTS) if in_parts else 1
+        memory = Memory.allocate(steps)
+        batch, part, parts = steps.part(buffers, owner, place, parts)
+        kv_head, packed = steps.rows(buffers, T.ceildiv(sizes.q * problem.group, tile.q), block, batch)
+        begin, count = steps.tiles(packed, part, parts)
+        of = Part(packed, batch, begin, count, place if in_parts else None)
+        if T.get_thread_binding() >= GROUP:
+            copy_tiles(steps, buffers, memory, of, kv_head)
+        else:
+            compute(steps, buffers, memory, of)
+
+    over_all = bind(over_parts, steps, GROUP + WARP, in_parts, overlaps, walk)
+    return build("decode_parts" if in_parts else "decode", parameters, over_all)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Tiles of keys, or of values, that the copying warp fills and the others read."""
+
+    tiles: Any  # (stages, keys, columns)
+    full: Any
+    empty: Any
+
+    @staticmethod
+    def allocate(name: str, steps: LatentSteps, columns: int) -> Ring:
+        """Made in the kernel."""
+        tile = steps.tile
+        return Ring(
+            named(f"{name}_tiles", T.alloc_shared([tile.stages, tile.kv, columns], steps.problem.dtype)),
+            named(f"{name}_full", T.alloc_barrier(arrive_count=[WARP] * tile.stages)),
+            named(f"{name}_empty", T.alloc_barrier(arrive_count=[GROUP // WARP] * tile.stages)),
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A block's shared memory."""
+
+    queries: Any
+    keys: Ring
+    values: Ring
+
+    @staticmethod
+    def allocate(steps: LatentSteps) -> Memory:
+        """Made in the kernel."""
+        problem, tile = steps.problem, steps.tile
+        dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+        queries = named("q_tile", T.alloc_shared([tile.q, dim], problem.dtype))
+        return Memory(queries, Ring.allocate("k", steps, dim), Ring.allocate("v", steps, dim_v))
+
+
+@T.macro
+def copy_tiles(steps: LatentSteps, buffers: Any, memory: Memory, of: Part, kv_head: Any) -> None:
+    """What the copying warp does."""
+    for step in T.serial(of.count):
+        kv0 = (of.begin + step) * steps.tile.kv
+        stage, round_trip = step % steps.tile.stages, (step // steps.tile.stages) % 2 ^ 1
+        pieces = pieces_of(steps, buffers, of, kv0)
+        T.barrier_wait(memory.keys.empty[stage], round_trip)
+        copy_pieces(steps, buffers["k"], memory.keys, stage, pieces, kv_head)
+        T.barrier_arrive(memory.keys.full[stage])
+        T.barrier_wait(memory.values.empty[stage], round_trip)
+        copy_pieces(steps, buffers["v"], memory.values, stage, pieces, kv_head)
+        T.barrier_arrive(memory.values.full[stage])
+
+
+def pieces_of(steps: LatentSteps, buffers: Any, of: Part, kv0: Any) -> list[tuple[Any, Any]]:
+    """The first indices in the cache of each piece of a tile of keys: a page, or a tile where it lies in one.
+
+    What lies behind the request's last key comes from that key's page: the table may name no other there.
+    """
+    page, keys = steps.cache.page, steps.tile.kv
+    if page % keys == 0:
+        return [steps.tile_at(buffers, of.batch, kv0)]
+    last = (of.rows.stop - 1) // page
+    table = buffers["page_table"]
+    return [(name_value(table[of.batch, T.min(kv0 // page + n, last)]), 0) for n in range(keys // page)]
+
+
+@T.macro
+def copy_pieces(
+    steps: LatentSteps, source: Any, ring: Ring, stage: Any, pieces: list[tuple[Any, Any]], head: Any
+) -> None:
+    """Brings a tile to a stage, of which nobody reads the tile before any more."""
+    keys, columns = steps.tile.kv // len(pieces), int(ring.tiles.shape[2])
+    for n, (owner, first) in enumerate(pieces):
+        for d in range(0, columns, SWIZZLED):  # columns that lie together
+            T.tma_copy(
+                source[owner, first : first + keys, head, d : d + SWIZZLED],
+                ring.tiles[stage, n * keys : (n + 1) * keys, d : d + SWIZZLED], barrier=ring.full[stage],
+            )  # fmt: skip
+
+
+@T.macro
+def compute(steps: LatentSteps, buffers: Any, memory: Memory, of: Part) -> None:
+    """What the others do."""
+    schedule, tile, packed, problem = steps.schedule, steps.tile, of.rows, steps.problem
+    thread, dim_v = T.get_thread_binding(), padded(problem.dim_v)
+    scores = named("scores", T.alloc_fragment([tile.q, tile.kv], FLOAT))
+    other = named("other", T.alloc_fragment([tile.q, tile.kv], FLOAT)) if needs_another(schedule) else None
+    weights = named("weights", T.alloc_fragment([tile.q, tile.kv], problem.dtype))
+    output = named("output", T.alloc_fragment([tile.q, dim_v], FLOAT))
+    written = named("written", T.alloc_fragment([tile.q], FLOAT)) if len(schedule.rows) > 0 else None
+    maths = steps.maths(buffers, of.batch, packed, scores, other)
+    bring_queries(memory.queries, buffers["q"], packed, problem.dtype)
+    T.fill(output, 0)
+    maths.start()
+    for step in T.serial(of.count):
+        kv0 = (of.begin + step) * tile.kv
+        stage, trip = step % tile.stages, (step // tile.stages) % 2
+        T.barrier_wait(memory.keys.full[stage], trip)
+        T.wgmma_gemm(
+            memory.queries, memory.keys.tiles[stage, :, :], scores, transpose_B=True, policy=ROWS_WHOLE,
+            clear_accum=True,
+        )  # fmt: skip
+        T.wait_wgmma(0)
+        if thread % WARP == 0:
+            T.barrier_arrive(memory.keys.empty[stage])
+        maths.score(kv0)
+        if schedule.fill is not None:
+            where_partial(steps.may_be_partial(packed, kv0), bind(maths.mask, kv0))
+        maths.weigh(kv0)
+        T.copy(scores, weights)
+        if schedule.rescale is not None:
+            multiply_rows(output, maths.rows[schedule.rescale], tile, dim_v)
+        T.barrier_wait(memory.values.full[stage], trip)
+        where_partial(
+            steps.holds_unseen(packed, kv0),
+            bind(clear_rows, memory.values, stage, tile.kv, steps.is_unseen(maths, kv0)),
+        )
+        T.wgmma_gemm(weights, memory.values.tiles[stage, :, :], output, policy=ROWS_WHOLE)
+        T.wait_wgmma(0)
+        if thread % WARP == 0:
+            T.barrier_arrive(memory.values.empty[stage])
+    steps.leave(buffers, maths, output, written, of.number)
+
+
+@T.macro
+def bring_queries(target: Any, source: Any, packed: Rows, dtype: str) -> None:
+    """The block's queries; 0 in rows that there are not."""
+    bring_piece(target, 0, source, packed, dtype)
+    T.fence_proxy_async()
+    T.sync_threads(LEFT, GROUP)
+
+
+@T.macro
+def clear_rows(ring: Ring, stage: Any, keys: int, is_unseen: Callable[[Any], Any]) -> None:
+    """0 in the rows of values that nobody sees."""
+    clear_piece(ring.tiles, stage, keys, is_unseen)
+    T.fence_proxy_async()
+    T.sync_threads(LEFT, GROUP)
