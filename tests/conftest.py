@@ -50,7 +50,7 @@ THINNED = {
         "runtime/test_op", "runtime/test_gradients", "kernels/test_lanes", "kernels/test_absent_hopper",
         "runtime/test_forward_mode", "runtime/test_cached_shown", "passes/test_simplify", "runtime/test_tuning",
         "test_attn_script", "test_plain", "test_soak"),
-    48: ("kernels/test_latent", "runtime/test_dropout", "kernels/test_numerics_interpret"),
+    48: ("kernels/test_latent", "kernels/test_placed", "runtime/test_dropout", "kernels/test_numerics_interpret"),
 }  # fmt: skip
 ONE_IN = {f"tests/{name}.py": of for of, names in [*SAMPLED.items(), *THINNED.items()] for name in names}
 ONE_OF_EACH = {f"tests/{name}.py" for names in THINNED.values() for name in names}

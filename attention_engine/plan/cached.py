@@ -290,12 +290,11 @@ class CachedPlan:
         made = [a.place for a in arguments if isinstance(a, Buffer) and a.role is Role.MADE]
         writes = frozenset(made) - {PART_STARTS, PART_REQUESTS}
         given = (schedule, self.tile, cache, in_parts, in_parts and self.overlaps)
+        by_hand = (UNIFORM_GROUPS, HELD_BARRIERS)
         if self.by_hand:
-            rules = (UNIFORM_GROUPS, HELD_BARRIERS)
-            return Launch(name, "cached.latent.latent", given, arguments, writes, rules)
+            return Launch(name, "cached.latent.latent", given, arguments, writes, by_hand)
         if self.by_tma:
-            rules = (UNIFORM_GROUPS, HELD_BARRIERS, NO_STORAGE_SYNC)
-            return Launch(name, "cached.placed.placed", given, arguments, writes, rules)
+            return Launch(name, "cached.placed.placed", given, arguments, writes, (*by_hand, NO_STORAGE_SYNC))
         return Launch(name, "cached.decode.decode", given, arguments, writes, (DISABLE_WARP_SPECIALIZATION,))
 
     def _combine(self, name: str, cache: Cache) -> Launch:

@@ -97,7 +97,7 @@ def test_explain_says_parts_grid_and_bytes():
     engine = AttentionEngine(METAS, mask_mod=library.causal, device=arch.H100())
     text = engine.explain(cache_page=64)
     assert "bfloat16, 16 requests of 1 queries and at most 8192 keys in pages of 64, on H100" in text
-    assert "tiles: 64 rows (4 heads share a key head) x 64 keys, 128 threads, 2 stages" in text
+    assert "tiles: 64 rows (4 heads share a key head) x 64 keys, 160 threads, 3 stages" in text
     assert "parts: rows are not cut, as 128 blocks are work for 132 SMs" in text
     assert "grid: 1 x 8 x 16 = 128 blocks" in text
     assert "537 MB of keys and values" in text and "decode parts: not compiled yet" in text
