@@ -43,7 +43,8 @@ SHAPES = ((64, 64, 128, 2), (64, 64, 128, 1), (64, 32, 128, 2), (64, 32, 128, 1)
 CROWDED_SHAPES = SHAPES[2:]
 SHARED_SHAPES = ((64, 64, 256, 0), (64, 32, 256, 0), (64, 16, 256, 0))  # pipelined, weights in shared memory would race
 LATENT = Tile(64, 64, 256, 2)  # of keys that are values too, on Hopper
-PLACED = Tile(64, 64, 160, 3)  # of keys and values by TMA: two blocks share an SM
+PLACED = Tile(64, 64, 160, 3)  # of pages, by TMA: two blocks share an SM
+BARRIERS = 1024  # bytes that they take at most, as tiles begin at a multiple of them
 ROWS_HANDED = 2816  # bytes for row values that one warpgroup hands another, and barriers
 MOST_REQUESTS = 1024  # whose parts are dealt by their lengths, which one block adds up
 WIDE = 128  # tiles: in wider caches lengths may differ by so much that one request would be walked alone at last
@@ -191,12 +192,15 @@ def placed_by_hand(problem: Problem, cache: Cache, target: Target) -> bool:
 
 
 def comes_by_tma(problem: Problem, cache: Cache, target: Target) -> bool:
-    """Do keys and values go by the kernel that TMA copies for (kernels/cached/placed.py)?"""
+    """Do keys and values come out of their pages by the kernel that TMA copies for (kernels/cached/placed.py)?
+
+    Without pages TileLang's pipeline is as fast, and a launch makes no descriptors of tensors.
+    """
     if cache.shared or not isinstance(target, Arch) or target.capability != (9, 0) or problem.stride_unit != 8:
         return False
     whole = problem.dim % 64 == 0 and problem.dim_v % 64 == 0  # columns that TMA lays out together
-    fits = shared_bytes(problem, cache, PLACED) + ROWS_HANDED <= target.shared_memory_per_block
-    lies = cache.page % PLACED.kv == 0 or PLACED.kv % cache.page == 0
+    fits = 2 * (shared_bytes(problem, cache, PLACED) + BARRIERS) <= target.shared_memory_per_block
+    lies = cache.page > 0 and (cache.page % PLACED.kv == 0 or PLACED.kv % cache.page == 0)
     return whole and fits and lies and problem.dtype != "float32"
 
 

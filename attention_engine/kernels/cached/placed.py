@@ -1,8 +1,8 @@
-"""Keys and values on Hopper, placed by hand: one warp copies them ahead by TMA, a warpgroup computes.
+"""Pages of keys and values on Hopper, placed by hand: one warp copies them ahead by TMA, a warpgroup computes.
 
 What decode.py does where keys and values lie at whole 16 bytes. The copying warp walks over a part's keys by itself, so
-many tiles ahead as shared memory holds: a tile whose pages it must first look up, or whose addresses the GPU must first
-translate, keeps nobody waiting. A tile of keys that lies in several pages comes as one copy of each.
+many tiles ahead as shared memory holds: that it must look up pages first keeps nobody waiting. A tile that lies in
+several pages comes as one copy of each; in decode.py each thread looks up the page of each of its rows.
 
 Copies bring whole tiles. So rows of values that nobody sees, or that lie behind the request's last key, are cleared
 before they are multiplied: there may be anything, and 0 times NaN is NaN.
