@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_engine import AttentionEngine, OnlineFunc, SymbolScalar, Var, library, meta_tensor
 from attention_engine.arch import detect
@@ -88,7 +90,15 @@ PLAN: Plan = {
     shape: [("softmax", 0), ("softmax", 64), *more]
     for shape, more in zip(
         SHAPES,
-        ([("softmax", 16), ("sigmoid", 0), ("entropy", 0)], [("sigmoid", 0), ("entropy", 0)], [], [], [], [], []),
+        (
+            [("softmax", 16), ("sigmoid", 0), ("entropy", 0)],
+            [("softmax", 16), ("sigmoid", 0), ("entropy", 0)],
+            [("softmax", 16)],
+            [],
+            [],
+            [],
+            [("softmax", 16)],
+        ),
         strict=True,
     )
 }
@@ -201,16 +211,21 @@ def check(shape: Shape, program: str, page: int) -> None:
               f"with other lengths {', '.join(replayed)}", flush=True)  # fmt: skip
 
 
-def print_times(clock: Clock, shape: Shape, cases: list[tuple[str, int]]) -> None:
-    """The times of a shape beside a copy and SDPA; then the host alone, in a loop."""
+def print_times(clock: Clock, shape: Shape, cases: list[tuple[str, int]]) -> list[str]:
+    """The times of a shape beside a copy, a read, and peers; as lines of a table, too."""
     print(f"{shape}: {shape.bytes / 1e6:.0f} MB of keys and values", flush=True)
     calls = calls_of(shape, cases)
     times = clock.times(calls, ROUNDS)
+    lines = []
     for name, timing in times.items():
         speed = shape.bytes / timing.device_us * 1e-6
         share = times["copy"].device_us / timing.device_us
+        held = "read" if clock.clean else "written"
+        numbers = (timing.device_us, timing.low_us, timing.high_us, speed)
+        lines.append(",".join([f'"{shape}"', f'"{name}"', held, *(f"{n:.4g}" for n in numbers)]))
         print(f"  {name:25} {timing.device_us:8.1f} us  {speed:5.2f} TB/s  {share:5.2f} of the copy   host "
               f"{timing.host_us:5.1f} us", flush=True)  # fmt: skip
+    return lines
 
 
 def print_host() -> None:
@@ -219,9 +234,14 @@ def print_host() -> None:
     k, v = torch.randn(2, 1, 64, 8, DIM, device="cuda", dtype=DTYPE)
     lengths, engine = torch.full((1,), 64, device="cuda", dtype=torch.int32), engine_of("softmax")
     out, target, source = torch.empty_like(q), torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
+    (of_k, table), (of_v, _) = in_pages(k, 64), in_pages(v, 64)
+    in_2, paged = {"kv_lengths": lengths, "num_splits": 2}, {"kv_lengths": lengths, "page_table": table}
     calls: dict[str, Callable[[], object]] = {
-        "in 2 parts": lambda: engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=2),
-        "in 2 parts, out given": lambda: engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=2, out=out),
+        "in 2 parts": lambda: engine.with_cache(q, k, v, **in_2),
+        "in 2 parts, out given": lambda: engine.with_cache(q, k, v, out=out, **in_2),
+        "whole rows": lambda: engine.with_cache(q, k, v, kv_lengths=lengths, num_splits=1),
+        "in 2 parts, of pages": lambda: engine.with_cache(q, of_k, of_v, num_splits=2, **paged),
+        "in 2 parts, of pages, out given": lambda: engine.with_cache(q, of_k, of_v, num_splits=2, out=out, **paged),
         "empty_like": lambda: torch.empty_like(q),
         "copy_": lambda: target.copy_(source),
     }
@@ -238,13 +258,15 @@ def print_host() -> None:
 
 def calls_of(shape: Shape, cases: list[tuple[str, int]]) -> dict[str, Callable[[], object]]:
     """What is timed at a shape."""
+    from benchmarks.reading import read_of  # wants Triton, which is where torch has a GPU
+
     torch.manual_seed(0)
     q = torch.randn(shape.batch, shape.queries, shape.heads, DIM, device="cuda", dtype=DTYPE)
     k, v = torch.randn(2, shape.batch, shape.keys, shape.kv_heads, DIM, device="cuda", dtype=DTYPE)
     lengths = torch.full((shape.batch,), shape.keys, device="cuda", dtype=torch.int32)
     half = torch.empty(shape.bytes // 4, device="cuda", dtype=DTYPE)
     target, source = torch.empty_like(half), half.normal_()
-    found: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    found: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "read": read_of(shape.bytes)}
     for program, page in cases:
         engine, of_k, of_v, table = engine_of(program), k, v, None
         if page:
@@ -256,8 +278,6 @@ def calls_of(shape: Shape, cases: list[tuple[str, int]]) -> dict[str, Callable[[
             ours = engine.with_cache(q, of_k, of_v, kv_lengths=lengths, page_table=table)
             them = peers(ours, q, of_k, of_v, table, lengths)
             found |= {f"{name}{f' page {page}' if page else ''}": call for name, call in them.items()}
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
 
@@ -295,6 +315,7 @@ def main() -> None:
     parser.add_argument("--numbers", action="store_true", help="no times")
     parser.add_argument("--compiled", action="store_true", help="the kernels are on disk: none is compiled ahead")
     parser.add_argument("--clean", action="store_true", help="before a call, the cache holds what was read alone")
+    parser.add_argument("--to", type=Path, help="a file for the times")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop starting after so long")
     args = parser.parse_args()
     if args.compile is not None:
@@ -315,12 +336,14 @@ def main() -> None:
             checked.add(kind)
     if args.numbers:
         return
-    clock = Clock(args.clean)
+    clock, lines = Clock(args.clean), ["shape,call,cache_held,device_us,low_us,high_us,tb_s"]
     for shape, cases in plan.items():
         if time.monotonic() - began > args.seconds:
             print(f"{shape}: no time left")
         else:
-            print_times(clock, shape, cases)
+            lines += print_times(clock, shape, cases)
+    if args.to is not None:
+        args.to.write_text("\n".join([*lines, ""]))
     if any(not shape.whole for shape in plan):
         print_host()
 

@@ -38,6 +38,7 @@ class Clock:
 
     def __init__(self, clean: bool = False) -> None:
         l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self.clean = clean
         self._flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda")
         self._read = torch.zeros(l2_bytes, dtype=torch.float32, device="cuda") if clean else None
 
