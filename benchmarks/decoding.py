@@ -244,6 +244,7 @@ def print_host() -> None:
         "in 2 parts, of pages, out given": lambda: engine.with_cache(q, of_k, of_v, num_splits=2, out=out, **paged),
         "empty_like": lambda: torch.empty_like(q),
         "copy_": lambda: target.copy_(source),
+        "a launch of next to nothing": lambda: torch.cuda._sleep(1),
     }
     for name, call in calls.items():
         found = []
