@@ -80,7 +80,8 @@ def silence(monkeypatch: pytest.MonkeyPatch, device: arch.Arch) -> None:
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     silence(monkeypatch, getattr(arch, os.environ[ARCH])())
     monkeypatch.setattr(plain, "_dense", _no_pairs)
-    monkeypatch.setattr(plain, "compare", lambda *_, **__: [])
+    compared = [plain.Error("nothing", 0.0, 1.0, 1.0, (), 0)]  # tests that ask for more than once go on
+    monkeypatch.setattr(plain, "compare", lambda *_, **__: compared)
     monkeypatch.setattr(linear_cases, "plain_results", lambda *_, **__: {})
     with OnCpu():
         yield
