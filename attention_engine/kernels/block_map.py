@@ -18,7 +18,7 @@ from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import EMPTY, PIECE, is_partial, kv_range, q_range
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan import attention_buffers
-from attention_engine.plan.attention_buffers import LISTS
+from attention_engine.plan.attention_buffers import DEALT, LISTS, deals_by_counter
 from attention_engine.plan.forms import Tile
 
 THREADS = 256  # tiles that are asked about at once
@@ -54,6 +54,9 @@ def block_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
                                 of.note(count + ranks[n], of.entry(begin + n, in_group))
                     count = count + ranks[THREADS - 1]
             of.note(0, count)
+            if deals_by_counter(plan, tile, over_keys):  # noqa: SIM102 - Python's condition, then the kernel's
+                if row + head + batch == 0:
+                    buffers[DEALT][0] = 0
             if count == 0:
                 of.note(1, EMPTY)
 

@@ -4,7 +4,9 @@ An item of a forward pass is a block of queries of one head and batch. Persisten
 each turn every block gets one. Every other turn is dealt backwards, so that who got a long item gets a short one. Where
 later queries see more keys, the longest items go first, in sections of several heads: the L2 cache holds all keys and
 values of a section. Counted on paper for an H100, causal work of 512 to 32768 queries then ends within some 2 % of what
-a dealer reaches who hands an item to whoever is free.
+a dealer reaches who hands an item to whoever is free. Where a mask's lists say how long items are, nothing is known of
+their order, and a counter in memory is that dealer: of six documents, turns had left the busiest block 1.8 times the
+mean.
 """
 
 from __future__ import annotations
@@ -87,6 +89,13 @@ class Items:
         """How many blocks share the items."""
         return T.min(self.most * self.pairs, self.at_once)
 
+    def counted(self) -> Items:
+        """The same where a counter deals them. Sections are twice as large: at the end of one, each block holds an item
+        ahead. Lists leave keys out, so that the cache holds more heads."""
+        other = copy(self)
+        other.keys_in_cache = 2 * self.keys_in_cache
+        return other
+
     def of(self, blocks: Any) -> Items:
         """The same where a head has so many blocks."""
         other = copy(self)
@@ -122,6 +131,15 @@ class Deal:
         section = name_value(T.truncdiv(turn, self.waves))
         pairs = T.min(self.together, self.items.pairs - section * self.together)
         return section, name_value(pairs), name_value((turn - section * self.waves) * self.grid + dealt)
+
+    def item_of(self, number: Any) -> tuple[Any, Any, Any]:
+        """Block of queries, head and batch of the item with this number, where all are in one row."""
+        if not self.items.longest_last:
+            return self.item(0, self.together, number)
+        of_section = name_value(self.together * self.items.blocks)
+        section = name_value(T.truncdiv(number, of_section))
+        pairs = name_value(T.min(self.together, self.items.pairs - section * self.together))
+        return self.item(section, pairs, name_value(number - section * of_section))
 
     def item(self, section: Any, pairs: Any, position: Any) -> tuple[Any, Any, Any]:
         """Block of queries, head and batch at a position of a section."""

@@ -3,7 +3,8 @@
 A block makes one row. It bounds the mask by interval arithmetic over many pieces of the row at once, one a thread, and
 each against strips of the block's own side: a piece of which one strip is kept whole and another masked whole is known
 to be part. Only what the bounds leave open is asked pair by pair. Tiles are then laid from the first piece on that
-holds a kept pair. Nothing is held of the size of the pairs.
+holds a kept pair; or, where queries see no later keys, up to the last one, if as many do: the diagonal then lies in one
+tile, not in two. Nothing is held of the size of the pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from attention_engine.kernels.tiles import EMPTY, PIECE, kv_range, q_range, with
 from attention_engine.kernels.warps import WARP
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan import attention_buffers
-from attention_engine.plan.attention_buffers import LISTS
+from attention_engine.plan.attention_buffers import DEALT, LISTS, deals_by_counter
 from attention_engine.plan.forms import Tile
 
 PIECES = 512  # that are bounded at once, one a thread
@@ -43,6 +44,7 @@ def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
     heads, group = plan.heads(problem, over_keys), 1 if over_keys else plan.candidates(problem)
     of_tile = (tile.kv if over_keys else tile.q) // PIECE
     tiles = -(-PIECES // of_tile)  # that the pieces make, at most
+    ends_whole = over_keys and plan.later_is_longer
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -61,6 +63,8 @@ def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
                     if at < stop:
                         strips.bound(at, stop, states)
                         begin = first_kept(states)
+                        if ends_whole:
+                            begin = ends_with_a_tile(begin, last_kept(states), of_tile, at + PIECES >= stop)
                         whole = T.if_then_else(
                             at + PIECES < stop, T.truncdiv(PIECES - begin, of_tile), T.ceildiv(PIECES - begin, of_tile)
                         )
@@ -72,6 +76,9 @@ def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
                         count = count + ranks[tiles - 1]
                         at = at + begin + whole * of_tile
             strips.note(0, count)
+            if deals_by_counter(plan, tile, over_keys):  # noqa: SIM102 - Python's condition, then the kernel's
+                if row + head + batch == 0:
+                    buffers[DEALT][0] = 0
             if count == 0:
                 strips.note(1, EMPTY)
 
@@ -289,19 +296,39 @@ def ask_open(opened: Any, states: Any, question: Callable[..., Any], own_length:
                     states[pieces[turn * ASKED + n]] = seen[0, n] * KEPT + seen[1, n] * MASKED
 
 
-@T.macro
 def first_kept(states: Any) -> Any:
     """The first piece that holds a kept pair; PIECES, if none does."""
+    return name_value(least(states, lambda piece: T.if_then_else(holds_a_pair(states, piece), piece, PIECES)))
+
+
+def last_kept(states: Any) -> Any:
+    """The last piece that holds a kept pair; 0, if none does."""
+    return name_value(-least(states, lambda piece: T.if_then_else(holds_a_pair(states, piece), -piece, 0)))
+
+
+def holds_a_pair(states: Any, piece: Any) -> Any:
+    """Is some pair of a piece kept?"""
+    return T.bitwise_and(states[piece], KEPT) != 0
+
+
+@T.macro
+def least(states: Any, of_piece: Callable[[Any], Any]) -> Any:
+    """The least of what pieces have."""
     warps = PIECES // WARP
-    begins = T.alloc_fragment([warps, WARP], "int32")
+    found = T.alloc_fragment([warps, WARP], "int32")
     of_warps = T.alloc_fragment([warps], "int32")
     of_all = T.alloc_shared([warps], "int32")
     for warp, lane in T.Parallel(warps, WARP):
-        piece = warp * WARP + lane
-        begins[warp, lane] = T.if_then_else(T.bitwise_and(states[piece], KEPT) != 0, piece, PIECES)
-    T.reduce_min(begins, of_warps, dim=1)
+        found[warp, lane] = of_piece(warp * WARP + lane)
+    T.reduce_min(found, of_warps, dim=1)
     T.copy(of_warps, of_all)
-    return name_value(reduce(T.min, [of_all[warp] for warp in range(warps)]))
+    return reduce(T.min, [of_all[warp] for warp in range(warps)])
+
+
+def ends_with_a_tile(begin: Any, last: Any, of_tile: int, all_are_there: Any) -> Any:
+    """Where tiles begin that end with the last piece, if there is room before the first, and nothing comes behind."""
+    spare = name_value((of_tile - (last - begin + 1) % of_tile) % of_tile)
+    return name_value(begin - T.if_then_else(T.And(all_are_there, T.And(last >= begin, begin >= spare)), spare, 0))
 
 
 @T.macro

@@ -203,10 +203,10 @@ class TileMaths:
         """Masked pairs hold the fill."""
         fill = -T.infinity(FLOAT) if self.schedule.fill != 0 else T.float32(0)
 
-        def entry(i: Any, j: Any) -> None:
-            store(self.scores, T.if_then_else(self._keep(self.place, i, j, kv0), self.scores[i, j], fill), i, j)
+        def entry(place: Place, i: Any, j: Any) -> None:
+            store(self.scores, T.if_then_else(self._keep(place, i, j, kv0), self.scores[i, j], fill), i, j)
 
-        over_pairs(self.tile.q, self.tile.kv, entry)
+        self._over_pairs(kv0, [] if self.schedule.mask is None else [self.schedule.mask], entry)
 
     def weigh(self, kv0: Any, before_weights: Callable[[], None] | None = None) -> None:
         """The tile of scores becomes weights, and the row states move on.

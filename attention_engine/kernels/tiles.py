@@ -129,6 +129,7 @@ class KeyWalk:
         """The tile of a step."""
         if self.lists is not None:
             entry = self.lists.entry(step)
+            take_for_granted(entry >= 0)
             return Visit(entry // 2 * PIECE, lambda _: entry % 2 != 0, entry=entry)
         return Visit((self.first + step) * self.shape.kv, self._is_partial)
 

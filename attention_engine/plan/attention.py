@@ -20,7 +20,7 @@ from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.passes.verify_schedule import verify_row_sums
 from attention_engine.plan import attention_buffers as buffers
-from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER, TURN
+from attention_engine.plan.attention_buffers import AHEAD, DEALT, MADE_BEFORE, TOGETHER, TURN, deals_by_counter
 from attention_engine.plan.buffers import buffers_of
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
@@ -245,7 +245,8 @@ class AttentionPlan:
         arguments = buffers.tile_map(self.problem, plan, tile, over_keys, name)
         given = (plan.mask, tile, over_keys)
         builder = "block_map.block_map" if plan.follows_blocks(tile.q, tile.kv) else "tile_map.tile_map"
-        return [Launch(name, builder, given, arguments, frozenset([name]), lasting=not plan.reads)]
+        writes = frozenset([name, *([DEALT] if deals_by_counter(plan, tile, over_keys) else [])])
+        return [Launch(name, builder, given, arguments, writes, lasting=not plan.reads)]
 
     @cached_property
     def forward_schedule(self) -> ForwardSchedule:

@@ -28,10 +28,10 @@ from attention_engine.plan.buffers import (
     length,
     own_length,
 )
-from attention_engine.plan.forms import ROW_PAD, Tile
+from attention_engine.plan.forms import ROW_PAD, HopperForward, Tile
 from attention_engine.plan.hopper import makes_delta, starts_longest_first, walks_turn
 
-LISTS = "tile_lists"
+LISTS, DEALT = "tile_lists", "items_dealt"
 DK_SUMS, DV_SUMS = "dk_sums", "dv_sums"
 SEQUENCE_TILES, KEY_TILES = "sequence_tiles", "key_tiles"
 TOGETHER, TURN, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "blocks_of_a_turn", "units_ahead", "units_given"
@@ -107,7 +107,14 @@ def tile_lists(plan: TilePlan, problem: Problem, tile: Tile, over_keys: bool, ke
     if not over_keys:
         rows, tiles = tiles, rows * plan.candidates(problem)
     shape = (BATCH if plan.by_batch else 1, plan.heads(problem, over_keys), rows, tiles + 1)
-    return (Buffer(LISTS, shape, "int32", key=key),)
+    lists = Buffer(LISTS, shape, "int32", key=key)
+    return (lists, Buffer(DEALT, (1,), "int32")) if deals_by_counter(plan, tile, over_keys) else (lists,)
+
+
+def deals_by_counter(plan: TilePlan, tile: Tile, over_keys: bool) -> bool:
+    """Does a counter deal the items of a forward pass to persistent blocks, one to whoever is free? Who writes the
+    lists sets it to 0, and the last block of a launch sets it back."""
+    return plan.mapped and over_keys and isinstance(tile.form, HopperForward) and tile.persistent
 
 
 def tile_map(problem: Problem, plan: TilePlan, tile: Tile, over_keys: bool, key: str = "") -> Arguments:

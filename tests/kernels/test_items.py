@@ -9,6 +9,7 @@ import tilelang.language as T
 from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Sizes, build
+from attention_engine.kernels.hopper.forward_copies import take_number
 from attention_engine.kernels.items import Deal, Items, KeyBlocks
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import pairs_of_a_unit
@@ -41,6 +42,34 @@ def dealt(batch, heads, length, longest_last, places=132, dim=128, group=1):
     return found
 
 
+def counted(batch, heads, length, longest_last, places):
+    """How often each item (batch, head, block) comes where a counter deals them, and the counter after the launch."""
+    problem = Problem(heads, heads, 128, 128, "float16")
+    sizes, found = Sizes(problem), torch.zeros(batch, heads, -(-length // TILE.q), dtype=torch.int32)
+    counter = torch.zeros(1, dtype=torch.int32)
+    parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
+    parameters |= {"times": T.Tensor([sizes.batch, heads, T.ceildiv(sizes.q, TILE.q)], "int32")}
+    parameters |= {"counter": T.Tensor([1], "int32")}
+
+    @T.macro
+    def body(buffers):
+        items = Items(problem, TILE, sizes, longest_last, places).counted()
+        with T.Kernel(items.grid, threads=32) as place:
+            deal, count = Deal(items, place), items.blocks * items.pairs
+            number = T.alloc_var("int32")
+            number = deal.number
+            taken = T.alloc_local([1], "int32")
+            while number < count:
+                block, head, sequence = deal.item_of(number + 0)
+                if T.get_thread_binding() == 0:
+                    buffers["times"][sequence, head, block] = buffers["times"][sequence, head, block] + 1
+                take_number(buffers["counter"], taken, count - 1)
+                number = deal.grid + taken[0]
+
+    Interpreter(build("counted", parameters, body))(batch, length, length, found, counter)
+    return found, counter
+
+
 SIZES = [(1, 1, 128), (2, 3, 1000), (1, 5, 300), (3, 4, 5000), (2, 16, 2048), (1, 3, 12288), (1, 24, 40), (7, 2, 1)]
 
 
@@ -50,6 +79,14 @@ def test_each_item_is_dealt_once(batch, heads, length, longest_last):
     for places in (3, 132):
         owner, _ = dealt(batch, heads, length, longest_last, places)
         assert int(owner.min()) >= 1 and int(owner.max()) <= places
+
+
+@pytest.mark.parametrize("longest_last", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "length"), SIZES)
+def test_a_counter_deals_each_item_once_and_is_set_back(batch, heads, length, longest_last):
+    for places in (3, 132):
+        times, counter = counted(batch, heads, length, longest_last, places)
+        assert times.eq(1).all() and counter.item() == 0
 
 
 @pytest.mark.parametrize(("batch", "heads", "length"), [

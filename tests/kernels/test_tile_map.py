@@ -70,7 +70,8 @@ def kept_pairs(mask, tensors, queries, keys):
 
 
 def expected_lists(kept, plan, over_keys, size):
-    """For each (batch, head, row): the entries, from every pair. Tiles begin at the first piece that is kept."""
+    """For each (batch, head, row): the entries, from every pair. Tiles begin at the first piece that is kept, or, where
+    queries see no later keys, so much before it that they end with the last one, if there is room."""
     if not over_keys:
         kept = kept.transpose(2, 3)
     own, moving = (size.q, size.kv) if over_keys else (size.kv, size.q)
@@ -83,6 +84,9 @@ def expected_lists(kept, plan, over_keys, size):
                     pairs = kept[b, h * group + g, row * own : (row + 1) * own]
                     found = pairs.any(0).nonzero()
                     first = found[0].item() // PIECE * PIECE if len(found) else kept.shape[3]
+                    if over_keys and plan.later_is_longer and len(found):
+                        spare = (first - (found[-1].item() // PIECE + 1) * PIECE) % moving
+                        first -= spare if first >= spare else 0
                     for start in range(first, kept.shape[3], moving):
                         of_tile = pairs[:, start : start + moving]
                         if of_tile.any():

@@ -20,6 +20,8 @@ from attention_engine.kernels.hopper.query_tiles import NO_ITEM, NO_MORE, QueryN
 from attention_engine.kernels.items import Deal, Item, Round, at_least_one
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tiles import KeyWalk
+from attention_engine.kernels.warps import WARP
+from attention_engine.plan.attention_buffers import DEALT
 
 
 @T.macro
@@ -54,22 +56,53 @@ def hand_out_items(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, i
     deal = Deal(items, index)
     items_before = T.alloc_var("int32", 0)
     steps_before = T.alloc_var("int32", 0)
-    for turn in T.unroll(deal.turns, unroll_factor=1):  # two turns at once would spill
-        section, pairs, position = deal.position(turn)
-        if position < name_value(pairs * items.blocks):
-            block, head, batch = form.dealt(buffers, *deal.item(section, pairs, position))
-            walk = form.walk(buffers, batch, head, block)
-            steps, done, steps_done = at_least_one(walk), items_before + 0, steps_before + 0
-            of = Round(done, steps_done)
-            item = form.item(buffers, block, head, batch, steps, name_value(form.first_query(block)), of)
-            memory.queries.note(QueryNote(block, head, batch, steps), item.round)
-            memory.queries.copy(buffers, item)
-            if not form.queries_ahead:
-                copy_keys(form, buffers, memory, item, walk)
+    if form.counts_items:
+        count = name_value(items.blocks * items.pairs)
+        number = T.alloc_var("int32")
+        number = deal.number
+        taken = T.alloc_local([1], "int32")
+        while number < count:
+            done, steps_done = items_before + 0, steps_before + 0
+            steps = hand_out(form, buffers, memory, deal.item_of(number + 0), Round(done, steps_done))
             items_before = done + 1
             steps_before = steps_done + steps
+            memory.queries.wait_for_room(Round(items_before))
+            take_number(buffers[DEALT], taken, count - 1)
+            number = deal.grid + taken[0]
+    else:
+        for turn in T.unroll(deal.turns, unroll_factor=1):  # two turns at once would spill
+            section, pairs, position = deal.position(turn)
+            if position < name_value(pairs * items.blocks):
+                done, steps_done = items_before + 0, steps_before + 0
+                steps = hand_out(form, buffers, memory, deal.item(section, pairs, position), Round(done, steps_done))
+                items_before = done + 1
+                steps_before = steps_done + steps
     memory.queries.note(NO_ITEM, Round(items_before))
     memory.queries.tell(Round(items_before))
+
+
+@T.macro
+def take_number(counter: Any, taken: Any, last: Any) -> None:
+    """A warp counts on: taken[0] is what stood there. Each block begins with the item of its own number, and finds none
+    left once: who takes the `last` number sets the counter back, for the next launch."""
+    if T.get_thread_binding() % WARP == 0:
+        taken[0] = T.atomic_add(counter[0], 1, return_prev=True)
+        if taken[0] == last:
+            counter[0] = 0
+    taken[0] = T.shfl_sync(taken[0], 0)
+
+
+def hand_out(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, dealt: tuple[Any, Any, Any], of: Round) -> Any:
+    """Brings the queries of one item, and notes it; its steps."""
+    block, head, batch = form.dealt(buffers, *dealt)
+    walk = form.walk(buffers, batch, head, block)
+    steps = at_least_one(walk)
+    item = form.item(buffers, block, head, batch, steps, name_value(form.first_query(block)), of)
+    memory.queries.note(QueryNote(block, head, batch, steps), item.round)
+    memory.queries.copy(buffers, item)
+    if not form.queries_ahead:
+        copy_keys(form, buffers, memory, item, walk)
+    return steps
 
 
 @T.macro

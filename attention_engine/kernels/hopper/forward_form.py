@@ -25,7 +25,7 @@ from attention_engine.passes.drop_weights import SEED_OF_BLOCK
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan
-from attention_engine.plan.attention_buffers import SEQUENCE_TILES, custom_shape, most_tiles
+from attention_engine.plan.attention_buffers import SEQUENCE_TILES, custom_shape, deals_by_counter, most_tiles
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import products_take_turns
 
@@ -56,7 +56,13 @@ class ForwardForm(Form):
         if self.within_sequences:
             most = self.sizes.spell(most_tiles(self.tile, custom_shape(self.problem, PLACES)[0]))
             return Items(self.problem, self.tile, self.sizes, True, self.at_once, most)
-        return Items(self.problem, self.tile, self.sizes, self.plan.later_is_longer, self.at_once)
+        items = Items(self.problem, self.tile, self.sizes, self.plan.later_is_longer, self.at_once)
+        return items.counted() if self.counts_items else items
+
+    @property
+    def counts_items(self) -> bool:
+        """Does a counter deal the items of persistent blocks? Lists of tiles differ in length, in no known order."""
+        return deals_by_counter(self.plan, self.tile, True)
 
     @property
     def within_sequences(self) -> bool:

@@ -81,9 +81,13 @@ class QueryTiles:
         """Some of the tile by which the output of a round leaves."""
         return self.tiles[self.slot(of), rows, columns] if self.own is None else self.own[rows, columns]
 
-    def note(self, note: QueryNote, of: Round) -> None:
-        """The copying warp notes which item a round has, when the item before it in its tile is done with."""
+    def wait_for_room(self, of: Round) -> None:
+        """The copying warp waits until the item before it in its tile is done with."""
         wait(self.empty, self.slot(of), self.turn(of) ^ 1)
+
+    def note(self, note: QueryNote, of: Round) -> None:
+        """The copying warp notes which item a round has, when there is room."""
+        self.wait_for_room(of)
         self._write(note, of)
         if self.noted is not None:
             arrive(self.noted, self.slot(of))
