@@ -8,6 +8,7 @@ whichever tensors the functions hold now. So nothing else of a first call need b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial as bind
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +16,7 @@ from torch import Tensor, is_grad_enabled
 
 from attention_engine.flex.masks import BlockMask, noop_mask
 from attention_engine.flex.options import Options
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.runtime import op
 from attention_engine.runtime.arguments import as_parameter
 from attention_engine.runtime.attention_op import PairAttention
@@ -44,9 +46,10 @@ class Known(NamedTuple):
     guards: Callable[..., bool]
     key: str
     direct: Direct | None
-    pointed: Direct | None
+    pointed: bind[tuple[Tensor, ...]] | None
     requires_grad: bool
     lse: int
+    lists_tiles: bool
 
 
 KNOWN: dict[object, list[Known]] = {}
@@ -74,7 +77,8 @@ def form_of(
 
 
 def again(
-    form: Form, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, return_lse: bool
+    form: Form, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, return_lse: bool,
+    block_mask: BlockMask | None = None,
 ) -> Any:  # fmt: skip
     """The result of a call that is alike one before; None where there was none, or something watches."""
     if mask_mod is noop_mask:
@@ -83,11 +87,13 @@ def again(
     known = _find(form, (query, key, value), score_mod, mask_mod, tensors)
     if known is None or op.watched():
         return None
+    lists = None
+    if block_mask is not None and known.lists_tiles:
+        lists = block_mask.hold([tensors[n] for n in known.places])
     if known.pointed is not None:
         given = query, key, value, *[tensors[n] for n in known.places]
-        found = op.run_heads_first(
-            known.key, return_lse, given, known.pointed, known.requires_grad and is_grad_enabled()
-        )
+        launch = known.pointed if lists is None else bind(known.pointed.func, lists)
+        found = op.run_heads_first(known.key, return_lse, given, launch, known.requires_grad and is_grad_enabled())
         return (found[0], found[known.lse]) if return_lse else found[0]
     given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), *[tensors[n] for n in known.places]
     if known.direct is None:
@@ -141,13 +147,15 @@ def note(
     guards = TensorGuards(*qkv, *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     required = any([t.requires_grad for t in (*qkv, *captured)])
     launch = None if seen.direct is None else _pointed(seen.key, *qkv, captured)
-    alike.insert(0, Known(patterns, places, guards, seen.key, seen.direct, launch, required, lse))
+    plan = plan_tiles(engine._program.mask)
+    lists = plan.mapped and bool(plan.reads)
+    alike.insert(0, Known(patterns, places, guards, seen.key, seen.direct, launch, required, lse, lists))
     del alike[MOST_ALIKE:]
     while len(KNOWN) > MOST:
         del KNOWN[next(iter(KNOWN))]
 
 
-def _pointed(key: str, query: Tensor, k: Tensor, value: Tensor, captured: Sequence[Tensor]) -> Direct | None:
+def _pointed(key: str, query: Tensor, k: Tensor, value: Tensor, captured: Sequence[Tensor]) -> bind[Any] | None:
     """The launch of tensors as they come; None where there is none."""
     attention = ATTENTIONS[key]
     if not isinstance(attention, PairAttention) or attention.program_kernels is None or attention.trained is not None:

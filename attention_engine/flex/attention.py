@@ -83,7 +83,7 @@ def flex_attention(
             form = form_of(query, key, score_mod, block_mask, scale, enable_gqa, return_lse, options)
             if form is not None:
                 mask_mod = None if block_mask is None else block_mask.mask_mod
-                found = again(form, query, key, value, score_mod, mask_mod, return_lse)
+                found = again(form, query, key, value, score_mod, mask_mod, return_lse, block_mask)
                 if found is not None:
                     return found
         return _attend(
@@ -112,11 +112,12 @@ def _attend(
         raise HeadsDoNotGroup(
             f"query has {of_q[1]} heads and key {of_k[1]}. Say enable_gqa=True, where query heads share key heads."
         )
-    mask_mod = None if block_mask is None else _mask_of(block_mask, of_q, of_k[2])
+    mask = None if block_mask is None else _mask_of(block_mask, of_q, of_k[2])
+    mask_mod = None if mask is None or mask.mask_mod is noop_mask else mask.mask_mod
     if scale is None:  # a compiler knows how long a range is
         scale = (len(range(of_q[3])) if is_compiling() else of_q[3]) ** -0.5
     maxima = rows and return_aux is not None and bool(return_aux.max_scores)
-    found = call(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows, form)
+    found = call(query, key, value, score_mod, mask_mod, online_func, scale, maxima, options, rows, form, mask)
     if rows:
         return _returned(found, return_aux)
     return found if return_aux is None else (found, AuxOutput())
@@ -124,12 +125,15 @@ def _attend(
 
 def call(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, online_func: OnlineFunc | None,
-    scale: float, maxima: bool, options: Options, rows: bool, form: Form | None = None,
+    scale: float, maxima: bool, options: Options, rows: bool, form: Form | None = None, mask: BlockMask | None = None,
 ) -> Any:  # fmt: skip
-    """The output of an engine of these functions, or (output, rows by name). form: under which it is noted."""
+    """The output of an engine of these functions, or (output, rows by name). form: under which it is noted. mask: whose
+    function mask_mod is."""
     seed = seed_tensor(None, query.device) if options.dropout_p else None
     if not is_compiling():
         engine, captured = find(score_mod, mask_mod, online_func, scale, maxima, options)
+        if mask is not None:
+            mask.hold(captured)
         made = engine._call(query, key, value, (), captured, None, rows, {}, seed)
         if form is not None:
             note(form, (query, key, value), score_mod, mask_mod, engine, captured)
@@ -165,11 +169,10 @@ def _row(rows: Mapping[str, Tensor], name: str) -> Tensor:
     return rows[name]
 
 
-def _mask_of(block_mask: Any, of_q: Any, keys: int) -> Callable[..., Any] | None:
-    """The function of a block mask; WrongBlockMask where it was made for another call."""
-    if not isinstance(block_mask, BlockMask):
-        block_mask = foreign.taken(block_mask)
-    batch, heads, queries, mask_keys = block_mask.shape
+def _mask_of(block_mask: Any, of_q: Any, keys: int) -> BlockMask:
+    """A block mask, of this package; WrongBlockMask where it was made for another call."""
+    mask = block_mask if isinstance(block_mask, BlockMask) else foreign.taken(block_mask)
+    batch, heads, queries, mask_keys = mask.shape
     if queries != of_q[2] or mask_keys != keys:
         raise WrongBlockMask(
             f"block_mask was made for {queries} queries and {mask_keys} keys, and this call has {of_q[2]} queries and "
@@ -181,5 +184,4 @@ def _mask_of(block_mask: Any, of_q: Any, keys: int) -> Callable[..., Any] | None
             f"block_mask was made for batch {batch} and {heads} heads, and this call has batch {of_q[0]} and {of_q[1]} "
             "heads. Give 1 (or None) where the mask doesn't depend on it."
         )
-    mask_mod = block_mask.mask_mod
-    return None if mask_mod is noop_mask else mask_mod
+    return mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from attention_engine.errors import BadInput, NotAFunction, NotYetSupported, Wro
 from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.tracing import place_of
 from attention_engine.runtime import masks
+from attention_engine.runtime.kept_lists import KeptLists, hold
 from attention_engine.runtime.pictures import MaskPicture
 from attention_engine.runtime.showing import show_mask
 
@@ -64,9 +65,11 @@ def _check_masks(mask_mods: tuple[MaskMod, ...]) -> None:
 
 
 class BlockMask:
-    """A mask_mod, and the batch, heads and lengths that it is for: nothing else is kept, however long they are.
+    """A mask_mod, and the batch, heads and lengths that it is for.
 
-    `create_block_mask` makes one. mask_mod and seq_lengths may be replaced.
+    `create_block_mask` makes one. mask_mod and seq_lengths may be replaced. A mask that captures tensors and serves
+    several calls keeps the lists of tiles that these made, 32 MB at most (runtime/kept_lists.py): a tensor that torch
+    writes makes new ones. Nothing else is kept, however long the lengths are.
 
     mask_mod: (b, h, q_idx, kv_idx) -> is the pair kept? seq_lengths: queries and keys. BLOCK_SIZE: queries and keys of
     the blocks that `to_dense`, `sparsity` and the picture count in; kernels choose tiles of their own.
@@ -81,6 +84,15 @@ class BlockMask:
         self.mask_mod = noop_mask if mask_mod is None else mask_mod
         self.BLOCK_SIZE = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
         self.batch, self.heads, self.device = batch, heads, device
+        self._served = False
+        self._lists: KeptLists | None = None
+
+    def hold(self, tensors: Sequence[Tensor]) -> KeptLists | None:
+        """From its second call on, keeps what kernels make of the tensors that its function captured."""
+        if self._served:
+            self._lists = hold(tensors, self._lists)
+        self._served = True
+        return self._lists
 
     @classmethod
     def from_kv_blocks(
@@ -160,9 +172,14 @@ class BlockMask:
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, mask_mod={place_of(self.mask_mod)})"
 
+    def _copied(self) -> BlockMask:
+        other = copy.copy(self)
+        other._served, other._lists = False, None
+        return other
+
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask, its blocks counted on this device. Tensors that mask_mod captured stay where they are."""
-        other = copy.copy(self)
+        other = self._copied()
         other.device = device
         return other
 
@@ -186,7 +203,7 @@ class BlockMask:
             last.append(stop)
         block = self.BLOCK_SIZE[0]
         queries = min(last[2] * block, self.seq_lengths[0]) - first[2] * block
-        other = copy.copy(self)
+        other = self._copied()
         other.seq_lengths = (queries, self.seq_lengths[1])
         other.batch, other.heads = last[0] - first[0], last[1] - first[1]
         if any(first):

@@ -21,7 +21,8 @@ from attention_engine.arch import Arch
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.arguments import ALIGNED, as_parameter
 from attention_engine.runtime.gpu import maker
-from attention_engine.runtime.program_kernels import Bound, Direct
+from attention_engine.runtime.kept_lists import KeptLists, Place, place_in
+from attention_engine.runtime.program_kernels import Bound
 from attention_engine.runtime.run import Memory, tensor_of
 
 WORDS = 6  # of 8 bytes, which a description (DLPack's DLTensor) has
@@ -30,6 +31,7 @@ KINDS = {  # DLPack's codes of dtypes
     torch.bfloat16: 4,
 }  # fmt: skip
 Maker: TypeAlias = Callable[[], Tensor]
+Results: TypeAlias = tuple[Tensor, ...]
 DEVICES = {"cpu": 1, "cuda": 2}
 
 
@@ -90,8 +92,9 @@ class _Frame:
         self.holes = [*holes.values()]
 
 
-def pointed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Direct | None:
-    """The forward pass of all tensors like these, (batch, heads, length, dim): the output, as they are, then rows.
+def pointed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> bind[Results] | None:
+    """The forward pass of all tensors like these, (batch, heads, length, dim): the output, as they are, then rows. Its
+    function is told before them where a mask keeps lists of tiles.
 
     None where tensors must be copied or converted first, or where kernels take no addresses.
     """
@@ -121,7 +124,30 @@ def pointed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tens
         return None  # a tensor among the arguments tells on which stream a launch goes
     places = [*made]
     take = itemgetter(0, *[1 + places.index(row) for row in bound.rows])
-    return _calls(bound, lambda: _Frame(likes, launches, places), [*made.values()], make_output, take)
+    listed = _Listed.of(steps[0], bound) if steps[0].reads else None
+    return _calls(bound, lambda: _Frame(likes, launches, places), [*made.values()], make_output, take, listed)
+
+
+class _Listed(NamedTuple):
+    """The first launch of a call, if a mask may keep what it makes: the lists of its tiles.
+
+    places: of what it makes. reads: where the tensors that it reads stand among the custom inputs. number: of all else
+    that it is told.
+    """
+
+    places: list[str]
+    reads: list[int]
+    number: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, step: Any, bound: Bound) -> _Listed:
+        """Of such a step."""
+        return cls([p for p, _, _ in step.made], [bound.custom.index(p) for p in step.reads], step.number, step.device)
+
+    def place(self, custom: Sequence[Tensor]) -> Place | None:
+        """Where a mask keeps it; None where none does."""
+        return place_in([custom[n] for n in self.reads], self.number, self.device)
 
 
 def _once(step: Any, numbers: Memory, place: str) -> Tensor:
@@ -131,18 +157,22 @@ def _once(step: Any, numbers: Memory, place: str) -> Tensor:
 
 def _calls(
     bound: Bound, frame_of: Callable[[], _Frame], makers: Sequence[Maker], make_output: Maker,
-    take: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
-) -> Direct:  # fmt: skip
+    take: Callable[[Sequence[Tensor]], Results], listed: _Listed | None,
+) -> bind[Results]:  # fmt: skip
     """frame_of: a frame more, as each call under way has its own. makers: of what else a call makes, or looks up."""
     misaligned, frames = 0 if bound.unit == 1 else ALIGNED - 1, list[_Frame]()
     of_custom = range(3 * WORDS, (3 + len(bound.custom)) * WORDS, WORDS)
     of_output = (3 + len(bound.custom)) * WORDS
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
+    def launch(lists: KeptLists | None, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> Results:
         of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (of_q | of_k | of_v) & misaligned:
             first, rows = bound.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), custom)
             return (first.transpose(1, 2), *rows)
+        place = kept = None
+        if lists is not None and listed is not None:
+            place = listed.place(custom)
+            kept = None if place is None else lists.find(place)
         try:
             frame = frames.pop()
         except IndexError:
@@ -151,17 +181,21 @@ def _calls(
         words[0], words[WORDS], words[2 * WORDS], words[of_output] = of_q, of_k, of_v, found[0].data_ptr()
         for n, tensor in zip(of_custom, custom):
             words[n] = tensor.data_ptr()
-        for make, holes in zip(makers, frame.holes):
-            tensor = make()
-            found.append(tensor)
+        if kept is not None:
+            found += kept.values()
+        for make in makers[len(found) - 1 :]:
+            found.append(make())
+        for tensor, holes in zip(found[1:], frame.holes):
             for arguments, n in holes:
                 arguments[n] = tensor
-        for run, arguments in frame.runs:
+        for run, arguments in frame.runs if kept is None else frame.runs[1:]:
             run(*arguments)
         for holes in frame.holes:
             for arguments, n in holes:
                 arguments[n] = None
         frames.append(frame)
+        if lists is not None and listed is not None and place is not None and kept is None:
+            lists.keep(place, dict(zip(listed.places, found[1:])))
         return take(found)
 
-    return launch
+    return bind(launch, None)

@@ -20,6 +20,7 @@ from attention_engine.plan.buffers import Buffer, Role, buffers_of
 from attention_engine.plan.launches import Launch, Step, Sum, Trim
 from attention_engine.runtime.arguments import template
 from attention_engine.runtime.gpu import is_capturing, stream_of
+from attention_engine.runtime.kept_lists import number_of, share
 from attention_engine.runtime.packed_shared import share_results
 
 Value: TypeAlias = Tensor | int | list[int | Tensor] | tuple[int | Tensor, ...]
@@ -158,6 +159,13 @@ class Ready:
             step.run(memory)
 
 
+def _tensors_read(launch: Launch) -> list[str]:
+    """The tensors that a launch reads, where all are callers' own that stand beside q, k and v; else none."""
+    read = [b for b in buffers_of(launch.arguments) if b.place not in launch.writes]
+    alone = all([b.role is Role.GIVEN and b.name.startswith("custom_") for b in read])
+    return [b.place for b in read] if alone and not launch.of_sequences else []
+
+
 class _Trim:
     def __init__(self, source: str, target: str, queries: int) -> None:
         self.source, self.target, self.queries = source, target, queries
@@ -204,7 +212,9 @@ class _Launch:
         ]
         shapes = tuple(like.shape for _, like, _ in self.made)  # heads too: engines alike but for them share kernels
         self.key = (launch.name, launch.given, shapes, *lengths.values(), device)
+        self.reads = _tensors_read(launch)
         self.hashed = Hashed(self.key) if launch.lasting else None
+        self.number = number_of(Hashed(self.key)) if self.reads else -1
 
     def run(self, memory: Memory) -> None:
         """Allocates and launches."""
@@ -212,6 +222,9 @@ class _Launch:
             memory.update(self.once(memory))
         elif self.launch.of_sequences:
             memory.update(share_results(memory, self.key, lambda: self._made(memory)))
+        elif self.reads:
+            read = [memory[place] for place in self.reads]
+            memory.update(share(read, self.number, self.device, lambda: self._made(memory)))
         else:
             memory.update(self._made(memory))
 
@@ -240,7 +253,23 @@ class _Launch:
         def run_once(values: list[Any]) -> None:
             values += self.once(numbers).values()
 
-        return run_once if self.launch.lasting else run
+        if self.launch.lasting or not self.reads:
+            return run_once if self.launch.lasting else run
+        read = itemgetter(*[slots[place][-1] for place in self.reads])
+        of_read = read if len(self.reads) > 1 else lambda values: (read(values),)
+
+        def run_or_share(values: list[Any]) -> None:
+            count = len(values)
+
+            def make() -> dict[str, Tensor]:
+                run(values)
+                return dict(zip([place for place, _, _ in self.made], values[count:], strict=True))
+
+            found = share(of_read(values), self.number, self.device, make)
+            if len(values) == count:
+                values += found.values()
+
+        return run_or_share
 
     def _made(self, memory: Memory) -> dict[str, Tensor]:
         found: dict[str, Any] = {}

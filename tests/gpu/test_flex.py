@@ -77,3 +77,65 @@ def test_gradients_of_calls_like_one_before():
         for a, b in zip(others, found[0], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)  # sums in another order
             assert a.stride() == b.stride()
+
+
+def documents_of(length, size=4096):
+    return (torch.arange(size, device="cuda") // length).int()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_mask_keeps_its_lists_until_a_tensor_is_written(dim):
+    """Calls of a kept mask are those of a new one bit for bit: after a write, on another stream, in a graph that is
+    replayed after a write, compiled. Blocks have several items each, which a counter deals."""
+    ids = documents_of(700)
+    q, k, v = (torch.randn(2, 8, 4096, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def made():
+        return flex.create_block_mask(lambda b, h, i, j: (i >= j) & (ids[i] == ids[j]), None, None, 4096, 4096)
+
+    mask, held = made(), torch.zeros_like(q)
+
+    def same(found=None):
+        found = flex.flex_attention(q, k, v, None, mask) if found is None else found
+        return torch.equal(found, flex.flex_attention(q, k, v, None, made()))
+
+    assert all([same() for _ in range(3)]) and mask._lists is not None and len(mask._lists.made) == 1
+    for length in (900, 300, 5000):
+        ids.copy_(documents_of(length))
+        assert all([same() for _ in range(3)])
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(aside):
+        ids.copy_(documents_of(650))
+        assert same() and same()
+    aside.synchronize()
+    with torch.cuda.graph(graph):
+        replayed = flex.flex_attention(held, k, v, None, mask)
+    held.copy_(q)
+    for length in (1000, 450):
+        ids.copy_(documents_of(length))
+        graph.replay()
+        assert same(replayed) and same()
+    compiled = torch.compile(lambda *given: flex.flex_attention(*given, None, mask), fullgraph=True)
+    for length in (1000, 600):
+        ids.copy_(documents_of(length))
+        assert same(compiled(q, k, v)) and same()
+
+
+def test_gradients_of_a_mask_that_keeps_its_lists():
+    ids = documents_of(700, 2048)
+    q, k, v = (torch.randn(1, 8, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask, arriving = (
+        flex.create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 2048, 2048),
+        torch.randn_like(q),
+    )
+    for length in (700, 200):
+        ids.copy_(documents_of(length, 2048))
+        new = flex.create_block_mask(mask.mask_mod, None, None, 2048, 2048)
+        found = [
+            torch.autograd.grad(flex.flex_attention(q, k, v, None, m), (q, k, v), arriving) for m in (new, mask, mask)
+        ]
+        for others in found[1:]:
+            for a, b in zip(others, found[0], strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)  # sums in another order
+    assert mask._lists is not None and len(mask._lists.made) == 2

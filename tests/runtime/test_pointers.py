@@ -92,6 +92,21 @@ def test_captured_tensors_and_lists_of_tiles(launched):
     assert launched == [0, 0, 1, 6, 1, 6]
 
 
+def test_a_mask_that_serves_again_keeps_its_lists_of_tiles(launched):
+    """The launch that makes them is left out, until torch writes what they were made of."""
+    given, documents = qkv(), (torch.arange(40) // 9).int()
+    mask = create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, 40, 40)
+    for length, launches in ((9, [0, 0]), (9, [1, 5]), (9, [5]), (9, [5]), (14, [1, 5]), (14, [5])):
+        if documents[length - 1] != 0 or documents[length] == 0:
+            documents.copy_(torch.arange(40) // length)
+        found = flex_attention(*given, None, mask, SCALE, kernel_options={"backend": "interpret"})
+        x = (given[0].float() @ given[1].float().mT) * SCALE
+        x = x.masked_fill(documents[:, None] != documents, -torch.inf)
+        torch.testing.assert_close(found.float(), x.softmax(-1) @ given[2].float(), rtol=1e-2, atol=1e-2)
+        assert launched == launches
+        launched.clear()
+
+
 def test_lists_of_tiles_that_no_tensor_says_are_made_once(launched):
     """Of a mask of indices alone, which no bounds describe: the launch before is left out, in either kind of call."""
     given = qkv()
@@ -173,7 +188,7 @@ def test_calls_of_threads_have_descriptions_of_their_own(launched, monkeypatch):
     together, found = threading.Barrier(4, timeout=30), {}
     call(*qkv())
     (known,) = next(iter(again.KNOWN.values()))
-    cells = dict(zip(known.pointed.__code__.co_freevars, known.pointed.__closure__, strict=True))
+    cells = dict(zip(known.pointed.func.__code__.co_freevars, known.pointed.func.__closure__, strict=True))
     assert cells["frames"].cell_contents == []
     monkeypatch.setitem(globals(), "BEFORE", [together.wait])
 
@@ -204,7 +219,7 @@ def test_nothing_of_a_call_is_kept(launched):
     gc.collect()
     assert [ref() for ref in alive] == [None] * 3
     (known,) = next(iter(again.KNOWN.values()))
-    cells = dict(zip(known.pointed.__code__.co_freevars, known.pointed.__closure__, strict=True))
+    cells = dict(zip(known.pointed.func.__code__.co_freevars, known.pointed.func.__closure__, strict=True))
     (frame,) = cells["frames"].cell_contents
     assert not any(isinstance(a, torch.Tensor) for _, arguments in frame.runs for a in arguments)
 
