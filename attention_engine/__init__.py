@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attention_engine.frontend.meta import meta_tensor
     from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
     from attention_engine.frontend.symbols import Symbol, SymbolicArray, SymbolicTensor, where
+    from attention_engine.runtime.block_rows import BlockRows
     from attention_engine.runtime.blocks import BlockList
     from attention_engine.runtime.functional import attention
     from attention_engine.runtime.linear import LinearAttentionEngine
@@ -30,6 +31,7 @@ _WHERE = {
     "AttentionEngine": "runtime.module",
     "AttentionEngineError": "errors",
     "BlockList": "runtime.blocks",
+    "BlockRows": "runtime.block_rows",
     "CustomIO": "frontend.custom_io",
     "CustomInputs": "frontend.custom_io",
     "LinearAttentionEngine": "runtime.linear",
@@ -49,7 +51,7 @@ _WHERE = {
     "show_scores": "runtime.showing",
     "where": "frontend.symbols",
 }
-__all__ = ["AttentionEngine", "AttentionEngineError", "BlockList", "CustomIO", "CustomInputs",
+__all__ = ["AttentionEngine", "AttentionEngineError", "BlockList", "BlockRows", "CustomIO", "CustomInputs",
            "LinearAttentionEngine", "OnlineFunc", "Symbol", "SymbolScalar", "SymbolicArray", "SymbolicTensor", "Var",
            "arch", "attention", "create_block_mask", "create_mask", "document_ids", "flex", "library", "meta_tensor",
            "scaled_dot_product_attention", "show_mask", "show_scores", "where"]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from attention_engine.ir.block_lists import ListedBlocks
 from attention_engine.ir.expr import Axis, Expr, Op, const, make
 from attention_engine.ir.problem import STAGED_UNIT, Problem, padded
 from attention_engine.ir.program import PLACES, Backward
@@ -32,6 +33,7 @@ from attention_engine.plan.forms import ROW_PAD, HopperForward, Tile
 from attention_engine.plan.hopper import makes_delta, starts_longest_first, walks_turn
 
 LISTS, DEALT = "tile_lists", "items_dealt"
+INDICES, COUNTS = "block_indices", "block_counts"
 DK_SUMS, DV_SUMS = "dk_sums", "dv_sums"
 SEQUENCE_TILES, KEY_TILES = "sequence_tiles", "key_tiles"
 TOGETHER, TURN, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "blocks_of_a_turn", "units_ahead", "units_given"
@@ -121,6 +123,19 @@ def tile_map(problem: Problem, plan: TilePlan, tile: Tile, over_keys: bool, key:
     """Of the kernel that writes those lists."""
     lengths = tuple(Number(size.name) for size in (BATCH, QUERIES, KEYS))
     return (*lengths, *custom_inputs(problem, plan.reads), *tile_lists(plan, problem, tile, over_keys, key))
+
+
+def block_rows(problem: Problem, schedule: ForwardSchedule, blocks: ListedBlocks) -> Arguments:
+    """Of the kernel that makes rows of each block that lists name: those that `schedule` returns, for each entry."""
+    lists = 1 if blocks.sharing == 0 else problem.heads // blocks.sharing
+    shape, entries = (BATCH if blocks.by_batch else 1, lists, length("q_blocks")), length("entries")
+    return (
+        strided("q", QUERIES, problem.heads, problem.dim, problem),
+        strided("k", KEYS, problem.kv_heads, problem.dim, problem),
+        *custom_inputs(problem),
+        Buffer(INDICES, (*shape, entries), "int32", Role.GIVEN), Buffer(COUNTS, shape, "int32", Role.GIVEN),
+        *(Buffer(f"row_{name}", (BATCH, problem.heads, entries, QUERIES)) for name, _ in schedule.rows),
+    )  # fmt: skip
 
 
 def sequence_tiles(problem: Problem, tile: Tile) -> Buffer:

@@ -92,6 +92,13 @@ class BlockList:
         q, kv = self.block_size
         return f"BlockList(lists of {self.indices.shape[-1]} for {tuple(self.indices.shape[:3])}, blocks of {q} x {kv})"
 
+    def counts_or_all(self) -> Tensor:
+        """How many entries of each list count, contiguous."""
+        if self.counts is None:
+            shape, length = self.indices.shape[:3], self.indices.shape[3]
+            return torch.full(shape, length, dtype=torch.int32, device=self.indices.device)
+        return self.counts.contiguous()
+
     def _counted(self) -> Tensor:
         """Which entries count."""
         if self.counts is None:
@@ -183,6 +190,16 @@ def blocks_of_call(
     if not isinstance(given, BlockList):
         found = check_blocks(given, block_size, q, k)
         return CallBlocks(found, (found.shape[0] == 1, found.shape[1] == 1))
+    sharing, columns = check_lists(given, q, k)
+    made = given.map_by_kernel(columns) if q.is_cuda and by_kernel and op.unwatched() else None
+    return CallBlocks(
+        given.to_map(columns) if made is None else made, (given.indices.shape[0] == 1, sharing, *given.block_size)
+    )
+
+
+def check_lists(given: BlockList, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """How many heads share a list of a call (0: all), and how many blocks of keys there are. Raises WrongBlockMask,
+    DevicesDiffer."""
     (batch, queries, heads), key_heads = q.shape[:3], k.shape[2]
     lists = given.indices.shape[1]
     rows, columns = (-(-t.shape[1] // size) for t, size in zip((q, k), given.block_size, strict=True))
@@ -198,11 +215,7 @@ def blocks_of_call(
         )
     if q.device.type == "cpu" and not is_compiling():
         check_entries(given, columns)
-    sharing = 0 if lists == 1 else heads // lists
-    made = given.map_by_kernel(columns) if q.is_cuda and by_kernel and op.unwatched() else None
-    return CallBlocks(
-        given.to_map(columns) if made is None else made, (given.indices.shape[0] == 1, sharing, *given.block_size)
-    )
+    return 0 if lists == 1 else heads // lists, columns
 
 
 def blocks_alike(given: GivenBlocks, q: Tensor, k: Tensor) -> CallBlocks:

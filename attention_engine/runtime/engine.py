@@ -31,7 +31,7 @@ from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Tuning
 
 MOST_SEEN = 4096
-OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_cached_seen", "_parted")
+OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_cached_seen", "_parted", "_looking", "_looks")
 
 
 class Engine(torch.nn.Module):

@@ -20,6 +20,7 @@ from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import check_online
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.attentions import ATTENTIONS
+from attention_engine.runtime.block_rows import ByBlock
 from attention_engine.runtime.blocks import BlockList, CallBlocks, GivenBlocks, blocks_of_call
 from attention_engine.runtime.built import Built, Variant
 from attention_engine.runtime.captured import (
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 
 
-class AttentionEngine(Built, Parted, OnCaches):
+class AttentionEngine(Built, Parted, ByBlock, OnCaches):
     """An attention, from its maths, as a torch.nn.Module. What is left out is as usual: softmax of scaled q . k.
 
     Args:

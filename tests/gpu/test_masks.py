@@ -12,6 +12,7 @@ from tests.kernels.test_block_lists import errors as errors_of_lists
 from tests.mask_cases import PAIRS, errors
 from tests.plain import worst_ratio
 from tests.runtime.test_block_list import dense, draw
+from tests.runtime.test_block_rows import found_by_loops, scores_of
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +65,28 @@ def test_blocks_that_a_call_lists(lists, size):
     q, k, v = (torch.randn(1, length, h, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (4, 2, 2))
     found = errors_of_lists(AttentionEngine(), (q, k, v), BlockList(indices, counts, size), keep)
     assert max(found) <= 1.1, found
+
+
+@pytest.mark.parametrize(("size", "dtype"), [
+    ((128, 64), torch.bfloat16), ((64, 64), torch.float16), ((128, 128), torch.bfloat16), ((16, 16), torch.float16),
+    ((128, 64), torch.float32),
+], ids=str)  # fmt: skip
+def test_rows_of_blocks(size, dtype):
+    """Of 2000 queries and keys; a number of no block has no pair."""
+    length = 2000
+    rows, columns = -(-length // size[0]), -(-length // size[1])
+    indices, counts = draw(1, 2, rows, min(columns, 9), seed=1)
+    indices[:, :, ::4, 0] = columns + 3
+    lists = BlockList(indices.cuda(), counts.cuda(), size)
+    q, k = (torch.randn(1, length, h, 128, device="cuda", dtype=dtype) for h in (4, 2))
+    found = AttentionEngine(mask_mod=library.causal).block_rows(q, k, block_mask=lists)
+    within = BlockList(indices.clamp(max=columns - 1), counts.masked_fill(indices[..., 0] >= columns, 0), size)
+    maxima, sums = found_by_loops(scores_of(q.cpu(), k.cpu(), 128**-0.5), within)
+    skipped = (indices[..., 0] >= columns).repeat_interleave(size[0], 2)[:, :, :length].repeat_interleave(2, 1)
+    for ours, theirs in zip(found, (maxima, sums)):
+        ours = ours.cpu().double()
+        torch.testing.assert_close(ours[~skipped], theirs[~skipped], rtol=1e-4, atol=1e-4)
+    assert bool(found.maxima.cpu()[skipped][:, 0].isneginf().all())
 
 
 def few_keys_of_early_heads(b, h, q_idx, kv_idx):

@@ -4,13 +4,15 @@ Hopper in the warp simulator, with lists of unequal lengths."""
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, BlockList, create_mask
+from attention_engine import AttentionEngine, BlockList, arch, create_mask
 from attention_engine.compiler import Kernel, pass_configs
+from attention_engine.ir.block_lists import ListedBlocks
 from attention_engine.ir.expr import Type
 from attention_engine.library import causal
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan.forms import HopperForward, HopperKeys, Tile
 from attention_engine.runtime import op
+from attention_engine.runtime.block_rows import _looking, kernel_for
 from attention_engine.runtime.blocks import ANY
 from tests import plain
 from tests.runtime.test_block_list import dense, draw
@@ -82,6 +84,18 @@ def test_the_map_is_made_in_one_launch(counted):
     kernel = Kernel("listed_blocks.listed_blocks", (ANY, counted), "interpret", ANY, pass_configs(ANY))
     kernel.run(*([indices, counts] if counted else [indices]), found)
     assert torch.equal(found, BlockList(indices, counts if counted else None, (64, 64)).to_map(190))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "dtype", "gpu"), [
+    ((128, 64), torch.bfloat16, arch.H100()), ((64, 128), torch.float32, arch.H100()),
+    ((128, 64), torch.float16, arch.A100()),
+], ids=str)  # fmt: skip
+def test_rows_of_blocks_spill_nothing(size, dtype, gpu):
+    looking = _looking(AttentionEngine(mask_mod=causal, device=gpu))
+    q, k = (torch.empty(1, 256, heads, DIM, dtype=dtype) for heads in (4, 2))
+    found = kernel_for(looking._kernels_of("tilelang", q, k, []), q, k, [], ListedBlocks(*size, False, 2)).resources
+    assert (found.spill_stores, found.spill_loads, found.notes) == (0, 0, ())
 
 
 def plan_of(lists, mask=None, heads=4, key_heads=2):

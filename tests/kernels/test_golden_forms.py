@@ -10,8 +10,10 @@ pytest.importorskip("tilelang")
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
 from attention_engine.compiler import Kernels, LinearKernels
 from attention_engine.frontend.mods import trace_mods
+from attention_engine.ir.block_lists import ListedBlocks
 from attention_engine.ir.linear import LinearProblem
 from attention_engine.library import OnlineSoftmax, causal, document, relative_bias, scale
+from attention_engine.runtime.block_rows import _looking, kernel_for
 from attention_engine.tuner.linear import default_linear_tiles
 from attention_engine.tuner.linear_channels import default_channel_tiles
 from tests.runtime.test_extremes import Over
@@ -87,6 +89,13 @@ def test_extremes_of_rows(over_keys, golden):
     metas = [meta_tensor(1, heads, 256, 64, dtype=torch.float16) for heads in (4, 2, 2)]
     made = AttentionEngine(metas, None, scale(0.1), causal, Over("absmax"), device=GPU)._kernels("cuda")
     assert text(made.kernel(made.plan.extremes(over_keys))) == golden
+
+
+def test_rows_of_blocks(golden):
+    looking = _looking(AttentionEngine(mask_mod=causal, device=GPU))
+    q, k = (torch.empty(1, 256, heads, 64, dtype=torch.float16) for heads in (4, 2))
+    made = kernel_for(looking._kernels_of("tilelang", q, k, []), q, k, [], ListedBlocks(128, 128, True, 2))
+    assert text(made) == golden
 
 
 @pytest.mark.parametrize("kernel", ["preprocess", "exact_delta", "preprocess_again"])
