@@ -26,7 +26,11 @@ class Table:
     ratio: str
 
 
-TABLES = {"head_dims": Table(("h100_dims_bf16",), "cudnn")}
+TABLES = {
+    "head_dims": Table(("h100_dims_bf16",), "cudnn"),
+    "grouped": Table(("h100_grouped_bf16",), "flash_attention_4"),
+    "lengths": Table(("h100_softmax_peers_bf16",), "flash_attention_4"),
+}
 
 
 def text(name: str) -> str:
@@ -40,8 +44,8 @@ def _of_file(results: Results, ratio: str) -> list[str]:
     rows = results.rows
     peers = [peer for peer in PEERS if any(row["peer"] == peer for row in rows)]
     measured = {(row["case"], row["peer"], row["direction"]): float(row["tflops"]) for row in rows}
-    head = ["TFLOP/s", *(f"{PEERS[peer].split(',')[0]}, {d}" for peer in peers for d in DIRECTIONS)]
-    head += [f"over {PEERS[ratio].split(',')[0]}, {d}" for d in DIRECTIONS]
+    head = ["TFLOP/s", *(f"{_name(peer)}, {d}" for peer in peers for d in DIRECTIONS)]
+    head += [f"over {_name(ratio)}, {d}" for d in DIRECTIONS]
     lines = [_line(head), _line(["---"] * len(head))]
     for case in dict.fromkeys(row["case"] for row in rows):
         family, length = split(case)
@@ -54,6 +58,10 @@ def _of_file(results: Results, ratio: str) -> list[str]:
     where = results.where
     about = [where.get("device", ""), rows[0]["dtype"], versions(where, peers), f"commit {where.get('commit', '')[:9]}"]
     return [*lines, "", f"{', '.join(filter(None, about))}.", ""]
+
+
+def _name(peer: str) -> str:
+    return "deterministic" if peer == "deterministic" else PEERS[peer].split(",")[0]
 
 
 def _line(cells: Sequence[str]) -> str:
