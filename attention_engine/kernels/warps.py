@@ -24,16 +24,16 @@ REGISTERS_PER_SM = H100().registers_per_sm
 SHARED_BYTES = H100().shared_memory_per_block - 1024  # for a block's tiles; the rest is for barriers
 
 
-def registers(threads: int, copying: int = 24, making: int = 0) -> tuple[int, int]:
+def registers(threads: int, copying: int = 24, making: int = 0, blocks: int = 1) -> tuple[int, int]:
     """Registers of a copying thread, and of each of so many computing ones, in the units of 8 that setmaxnreg takes.
 
-    making: registers of each thread of one more group, if there is one.
+    making: registers of each thread of one more group, if there is one. blocks: how many share an SM.
 
     Every thread starts with as many. Copying ones give back all but some, and computing ones ask for what was given
     back: for more they would wait for ever.
     """
     all_threads = GROUP + threads + (GROUP if making else 0)
-    started_with = REGISTERS_PER_SM // all_threads // 8 * 8
+    started_with = REGISTERS_PER_SM // blocks // all_threads // 8 * 8
     return copying, min(240, (started_with * all_threads - GROUP * (copying + making)) // threads // 8 * 8)
 
 

@@ -94,7 +94,10 @@ def _forward(
         return straight, f"not for Hopper: {reason}"
     dims, plan, light = problem.tile_dims, plan_tiles(schedule.mask), scores_are_light(schedule)
     if plan.blocks is not None and plan.bounds_say_the_rest and plan.blocks.q % 128 == 64:
-        return Tile(64, 64, 128, 2), "a call lists blocks of 64 queries, and tiles for Hopper have more"
+        if dims in ALONE and plan.blocks.kv % 64 == 0 and schedule.dropped is None:
+            tile = Tile(64, 64, 128, ALONE[dims], HopperForward())
+            return tile, "a call lists blocks of 64 queries: a warpgroup has one, and two of them share an SM"
+        return Tile(64, 64, 128, 2), "a call lists blocks of 64 queries, and most tiles for Hopper have more"
     q, kv = FORWARD[dims][0 if light or (scores_are_of_places(schedule) and dims == (64, 64)) else 1]
     if dims == (128, 128) and schedule.rescale is None and not plan.mapped and not plan.bounds.bounds:
         q, kv = 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
@@ -225,6 +228,8 @@ AHEAD = {(128, 128): 16}
 # By head dims, in how many stages tiles of 64 keys come, where a call lists blocks of so many; queries come with their
 # item. On an H100, S 32768, 64 blocks of each block of queries: 574 TFLOP/s, 537 with three stages and queries ahead.
 NARROW = {(64, 64): 4, (128, 128): 4}
+# The same where blocks of 64 queries are listed, and two blocks share an SM.
+ALONE = {(64, 64): 3, (128, 128): 2}
 
 
 def _own_keys(q: int) -> Tile:

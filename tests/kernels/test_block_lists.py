@@ -19,6 +19,7 @@ from tests.runtime.test_block_list import dense, draw
 
 DIM = 128
 FORWARD = Tile(128, 64, 256, 3, HopperForward(persistent=True, queries_ahead=True))
+ONE_GROUP = Tile(64, 64, 128, 3, HopperForward())
 SHARED = Tile(64, 64, 256, 3, HopperKeys(shared_weights=True))
 PERSISTENT = Tile(64, 128, 256, 2, HopperKeys(persistent=True))
 
@@ -50,6 +51,7 @@ CASES = {  # tiles, heads, key heads, lists of heads, size of a block, causal
     "narrow, key heads": (dict(forward=FORWARD, backward=SHARED), 4, 2, 2, (128, 64), True),
     "each head": (dict(forward=FORWARD, backward=SHARED), 2, 1, 2, (64, 64), True),
     "head dim 64": (dict(forward=FORWARD.in_form(queries_ahead=False), backward=SHARED), 2, 1, 1, (64, 64), True),
+    "one group": (dict(forward=ONE_GROUP, backward=SHARED), 2, 1, 2, (64, 64), True),
     "wide": (dict(backward=PERSISTENT), 2, 1, 1, (128, 128), False),
     "key heads": (dict(forward=FORWARD, backward=PERSISTENT), 4, 2, 2, (64, 128), True),
 }

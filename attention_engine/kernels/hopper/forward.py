@@ -74,6 +74,8 @@ def _forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: i
 def run_item(form: ForwardForm, buffers: Buffers) -> None:
     """A block for each item."""
     with T.Kernel(form.blocks, form.problem.heads, form.sizes.batch, threads=form.threads) as index:
+        if form.blocks_of_an_sm > 1:
+            T.annotate_min_blocks_per_sm(form.blocks_of_an_sm)
         memory = ForwardMemory.allocate(form)
         turn_of_block, head, batch = index
         block = form.blocks - 1 - turn_of_block if form.plan.later_is_longer else turn_of_block

@@ -109,12 +109,19 @@ class ForwardForm(Form):
     @cached_property
     def registers(self) -> tuple[int, int]:
         """Of a copying thread, and of a computing one."""
-        return registers(self.tile.threads, making=MAKING * self.drops_apart)
+        return registers(self.tile.threads, making=MAKING * self.drops_apart, blocks=self.blocks_of_an_sm)
+
+    @property
+    def blocks_of_an_sm(self) -> int:
+        """How many blocks share an SM: two where each has one warpgroup, whose products then run beside the other's
+        exponentials."""
+        return 2 if self.tile.threads == GROUP else 1
 
     @cached_property
     def takes_turns(self) -> bool:
         """Do warpgroups issue the products of a step in turns?"""
-        return self.tile.threads > 2 * GROUP or products_take_turns(self.schedule)
+        several = self.tile.threads > GROUP
+        return several and (self.tile.threads > 2 * GROUP or products_take_turns(self.schedule))
 
     @cached_property
     def turns(self) -> Turns:

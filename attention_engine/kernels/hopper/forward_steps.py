@@ -74,7 +74,8 @@ class ForwardMemory:
             full=named("v_full", T.alloc_barrier(arrive_count=[WARP] * stages)),
             empty=named("v_empty", T.alloc_barrier(arrive_count=[form.warps] * stages)),
         )
-        entries = named("entries", T.alloc_shared([stages], "int32")) if form.plan.mapped else None
+        beside = "shared.dyn" if form.blocks_of_an_sm == 1 else "shared"  # with barriers, or two blocks find no room
+        entries = named("entries", T.alloc_shared([stages], "int32", beside)) if form.plan.mapped else None
         return ForwardMemory(
             queries=queries, keys=keys, values=values, weights=weights, scores=scores, other=other, output=output,
             rows=rows, parts=parts, written=written, chances=Chances.allocate(tile, tile.kv), entries=entries,

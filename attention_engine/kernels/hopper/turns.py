@@ -17,7 +17,7 @@ from attention_engine.kernels.warps import GROUP, TURN
 @dataclass(frozen=True)
 class Turns:
     """How so many warpgroups are kept apart: they take turns with the products of a step (in_turn), or the second of
-    two starts apart.
+    two starts apart; one is alone.
 
     All computing threads call each method. items_before: how many items their block has done.
     """
@@ -42,12 +42,12 @@ class Turns:
 
     def start_apart(self, thread: Any, items_before: Any) -> None:
         """Without turns the second group starts when the first has weights."""
-        if not self.in_turn:
+        if not self.in_turn and self.groups > 1:
             wait_for_first(thread, items_before)
 
     def let_second_start(self, thread: Any, items_before: Any) -> None:
         """The first group has weights, and lets the second start."""
-        if not self.in_turn:
+        if not self.in_turn and self.groups > 1:
             tell_second(thread, items_before)
 
 
