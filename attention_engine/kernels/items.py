@@ -164,10 +164,10 @@ class KeyBlocks:
     """The blocks of a backward pass over keys, in the order the GPU starts them. A block has a block of keys of one
     pair (of key head and batch). The blocks of `together` pairs are a unit.
 
-    Units start one after another. Where earlier keys have more queries, the longest blocks of a unit start first. The
-    unit then has as many pairs as the L2 cache holds queries and gradients of: a GPU would else end with the long
-    blocks of the last head, most of its SMs idle. Where all blocks are as long, a unit is one pair, and blocks have the
-    GPU's own numbers.
+    Units start one after another. Where earlier keys have more queries, the longest blocks of a unit start first (the
+    shortest, where blocks add to dQ in order: hopper/keys/order.py says why). The unit then has as many pairs as the L2
+    cache holds queries and gradients of: a GPU would else end with the long blocks of the last head, most of its SMs
+    idle. Where all blocks are as long, a unit is one pair, and blocks have the GPU's own numbers.
     """
 
     blocks: Any  # of keys, of a head
@@ -181,10 +181,12 @@ class KeyBlocks:
     given: Any  # units whose delta isn't theirs to make
     most: Any = None  # blocks of a head, where a list in memory says how many there are (`listed`)
     turn: Any = None  # after how many blocks walks over queries turn; None: they don't
+    latest_first: bool = False  # do blocks of a unit start with the last keys?
 
     @staticmethod
     def of(
-        problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0, turn: Any = None
+        problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0, turn: Any = None,
+        latest_first: bool = False,
     ) -> KeyBlocks:  # fmt: skip
         """The blocks of a kernel with this tile."""
         most = sizes.spell(most_key_tiles(problem, tile)) if tile.within_sequences else None
@@ -192,7 +194,7 @@ class KeyBlocks:
             blocks=T.ceildiv(sizes.kv, tile.kv), heads=problem.kv_heads, batch=sizes.batch,
             pairs=sizes.batch * problem.kv_heads, longest_first=longest_first, at_once=at_once,
             together=sizes.variable(TOGETHER) if longest_first else 1, ahead=sizes.variable(AHEAD),
-            given=sizes.variable(MADE_BEFORE), most=most, turn=turn,
+            given=sizes.variable(MADE_BEFORE), most=most, turn=turn, latest_first=latest_first,
         )  # fmt: skip
 
     def listed(self, buffers: Any) -> KeyBlocks:
@@ -271,14 +273,18 @@ class KeyBlocks:
 
     def block_in_unit(self, unit: Any, position: Any) -> Any:
         """The block of keys of a unit's block."""
-        return name_value(T.truncdiv(position, self.pairs_of(unit)[1])) if self.longest_first else position
+        if not self.longest_first:
+            return position
+        row = name_value(T.truncdiv(position, self.pairs_of(unit)[1]))
+        return name_value(self.blocks - 1 - row) if self.latest_first else row
 
     def pair_in_unit(self, unit: Any, position: Any, block: Any) -> tuple[Any, Any]:
         """Its key head and batch."""
         pair = unit
         if self.longest_first:
             first, pairs = self.pairs_of(unit)
-            pair = name_value(first + position - block * pairs)
+            row = self.blocks - 1 - block if self.latest_first else block
+            pair = name_value(first + position - row * pairs)
         batch = name_value(T.truncdiv(pair, self.heads))
         return name_value(pair - batch * self.heads), batch
 

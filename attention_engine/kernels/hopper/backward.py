@@ -47,7 +47,13 @@ from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
 from attention_engine.plan.attention_buffers import TURN
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import backward_persists, starts_longest_first, walks_turn, why_not_over_keys
+from attention_engine.plan.hopper import (
+    backward_persists,
+    starts_latest_first,
+    starts_longest_first,
+    walks_turn,
+    why_not_over_keys,
+)
 
 
 def backward(
@@ -65,7 +71,8 @@ def backward(
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
     turn = sizes.variable(TURN) if walks_turn(problem, tile, plan) else None
-    blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once, turn)
+    latest_first = starts_latest_first(tile, plan)
+    blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once, turn, latest_first)
     form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
     parameters = sizes.declare(
         attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent, wide=wide)

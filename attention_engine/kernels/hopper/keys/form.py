@@ -171,6 +171,6 @@ class KeyForm(Form):
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         backwards = self.blocks.walks_back(index) if index is not None else None
-        backwards = True if self.tile.in_order else backwards
+        backwards = True if self.tile.in_order and not self.blocks.latest_first else backwards
         by_heads = walks_by_heads(self.problem, self.tile, self.plan)
         return QueryWalk(of, buffers, batch, kv_head, block, handed, backwards, by_heads)

@@ -1,14 +1,21 @@
-"""Blocks over keys add to dQ one after another, those of earlier keys first: it then has the same bits in every run.
+"""Blocks over keys add to dQ one after another, in an order of their keys: it then has the same bits in every run.
 
-A ticket in memory for each tile of queries of a head counts the blocks of keys that have added to it. A block adds when
-the ticket shows the number of its keys. A thread of its first spare warp looks at the ticket, tells the computing
-threads by a barrier, and raises the ticket when they have added. All blocks of a head walk over its tiles in the same
-direction: each comes to a tile as the one before it leaves, and only the first blocks wait, for their start.
+A ticket in memory for each tile of queries of a head says which block of keys has added to it. A thread of a block's
+first spare warp looks at the ticket, tells the computing threads by a barrier, and changes the ticket when they have
+added. All blocks of a head walk over its tiles in the same direction.
 
-No wait is for ever: a block waits for the block of keys before its own, of the same head, alone. That one meets every
-tile that this one does (`may_add_in_order` in plan/hopper.py) and has a lower number, so the GPU has started it. The
-first block of keys waits for nobody. Inside a block, the copying warp and the products wait for neither ticket but
-through the additions of the step before.
+Where all blocks meet the same tiles, those of earlier keys add first, and the ticket counts them. Each comes to a tile
+as the one before it leaves, and only the first blocks wait, for their start.
+
+Where later keys have fewer queries, as under a causal mask, those of later keys add first, and start first. All walk up
+from their own keys: at the same time a block is a tile or two behind the block of the keys after its own, which has
+been at its tile by then. So they may start together, and nobody waits. The ticket shows the number of the block that
+added last; a block whose tile the next keys don't see is the tile's first.
+
+No wait is for ever: a block waits for its neighbour alone, of the same head. That one meets every tile for which it is
+waited for (`may_add_in_order` in plan/hopper.py) and has a lower number in the grid, so the GPU has started it. The first
+of a head waits for nobody. Inside a block, the copying warp and the products wait for neither ticket but through the
+additions of the step before.
 """
 
 from __future__ import annotations
@@ -23,8 +30,10 @@ from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import KeyItem
 from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.splice import name_value, take_for_granted
-from attention_engine.kernels.tiles import QueryWalk
+from attention_engine.kernels.tiles import PIECE, QueryWalk
 from attention_engine.kernels.warps import SPARE, WARP
+
+NOBODY = 1 << 30  # a tile beyond all
 
 
 @dataclass(frozen=True)
@@ -60,14 +69,27 @@ def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, wal
     """A thread looks at the tickets of a block's steps, and raises them."""
     tickets, heads, block = buffers["tickets"], form.problem.heads, item.block
     if T.get_thread_binding() == SPARE[0] * WARP:
+        after = NOBODY if not form.blocks.latest_first else first_tile_after(form, buffers, item)
         for step in T.serial(item.steps):
             visit = walk.at(step)
             row = name_value(item.batch * heads + visit.head)
             tile = name_value(T.truncdiv(visit.start, form.tile.q))
             take_for_granted(T.And(row >= 0, row < tickets.shape[0]))
             take_for_granted(T.And(tile >= 0, tile < tickets.shape[1]))
-            while T.atomic_load(tickets[row, tile], memory_order="acquire") < block:
-                pass
+            if form.blocks.latest_first:
+                while T.And(tile >= after, T.atomic_load(tickets[row, tile], memory_order="acquire") != block + 1):
+                    pass
+            else:
+                while T.atomic_load(tickets[row, tile], memory_order="acquire") < block:
+                    pass
             T.barrier_arrive(order.may)
             T.barrier_wait(order.has, step % 2)
-            T.evaluate(T.atomic_add(tickets[row, tile], 1, memory_order="release", return_prev=True))
+            raised = 1 if not form.blocks.latest_first else T.if_then_else(tile >= after, -1, block)
+            T.evaluate(T.atomic_add(tickets[row, tile], raised, memory_order="release", return_prev=True))
+
+
+def first_tile_after(form: KeyForm, buffers: Buffers, item: KeyItem) -> Any:
+    """The first tile of queries that sees the keys after a block's own; beyond them all where there are none."""
+    walk = form.walk(buffers, item.batch, item.kv_head, item.block + 1)
+    first = T.truncdiv(walk.first * PIECE, form.tile.q)
+    return name_value(T.if_then_else(item.block + 1 < form.blocks.blocks, first, NOBODY))
