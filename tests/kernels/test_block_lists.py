@@ -4,7 +4,7 @@ Hopper in the warp simulator, with lists of unequal lengths."""
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, BlockList, arch, create_mask
+from attention_engine import AttentionEngine, BlockList, arch, create_mask, meta_tensor
 from attention_engine.compiler import Kernel, pass_configs
 from attention_engine.ir.block_lists import ListedBlocks
 from attention_engine.ir.expr import Type
@@ -98,6 +98,20 @@ def test_rows_of_blocks_spill_nothing(size, dtype, gpu):
     q, k = (torch.empty(1, 256, heads, DIM, dtype=dtype) for heads in (4, 2))
     found = kernel_for(looking._kernels_of("tilelang", q, k, []), q, k, [], ListedBlocks(*size, False, 2)).resources
     assert (found.spill_stores, found.spill_loads, found.notes) == (0, 0, ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (128, torch.float16), (64, torch.bfloat16)], ids=str)
+def test_two_blocks_of_one_warpgroup_share_an_sm(dim, dtype):
+    metas = [meta_tensor(1, heads, 256, dim, dtype=dtype) for heads in (4, 2, 2)]
+    engine = AttentionEngine(metas, mask_mod=causal, device=arch.H100())
+    asked = engine._asked(
+        arch.H100(), False, (), None, BlockList(torch.zeros(1, 2, 4, 2, dtype=torch.int32), None, (64, 64))
+    )
+    found = asked.kernels_as_known(engine.tuning).of_forward["forward"].resources
+    assert (found.spill_stores, found.spill_loads, found.notes) == (0, 0, ())
+    per_sm = 228 * 1024, 65536
+    assert 2 * (found.shared_bytes + 1024) <= per_sm[0] and 2 * 256 * found.registers <= per_sm[1]
 
 
 def plan_of(lists, mask=None, heads=4, key_heads=2):

@@ -8,6 +8,7 @@ import torch
 from attention_engine import AttentionEngine
 from attention_engine.library import OnlineSoftmax, causal_from, scale
 from attention_engine.plan.forms import HopperKeys, Tile
+from attention_engine.plan.hopper import starts_latest_first
 from attention_engine.runtime import op
 from tests import plain
 from tests.cases import Shape
@@ -16,6 +17,8 @@ ORDERS = {  # head dim, heads, how far on queries stand (None: no mask), queries
     "full": (128, (2, 1), None, (170, 260)), "causal": (128, (2, 2), 0, (290, 290)),
     "head dim 64": (64, (2, 2), 0, (300, 280)), "queries that see nothing": (128, (2, 2), -140, (270, 300)),
     "head dim 32": (32, (2, 2), 0, (300, 260)), "keys that all see": (128, (2, 2), 100, (200, 300)),
+    "head dim 64, queries that see nothing": (64, (2, 2), -140, (270, 300)),
+    "head dim 64, keys that all see": (64, (3, 3), 100, (200, 300)),
 }  # fmt: skip
 
 
@@ -36,6 +39,8 @@ def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
         and made.plan.tiles.backward.in_order
         and not made.plan.over_queries
     )
+    latest_first = starts_latest_first(made.plan.tiles.backward, made.plan.tile_plan)
+    assert latest_first == (dim == 64 and offset is not None)  # then nobody waits
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     keep = None if offset is None else (lambda b, h, i, j: i + offset >= j)
     o = plain.attention(*exact, "softmax", score=plain.scaled(0.1), mask=keep)
