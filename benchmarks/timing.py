@@ -58,8 +58,8 @@ class Clock:
         return start.elapsed_time(end) * 1e3, host * 1e6
 
     def times(self, calls: Mapping[str, Call], rounds: int, warm_up: int = 3) -> dict[str, Timing]:
-        """Each call's timing. Calls take turns, so that a drifting clock meets all alike; in every other round the other
-        way round, for what ran before a call leaves the card warmer or cooler."""
+        """Each call's timing. Calls take turns, so that a drifting clock meets all alike. In every other round they go
+        the other way round, for what ran before a call leaves the card warmer or cooler."""
         for call in calls.values():
             for _ in range(warm_up):
                 call()
