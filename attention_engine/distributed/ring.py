@@ -7,7 +7,7 @@ their gradients with them, in fp32, one step behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class RingAttention:
             return None
         program_kernels = None
         if known is not None:
-            part = analyse_part(merge.part_program)
+            part = replace(analyse_part(merge.part_program), beside_sends=True)
             program_kernels = ProgramKernels(part, attention.specs, known.interpret, device, deterministic)
         gradients = None if wanted is None else BlockGradients.of(attention, wanted, device, deterministic)
         return RingAttention(attention, PartRunner(merge, attention.specs, program_kernels), gradients)

@@ -29,7 +29,9 @@ class Maths:
 
     bent: where the epilogue is no factor of the output, what runs in place of this program when gradients are wanted.
     unfinished: is it the forward pass over a part of a row, whose output is stored as it was summed, in fp32?
-    in_blocks: does its backward pass store gradients of q, k, v in fp32, as others are added to them?
+    in_blocks: does its backward pass store gradients of q, k, v in fp32, as others are added to them? beside_sends: do
+    copies to other GPUs take SMs while its forward pass runs? Persistent blocks, dealt over all SMs, would wait for
+    them.
     """
 
     program: Program
@@ -40,6 +42,7 @@ class Maths:
     bent: Bent | None = None
     unfinished: bool = False
     in_blocks: bool = False
+    beside_sends: bool = False
 
     @property
     def trained(self) -> Maths:

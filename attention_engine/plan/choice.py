@@ -51,6 +51,8 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
         forward, why_forward = within, "each block of queries lies in one of the packed sequences"
     if maths.unfinished and forward.hopper:
         forward = forward.in_form(queries_ahead=False)
+    if maths.beside_sends and forward.persistent:
+        forward, why_forward = forward.in_form(persistent=False), "copies to other GPUs take SMs beside it"
     why: dict[KernelName, str] = {"forward": why_forward}
     backward, schedule = straight.backward, maths.backward_schedule
     if schedule is not None:

@@ -20,7 +20,8 @@ from attention_engine.library import (
     sliding_window,
     softcap,
 )
-from attention_engine.passes.maths import analyse
+from attention_engine.passes.derive_merge import derive_merge
+from attention_engine.passes.maths import analyse, analyse_part
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
 from attention_engine.passes.tile_plan import plan_tiles
@@ -208,6 +209,15 @@ def test_queries_come_ahead_where_a_block_of_them_has_few_steps(dim, length, mas
     metas = [meta_tensor(2, 4, length, dim, dtype=torch.float16)] * 3
     engine = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())
     assert engine._kernels("cuda").tiles.forward.queries_ahead is ahead
+
+
+def test_blocks_beside_sends_end_with_their_item():
+    """A grid dealt over all SMs would wait for those that copies hold (benchmarks/notes.md, "Two GPUs")."""
+    made = kernels()
+    part = analyse_part(derive_merge(made.maths.program).part_program)
+    for beside in (False, True):
+        forward = default_tiles(made.problem, replace(part, beside_sends=beside), made.target).forward
+        assert forward.hopper and forward.persistent is not beside
 
 
 def test_what_never_rescales_has_no_lazy_form():
