@@ -46,7 +46,7 @@ def errors(
     )
     axes = {**SCORES[score].axes, **MASKS[mask].axes}
     engine = AttentionEngine(None, CustomIO(axes), SCORES[score].ours, MASKS[mask].ours, ONLINE[kind](), **options)
-    own = moved_of(engine._program, axes, (part.moved, False)).own
+    own = moved_of(engine._program, axes, (part.moved, False, False)).own
     starts = torch.tensor([part.starts], dtype=torch.int32, device=device)
     sizes = dict(zip(AXES, (whole.batch, whole.heads, whole.q_len, whole.kv_len), strict=True))
 

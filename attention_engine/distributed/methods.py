@@ -26,6 +26,7 @@ from attention_engine.runtime.moved import Portion, call_portion, prepare_portio
 METHODS = ("gather", "ring", "heads")
 PAIRS = tuple(pair for each in METHODS[:2] for pair in ((each, "heads"), ("heads", each)))  # on two dimensions
 AXES = ("batch", "heads", "seq_len", "seq_len_kv")
+FEW_RUNS = 2  # of a rank, each a launch with the mask's bounds; of more one launch has all, with a map of tiles
 ALIGNED = 128  # keys: tiles of a part begin where those of the whole do
 Rows = dict[str, Tensor]
 
@@ -119,6 +120,7 @@ class Call:
     seed: Tensor | None  # of dropped weights
     bounds: Sequence[Bound]  # of the mask
     own_heads: Collection[Dimension]  # of custom inputs, where every read asks for the head's own
+    lists: bool  # may one launch have the queries of several runs?
     held: Sequence[Tensor] = ()  # what the engine's functions capture
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -132,8 +134,19 @@ class Call:
                 f'  Use method="gather", or a multiple of {size} heads.'
             )
 
-    def seen(self, run: Run) -> Range:
-        """The keys that a run of queries may see, from a multiple of ALIGNED on; one at least."""
+    def launched(self, queries: Tokens) -> tuple[Sequence[Run], Sequence[Run]]:
+        """The runs of this rank's queries, a launch each. Where they are many, one of all, and those that it lists."""
+        runs = queries.layout.runs[queries.ranks.rank]
+        if len(runs) <= FEW_RUNS or not self.lists or self.split.ring:
+            return runs, ()
+        return [Run(0, queries.own, 0)], runs
+
+    def seen(self, run: Run, listed: Sequence[Run] = ()) -> Range:
+        """The keys that a run of queries, or those listed in its place, may see, from a multiple of ALIGNED on; one at
+        least."""
+        if listed:
+            each = [self.seen(one) for one in listed]
+            return min(first for first, _ in each), max(stop for _, stop in each)
         first, stop = 0, self.keys.length
         for bound in self.bounds:
             most = bound.q * (run.start + (run.count - 1 if bound.q > 0 else 0)) + bound.offset
@@ -144,19 +157,32 @@ class Call:
         first = min(first, self.keys.length - 1) // ALIGNED * ALIGNED
         return first, max(stop, first + 1)
 
-    def portion(self, starts: Mapping[str, int], q: Tensor) -> Portion:
-        """What starts there."""
+    def portion(self, starts: Mapping[str, int], q: Tensor, runs: Sequence[Run] = ()) -> Portion:
+        """What starts there. runs: the queries, where they are listed."""
         known = tuple(starts.items()), q.device
         if known not in self.starts:
             at = [starts.get(axis, 0) for axis in AXES]
             self.starts[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
-        return Portion(self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes)
+        return Portion(
+            self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes, self._places(runs, q)
+        )
+
+    def _places(self, runs: Sequence[Run], q: Tensor) -> Tensor | None:
+        """Where each query of these runs stands, made once."""
+        if not runs:
+            return None
+        known = tuple(runs), q.device
+        if known not in self.starts:
+            at = [torch.arange(run.start, run.start + run.count, dtype=torch.int32) for run in runs]
+            self.starts[known] = torch.cat(at).to(q.device)
+        return self.starts[known]
 
     def attend(
-        self, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+        self, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
+        runs: Sequence[Run] = (),
     ) -> tuple[Tensor, Rows]:  # fmt: skip
-        """Output and rows of a part that starts there; tensors are (batch, length, heads, dim)."""
-        part = self.portion(starts, q)
+        """Output and rows of a part that starts there; tensors are (batch, length, heads, dim). runs: as of portion."""
+        part = self.portion(starts, q, runs)
         turn = self.engine.layout == "bhsd"
         q, k, v = (t.transpose(1, 2) if turn else t for t in (q, k, v))
         found = call_portion(
@@ -193,14 +219,14 @@ def attend_together(
     elif made := _with_own_gradients(call, starts, q, k, v, custom, placed, queries, keys):
         o, rows = made
     else:
-        runs = queries.layout.runs[queries.ranks.rank]
-        ranges = [call.seen(run) for run in runs]
+        runs, listed = call.launched(queries)
+        ranges = [call.seen(run, listed) for run in runs]
         of_runs = gather_ranges(keys, 1, ranges, k, v)
         customs = _of_runs(custom, placed, keys, runs, ranges)
         parts = []
         for run, seen, (k, v), own in zip(runs, ranges, of_runs, customs, strict=True):
             at = {**starts, "seq_len": run.start, **({"seq_len_kv": seen[0]} if call.bounds else {})}
-            parts.append(call.attend(at, q[:, run.here], k, v, own))
+            parts.append(call.attend(at, q[:, run.here], k, v, own, listed))
         o, rows = _joined(parts)
     if of_q is not None:
         o, *found = to_tokens(of_q, o, *(r.transpose(1, 2)[..., None] for r in rows.values()))
@@ -214,7 +240,7 @@ def _with_own_gradients(
 ) -> tuple[Tensor, Rows] | None:  # fmt: skip
     """The same as keys go round, or gathered with gradients in fp32. None where autograd makes them of gathered keys:
     where they, or the rows, need what blocks of keys don't have, or where nothing has gradients."""
-    engine, runs, count = call.engine, queries.layout.runs[queries.ranks.rank], len(custom)
+    engine, (runs, listed), count = call.engine, call.launched(queries), len(custom)
     given = [*custom, *call.held]
     names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
     follows = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *given))
@@ -226,11 +252,11 @@ def _with_own_gradients(
     def prepare(
         first: int, key: int, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
     ) -> tuple[str, list[Tensor]]:  # fmt: skip
-        part = call.portion({**starts, "seq_len": first, "seq_len_kv": key}, q)
+        part = call.portion({**starts, "seq_len": first, "seq_len_kv": key}, q, listed)
         return prepare_portion(engine, part, q, k, v, custom[:count], custom[count:], call.seed)
 
     wanted = wanted_of(names, given) if follows else None
-    seen = {run: call.seen(run) for run in runs}
+    seen = {run: call.seen(run, listed) for run in runs}
     (run, *_), (first, _) = runs, seen[runs[0]]
     key, _ = prepare(run.start, first, q[:, run.here], k[:, :1], v[:, :1], _of_one_key(given, placed, run))
     known = key, None if wanted is None else tuple(wanted)

@@ -25,7 +25,7 @@ from attention_engine.distributed.states import attend_by_states
 from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption, as_given
 from attention_engine.ir.program import H
 from attention_engine.passes.analyse_mask import Bound
-from attention_engine.passes.starts import Dimension, own_rows
+from attention_engine.passes.starts import Dimension, lists_queries, own_rows
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.dropout import check_seed, seed_tensor
@@ -36,6 +36,7 @@ from attention_engine.runtime.module import AttentionEngine
 Method: TypeAlias = (
     Literal["auto", "gather", "ring", "heads", "states"] | tuple[Literal["gather", "ring", "heads"], ...]
 )
+Known: TypeAlias = tuple[list[Placement], tuple[Bound, ...], Collection[Dimension], bool]
 Balance: TypeAlias = Literal["auto", "contiguous", "zigzag"] | Layout
 BALANCES = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag}
 METHODS_OF: dict[tuple[bool, int], tuple[Any, ...]] = {  # (a linear engine?, dimensions of the mesh)
@@ -103,7 +104,7 @@ class ContextParallel(torch.nn.Module):
         self._agreed: set[object] = set()
         self._starts: dict[object, Tensor] = {}
         self._rings: dict[object, RingAttention | BlockGradients | None] = {}
-        self._found: tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]] | None = None
+        self._found: Known | None = None
         self.key = f"ContextParallel {next(NUMBERS)}"  # by which compiled graphs find it
         compiled.KNOWN[self.key] = self
         if isinstance(balance, Layout):
@@ -229,9 +230,10 @@ class ContextParallel(torch.nn.Module):
         assert isinstance(engine, AttentionEngine)
         of_q, of_k = self.layout_of(q.shape[1], "q"), self.layout_of(k.shape[1], "k")
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
-        placed, bounds, own_heads = self._known_of(engine)
+        placed, bounds, own_heads, lists = self._known_of(engine)
         split, starts, rings = self._split_of(q, k, v, of_q), self._starts, self._rings
-        call = Call(engine, split, of_q, of_k, sizes, starts, rings, returns_rows, seed, bounds, own_heads, held)
+        known = bounds, own_heads, lists, held
+        call = Call(engine, split, of_q, of_k, sizes, starts, rings, returns_rows, seed, *known)
         call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
@@ -243,12 +245,14 @@ class ContextParallel(torch.nn.Module):
         assert isinstance(self.engine, AttentionEngine)
         return len(self.engine._program.finals), self.engine._backend_for(device) != "reference"
 
-    def _known_of(self, engine: AttentionEngine) -> tuple[list[Placement], tuple[Bound, ...], Collection[Dimension]]:
-        """Where custom inputs are, the mask's bounds, and which dimensions hold heads of their own: worked out once."""
+    def _known_of(self, engine: AttentionEngine) -> Known:
+        """Where custom inputs are, the mask's bounds, which dimensions hold heads of their own, and may queries of
+        several runs be listed? Worked out once."""
         if self._found is None:
             program, specs = engine._program, engine.custom_io.in_order
-            heads = own_rows(program, {spec.name: spec.axes for spec in specs}, (H,))
-            self._found = placements(program, specs), plan_tiles(program.mask).bounds.bounds, heads
+            axes = {spec.name: spec.axes for spec in specs}
+            heads, bounds = own_rows(program, axes, (H,)), plan_tiles(program.mask).bounds.bounds
+            self._found = placements(program, specs), bounds, heads, lists_queries(program, axes)
         return self._found
 
     def _split_of(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Split:

@@ -19,6 +19,7 @@ Q_IDX = var("q_idx", [Axis.QUERY], Type.INT, VarKind.INDEX)
 KV_IDX = var("kv_idx", [Axis.KEY], Type.INT, VarKind.INDEX)
 
 STARTS = "_starts"  # the custom input, int32 (1 or batch, 4), that says where a launch's b, h, q_idx and kv_idx start
+QUERY_PLACES = "_query_places"  # the custom input, int32 (queries,), that says where each query of a launch stands
 PLACES = "_packed_places"  # the same of packed sequences: where each begins and ends (packing.NUMBERS)
 
 PRODUCT = var("qk", PAIR)  # q . k, fp32, unscaled
@@ -33,6 +34,11 @@ def start_of(index: Expr, by_batch: bool = False) -> Expr:
     """Where an index starts: what is added to the one that counts a launch's own entries. by_batch: of each batch."""
     row = B if by_batch else const(0, Type.INT)
     return make(Op.LOAD, row, const((B, H, Q_IDX, KV_IDX).index(index), Type.INT), arg=STARTS, dtype=Type.INT)
+
+
+def place_of_query() -> Expr:
+    """Where a query stands, as a launch's table says."""
+    return make(Op.LOAD, Q_IDX, arg=QUERY_PLACES, dtype=Type.INT)
 
 
 def is_start(node: Expr) -> bool:

@@ -12,7 +12,7 @@ from attention_engine.ir.chance import RANGE
 from attention_engine.ir.evaluate import WIDEST
 from attention_engine.ir.expr import INTEGERS, Expr, Op, Type, const, topological, transform
 from attention_engine.ir.packing import OF_PLACES
-from attention_engine.ir.program import KV_IDX, Q_IDX, B, H, is_start
+from attention_engine.ir.program import KV_IDX, Q_IDX, QUERY_PLACES, B, H, is_start
 
 Number = int | float
 Range = tuple[Number, Number]  # least and greatest; of a float, of its finite values
@@ -84,6 +84,8 @@ class Ranges:
             return (node.value, node.value) if math.isfinite(node.value) else None
         if is_start(node):
             return STARTS_FROM
+        if node.op is Op.LOAD and node.name == QUERY_PLACES:
+            return 0, LONGEST - 1
         if node.op is Op.LOAD and node.name in OF_PLACES:
             return -LONGEST, LONGEST
         if node.op in (Op.VAR, Op.LOAD) and node.dtype in INTEGERS:

@@ -2,8 +2,9 @@
 
 q_idx becomes q_idx + its start, which a launch reads from a small tensor on the device (`program.start_of`). So one set
 of kernels serves all parts: nothing is compiled for another start, nobody waits for the device to tell a number, and
-a CUDA graph may be replayed with other starts in the same tensor. A program without starts is left as it is: plain
-calls run the kernels that they always ran.
+a CUDA graph may be replayed with other starts in the same tensor. Or each query has a place, in a table: then a launch
+holds queries of several runs, and a map of tiles stands for the mask's bounds. A program without starts is left as it
+is: plain calls run the kernels that they always ran.
 
 Custom inputs come whole, and are read at the indices of the whole attention, but for own rows: a dimension that every
 read asks at exactly the index of its axis may come as the part does, and is then read where the launch counts.
@@ -15,7 +16,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from attention_engine.ir.expr import Expr, Op, rebuild, topological
-from attention_engine.ir.program import KV_IDX, Q_IDX, STARTS, B, H, Program, is_start, start_of
+from attention_engine.ir.program import (
+    KV_IDX,
+    Q_IDX,
+    QUERY_PLACES,
+    STARTS,
+    B,
+    H,
+    Program,
+    is_start,
+    place_of_query,
+    start_of,
+)
 from attention_engine.passes.simplify import simplify
 from attention_engine.passes.widths import widen
 
@@ -27,11 +39,13 @@ Dimension = tuple[str, int]  # a custom input's name, and which of its dimension
 @dataclass(frozen=True)
 class Moved:
     """Which indices start elsewhere than at 0 (B, H, Q_IDX, KV_IDX, in this order); whether each batch has a start of
-    its own; which dimensions of custom inputs hold own rows of such an index."""
+    its own; which dimensions of custom inputs hold own rows of such an index. listed: q_idx has no start, but a place
+    for each query, so that a launch may hold queries from anywhere."""
 
     indices: tuple[Expr, ...]
     by_batch: bool = False
     own: frozenset[Dimension] = frozenset()
+    listed: bool = False
 
     def axes_of(self, name: str, axes: Axes) -> Axes:
         """The axes of a custom input in such a launch: one that comes whole has a length of its own."""
@@ -59,9 +73,19 @@ def own_rows(program: Program, axes: Mapping[str, Axes], indices: Collection[Exp
     return frozenset(found)
 
 
+def lists_queries(program: Program, axes: Mapping[str, Axes]) -> bool:
+    """Does the mask alone ask where queries stand, own rows aside? Then a list of their places costs no pair more than
+    a start does: a map of tiles is made of it, and rows of partial tiles read it."""
+    moved = with_starts(program, Moved((Q_IDX,), False, own_rows(program, axes, (Q_IDX,)), True))
+    asking = topological(*(expr for name, expr in moved.named() if name != "keep"))
+    return not any(node.op is Op.LOAD and node.name == QUERY_PLACES for node in asking)
+
+
 def with_starts(program: Program, moved: Moved) -> Program:
     """The program with these indices from their starts on; every expression in normal form."""
     table = {index: index + start_of(index, moved.by_batch) for index in moved.indices}
+    if moved.listed:
+        table[Q_IDX] = place_of_query()
     done: dict[Expr, Expr] = {}
 
     def change(root: Expr) -> Expr:
@@ -75,7 +99,7 @@ def with_starts(program: Program, moved: Moved) -> Program:
             done[node] = table.get(node) or rebuild(node, args)
         return widen(*simplify(done[root]))[0]
 
-    return replace(program.map(change), custom=(*program.custom, STARTS))
+    return replace(program.map(change), custom=(*program.custom, STARTS, *([QUERY_PLACES] if moved.listed else [])))
 
 
 def starts_read(*roots: Expr | None) -> list[tuple[Expr, Expr]]:

@@ -40,7 +40,7 @@ from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import DTYPES, Heads, Meta, check_heads, check_linear_heads
 from attention_engine.ir.block_lists import BLOCK_LIST
 from attention_engine.ir.expr import Type
-from attention_engine.ir.program import STARTS
+from attention_engine.ir.program import QUERY_PLACES, STARTS
 from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
 from attention_engine.runtime.program_kernels import CUSTOM_NAMES
 
@@ -354,7 +354,7 @@ def check_custom(
     if whole is not None:
         sizes |= {f"whole_{axis}": size for axis, size in whole.items()}
     for spec, tensor in zip(specs, tensors, strict=True):
-        if spec.name in (BLOCKS, BLOCK_LIST, STARTS):
+        if spec.name in (BLOCKS, BLOCK_LIST, STARTS, QUERY_PLACES):
             continue
         what = f"custom input {spec.name!r}"
         expected = tuple(sizes[a] if isinstance(a, str) else a for a in spec.axes)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention_engine.errors import OptionsClash
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.program import STARTS, Program
+from attention_engine.ir.program import QUERY_PLACES, STARTS, Program
 from attention_engine.passes.drop_weights import SEED
 from attention_engine.passes.starts import AXES, Moved, own_rows, with_starts
 from attention_engine.runtime import op, parts
@@ -35,7 +35,8 @@ from attention_engine.runtime.inputs import (
 if TYPE_CHECKING:
     from attention_engine.runtime.module import AttentionEngine
 
-Starts: TypeAlias = tuple[tuple[str, ...], bool] | None  # the axes whose indices are moved; has each batch its own?
+# the axes whose indices are moved; has each batch its own start? each query its own place?
+Starts: TypeAlias = tuple[tuple[str, ...], bool, bool] | None
 
 
 WHOLE = -1  # no length: what functions capture is whole, and as long as it is
@@ -47,26 +48,28 @@ class Portion:
 
     starts: int32 (1 or batch, 4), where its b, h, q_idx and kv_idx begin. moved: which of the axes "batch", "heads",
     "seq_len" and "seq_len_kv" do so elsewhere than at 0. whole: the sizes of these axes in the whole attention, which
-    custom inputs have that come whole.
+    custom inputs have that come whole. places: int32 (queries,), where each query stands, in place of its start.
     """
 
     starts: Tensor
     moved: tuple[str, ...]
     whole: Mapping[str, int]
+    places: Tensor | None = None
 
 
 def moved_of(program: Program, axes: Mapping[str, tuple[int | str, ...]], starts: Starts) -> Moved:
     """Which indices of a program are moved, and which dimensions of custom inputs with these axes hold own rows."""
     assert starts is not None
     indices = tuple(index for index, axis in AXES.items() if axis in starts[0])
-    return Moved(indices, starts[1], own_rows(program, axes, indices))
+    return Moved(indices, starts[1], own_rows(program, axes, indices), starts[2])
 
 
 def moved(program: Program, specs: Sequence[CustomSpec], starts: Starts) -> tuple[Program, list[CustomSpec]]:
     """A program and its custom inputs for such calls."""
     how = moved_of(program, {spec.name: spec.axes for spec in specs}, starts)
     found = [CustomSpec(spec.name, how.axes_of(spec.name, spec.axes)) for spec in specs]
-    return with_starts(program, how), [*found, CustomSpec(STARTS, how.axes_of_starts)]
+    listed = [CustomSpec(QUERY_PLACES, ("seq_len",))] if how.listed else []
+    return with_starts(program, how), [*found, CustomSpec(STARTS, how.axes_of_starts), *listed]
 
 
 def call_portion(
@@ -113,7 +116,7 @@ def prepare_portion(
     seeds = [seed_tensor(dropout_seed, q.device)] if engine._drops else []
     names = [*engine.custom_io.specs, *[SEED for _ in seeds], *[one.name for one in captured]]
     types = tuple((n, type_of(t)) for n, t in zip(names, [*tensors, *seeds, *held], strict=True))
-    starts = part.moved, part.starts.shape[0] != 1
+    starts = part.moved, part.starts.shape[0] != 1, part.places is not None
     key = engine._key(backend, types, variant, axes_now(captured, held, known) if captured else (), starts)
     check_custom(ATTENTIONS[key].specs[: len(tensors)], tensors, q, k, part.whole)
-    return key, [*tensors, *seeds, *held, part.starts]
+    return key, [*tensors, *seeds, *held, part.starts, *([] if part.places is None else [part.places])]

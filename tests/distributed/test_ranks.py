@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine
 from attention_engine import library as lib
-from attention_engine.distributed import ContextParallel, Layout, states
+from attention_engine.distributed import ContextParallel, Layout, methods, states
 from attention_engine.distributed.block_gradients import OfRun
 from attention_engine.distributed.exchange import Ranks, Tokens
 from attention_engine.distributed.methods import Call
@@ -179,6 +179,11 @@ def own_alone(added):
     return lambda ring, mine, sums: added(ring, mine, None if sums is None else sums.wait() and None)
 
 
+def nearby(_):
+    """As if all queries followed the first one."""
+    return lambda _, runs, q: torch.arange(q.shape[1], dtype=torch.int32) + runs[0].start if runs else None
+
+
 def with_rows(of_block):
     return lambda run, *rest: of_block(run, *rest[:-1], True)
 
@@ -194,13 +199,17 @@ def with_wrong_laws(mesh) -> dict[str, float]:
         "starts of keys": (Call, "portion", from_zero, "causal, grouped heads", "ring"),
         "a row of all parts": (RingAttention, "finish", of_last, "full, one key head", "ring"),
         "sums that go round": (Ring, "added", own_alone, "full, one key head", "ring"),
+        "places of queries": (Call, "_places", nearby, "causal, grouped heads", "gather"),
         "rows once": (OfRun, "of_block", with_rows, "sinks, window", "ring"),
     }
     found = {}
     for law, (owner, name, wrong, attention, method) in broken.items():
         shared = attentions()[attention]
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
-        with patch.object(owner, name, wrong(getattr(owner, name))):
+        with (
+            patch.object(owner, name, wrong(getattr(owner, name))),
+            patch.object(methods, "FEW_RUNS", 1 if law == "places of queries" else 2),
+        ):
             mine = of_ranks(shared, mesh, method, "zigzag", torch.float64, "reference", d_o, d_rows)
         found[law] = max([far(mine[0], o), *(far(a, b) for a, b in zip(mine[2], grads, strict=True))])
     return found
@@ -237,14 +246,14 @@ def test_any_attention_in_any_layout_by_any_method(found):
 
 def test_kernels_are_as_exact_as_in_one_process(found):
     for _, errors, *_ in found:
-        assert len(errors) == 3 * 5
+        assert len(errors) == 4 * 5
         assert all(mine <= 1.5 * one for mine, one in errors.values()), errors
 
 
 @pytest.mark.slow
 def test_kernels_of_three_attentions_are_as_exact_as_in_one_process():
     for errors in run_ranks(2, compare_kernels):
-        assert len(errors) == 2 * (5 + 5 + 7) + 5
+        assert len(errors) == 2 * (5 + 5 + 7) + 5 + 5
         assert all(mine <= 1.5 * one for mine, one in errors.values()), errors
 
 
@@ -286,4 +295,4 @@ def test_linear_attention_by_states(found):
 
 def test_a_broken_law_is_seen(found):
     for *_, errors in found:
-        assert len(errors) == 9 + 2 and min(errors.values()) > 1e-3, errors
+        assert len(errors) == 10 + 2 and min(errors.values()) > 1e-3, errors
