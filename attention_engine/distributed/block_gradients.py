@@ -43,14 +43,17 @@ class BlockGradients:
     program_kernels: ProgramKernels | None  # None: the reference
 
     @staticmethod
-    def of(attention: PairAttention, wanted: Sequence[str], device: Any, deterministic: bool) -> BlockGradients:
-        """Of an attention whose backward pass was derived. wanted: the custom inputs that want gradients."""
+    def of(
+        attention: PairAttention, wanted: Sequence[str], device: Any, deterministic: bool, whole_rows: bool = False
+    ) -> BlockGradients:  # fmt: skip
+        """Of an attention whose backward pass was derived. wanted: the custom inputs that want gradients; whole_rows:
+        has each block all keys of its queries, whose gradients are then rounded?"""
         of_rows = attention.maths.wanting(wanted).backward
         assert of_rows is not None and attention.maths.backward is not None
         backward, program_kernels = replace(attention.maths.backward, row_gradients=()), None
         known = attention.program_kernels
         if known is not None:
-            maths = replace(attention.maths, backward=backward, in_blocks=True)
+            maths = replace(attention.maths, backward=backward, in_blocks=True, whole_rows=whole_rows)
             program_kernels = ProgramKernels(maths, attention.specs, known.interpret, device, deterministic)
         return BlockGradients(attention, wanted, backward, of_rows, program_kernels)
 

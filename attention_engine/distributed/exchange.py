@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from attention_engine.distributed.cost import NODE
 from attention_engine.distributed.layout import Layout, order_of_gathered, order_of_sent
@@ -36,6 +37,17 @@ class Ranks:
     def nodes(self) -> int:
         """How many nodes they are on, of NODE ranks each."""
         return len({rank // NODE for rank in dist.get_process_group_ranks(self.group)})
+
+    @property
+    def sends_directly(self) -> bool:
+        """Does each send to each, from where tokens stand to where they belong? Between nodes a collective sends less
+        by a NIC; and a compiler follows collectives alone."""
+        return self.nodes == 1 and not is_compiling()
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one, the next first."""
+        return [(self.rank + n) % self.size for n in range(1, self.size)]
 
     def begin_gather(self, mine: Tensor) -> Tensor:
         """All ranks' tensors of one shape, one after another along the first dimension; there after WAIT."""
@@ -91,14 +103,63 @@ class Tokens:
 
 def all_of(tokens: Tokens, dim: int, *mine: Tensor) -> list[Tensor]:
     """All tokens of each tensor, in the order of the sequence: all are under way before the first is waited for."""
-    gathered = [tokens.ranks.begin_gather(tokens.padded(t.movedim(dim, 0))) for t in mine]
+    first = [t.movedim(dim, 0) for t in mine]
+    if tokens.ranks.sends_directly:
+        return [t.movedim(0, dim) for t in _brought(tokens, first)]
+    gathered = [tokens.ranks.begin_gather(tokens.padded(t)) for t in first]
     return [tokens.in_order(WAIT(t)).movedim(0, dim) for t in gathered]
 
 
-def sums_of(tokens: Tokens, dim: int, *of_all: Tensor) -> list[Tensor]:
-    """This rank's tokens of each tensor's sum over ranks."""
-    sums = [tokens.ranks.begin_sum(tokens.by_rank(t.movedim(dim, 0))) for t in of_all]
-    return [WAIT(t)[: tokens.own].movedim(0, dim) for t in sums]
+def sums_of(tokens: Tokens, dim: int, dtypes: Sequence[torch.dtype], *of_all: Tensor) -> list[Tensor]:
+    """This rank's tokens of each tensor's sum over ranks, in these dtypes."""
+    first = [t.movedim(dim, 0) for t in of_all]
+    if tokens.ranks.sends_directly:
+        return [t.movedim(0, dim) for t in _sent_home(tokens, first, dtypes)]
+    sums = [tokens.ranks.begin_sum(tokens.by_rank(t)) for t in first]
+    return [WAIT(t)[: tokens.own].movedim(0, dim).to(dtype) for t, dtype in zip(sums, dtypes, strict=True)]
+
+
+def _brought(tokens: Tokens, mine: Sequence[Tensor]) -> list[Tensor]:
+    """All tokens of tensors whose first dimension they are. This rank's are copied meanwhile."""
+    ranks, mine, runs = tokens.ranks, [t.contiguous() for t in mine], tokens.of_rank(tokens.ranks.rank)
+    whole = [t.new_empty(tokens.layout.length, *t.shape[1:]) for t in mine]
+    sends = [(t[here], rank) for rank in ranks.others for t in mine for _, here in runs]
+    takes = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank)]
+    works = ranks.begin_exchange(sends, takes)
+    for all_of_it, own in zip(whole, mine, strict=True):
+        for there, here in runs:
+            all_of_it[there] = own[here]
+    for work in works:
+        work.wait()
+    return whole
+
+
+def _sent_home(tokens: Tokens, whole: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """What all ranks have of this one's tokens, added up in the order of `others`, and rounded once."""
+    ranks, whole, runs = tokens.ranks, [t.contiguous() for t in whole], tokens.of_rank(tokens.ranks.rank)
+    came = {rank: [t.new_empty(tokens.own, *t.shape[1:]) for t in whole] for rank in ranks.others}
+    sends = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank)]
+    takes = [(t[here], rank) for rank in ranks.others for t in came[rank] for _, here in runs]
+    for work in ranks.begin_exchange(sends, takes):
+        work.wait()
+    found = []
+    for n, (mine, dtype) in enumerate(zip(whole, dtypes, strict=True)):
+        total = mine.new_empty(tokens.own, *mine.shape[1:], dtype=dtype)
+        for there, here in runs:
+            add_up([mine[there], *(came[rank][n][here] for rank in ranks.others)], total[here])
+        found.append(total)
+    return found
+
+
+def add_up(parts: Sequence[Tensor], into: Tensor) -> None:
+    """The sum, in the dtype of `into`: each step but the last is rounded to the parts'."""
+    first, *more = parts
+    for part in more[:-1]:
+        first = first + part
+    if more:
+        torch.add(first, more[-1], out=into)
+    else:
+        into.copy_(first)
 
 
 class _Gather(torch.autograd.Function):
@@ -118,8 +179,7 @@ class _Gather(torch.autograd.Function):
         count = len(ctx.ranges)
         of_tensors = [arriving[n : n + count] for n in range(0, len(arriving), count)]
         wide = [_in_all(tokens.layout.length, ctx.dim, ctx.ranges, parts).movedim(0, ctx.dim) for parts in of_tensors]
-        found = sums_of(tokens, ctx.dim, *wide)
-        return None, None, None, *(t.to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True))
+        return None, None, None, *sums_of(tokens, ctx.dim, ctx.dtypes, *wide)
 
 
 def _in_all(length: int, dim: int, ranges: Sequence[Range], parts: Sequence[Tensor]) -> Tensor:
@@ -135,38 +195,37 @@ def _in_all(length: int, dim: int, ranges: Sequence[Range], parts: Sequence[Tens
 
 
 class _Moving:
-    """Tensors on their way to who needs them, runs sent from where they stand to where they belong. `finish` waits."""
+    """A tensor on its way to who needs it, runs sent from where they stand to where they belong."""
 
-    works: list[dist.Work]
+    sends: list[Sent]
+    takes: list[Sent]
 
-    def finish(self) -> Tensor:
-        """What came."""
+    def keep(self) -> None:
+        """Copies what doesn't move, while the rest does."""
         raise NotImplementedError
 
-    def wait(self) -> None:
-        """Until all is there that was begun."""
-        for work in self.works:
-            work.wait()
+    def finish(self) -> Tensor:
+        """What came, when all is there."""
+        raise NotImplementedError
 
 
 class _ToHeads(_Moving):
     def __init__(self, mine: Tensor, tokens: Tokens) -> None:
         """mine: (batch, own tokens, heads, dim)."""
         ranks, first = tokens.ranks, mine.movedim(1, 0)
-        own, *others = [(ranks.rank + n) % ranks.size for n in range(ranks.size)]
-        of_ranks = first.chunk(ranks.size, 2)
-        self.whole = mine.new_empty(tokens.layout.length, *of_ranks[own].shape[1:])
-        self.sent = {rank: of_ranks[rank].contiguous() for rank in others}
-        runs = tokens.of_rank(own)
-        sends = [(self.sent[rank][here], rank) for rank in others for _, here in runs]
-        takes = [(self.whole[there], rank) for rank in others for there, _ in tokens.of_rank(rank)]
-        self.works = ranks.begin_exchange(sends, takes)
-        for there, here in runs:
-            self.whole[there] = of_ranks[own][here]
+        of_ranks, others, runs = first.chunk(ranks.size, 2), ranks.others, tokens.of_rank(ranks.rank)
+        self.own, self.runs = of_ranks[ranks.rank], runs
+        self.whole = mine.new_empty(tokens.layout.length, *self.own.shape[1:])
+        sent = {rank: of_ranks[rank].contiguous() for rank in others}
+        self.sends = [(sent[rank][here], rank) for rank in others for _, here in runs]
+        self.takes = [(self.whole[there], rank) for rank in others for there, _ in tokens.of_rank(rank)]
+
+    def keep(self) -> None:
+        for there, here in self.runs:
+            self.whole[there] = self.own[here]
 
     def finish(self) -> Tensor:
         """(batch, all tokens, own heads, dim)."""
-        self.wait()
         return self.whole.movedim(0, 1)
 
 
@@ -174,22 +233,20 @@ class _ToTokens(_Moving):
     def __init__(self, of_heads: Tensor, tokens: Tokens) -> None:
         """of_heads: (batch, all tokens, own heads, dim)."""
         ranks, first = tokens.ranks, of_heads.movedim(1, 0).contiguous()
-        own, *others = [(ranks.rank + n) % ranks.size for n in range(ranks.size)]
         batch, _, heads, dim = of_heads.shape
-        runs = tokens.of_rank(own)
-        self.first = first
-        self.received = {rank: first.new_empty(tokens.own, batch, heads, dim) for rank in others}
-        sends = [(first[there], rank) for rank in others for there, _ in tokens.of_rank(rank)]
-        takes = [(self.received[rank][here], rank) for rank in others for _, here in runs]
-        self.works = ranks.begin_exchange(sends, takes)
+        self.first, self.runs, self.rank = first, tokens.of_rank(ranks.rank), ranks.rank
+        self.received = {rank: first.new_empty(tokens.own, batch, heads, dim) for rank in ranks.others}
+        self.sends = [(first[there], rank) for rank in ranks.others for there, _ in tokens.of_rank(rank)]
+        self.takes = [(self.received[rank][here], rank) for rank in ranks.others for _, here in self.runs]
         self.mine = first.new_empty(batch, tokens.own, heads * ranks.size, dim)
         self.of_ranks = self.mine.movedim(1, 0).chunk(ranks.size, 2)
-        for there, here in runs:
-            self.of_ranks[own][here] = first[there]
+
+    def keep(self) -> None:
+        for there, here in self.runs:
+            self.of_ranks[self.rank][here] = self.first[there]
 
     def finish(self) -> Tensor:
         """(batch, own tokens, all heads, dim)."""
-        self.wait()
         for rank, came in self.received.items():
             self.of_ranks[rank].copy_(came)
         return self.mine
@@ -211,7 +268,13 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(for_heads: bool, tokens: Sequence[Tokens], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     way = _ToHeads if for_heads else _ToTokens
-    moving = [way(tensor, of) for tensor, of in zip(tensors, tokens, strict=True)]
+    moving: list[_Moving] = [way(tensor, of) for tensor, of in zip(tensors, tokens, strict=True)]
+    sends, takes = [one for each in moving for one in each.sends], [one for each in moving for one in each.takes]
+    works = tokens[0].ranks.begin_exchange(sends, takes)  # all at once: one after another they fill no link
+    for each in moving:
+        each.keep()
+    for work in works:
+        work.wait()
     return tuple([each.finish() for each in moving])
 
 

@@ -27,7 +27,7 @@ def gradients_of(key: str, wanted: Sequence[str], device: Any, deterministic: bo
         return None
     if not goes_block_by_block(attention.maths, wanted, attention.program_kernels is not None):
         return None
-    return BlockGradients.of(attention, wanted, device, deterministic)
+    return BlockGradients.of(attention, wanted, device, deterministic, whole_rows=True)
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,43 @@ class Gathered:
         """The output and all rows of this rank's queries."""
         attention = self.gradients.attention
         found = [attention.forward(*self.given(run, q, k, v, custom), attention.key) for run in self.runs]
-        rows = [torch.cat(each, 2) for each in zip(*(rows for _, rows in found), strict=True)]
-        return torch.cat([output for output, _ in found], 1), rows
+        rows = [one_after_another(each, 2) for each in zip(*(rows for _, rows in found), strict=True)]
+        return one_after_another([output for output, _ in found], 1), rows
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], made: Sequence[Tensor], d_o: Tensor,
         d_rows: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Gradients of this rank's q, k, v, and of custom inputs, by name, in at least fp32."""
+        """Gradients of this rank's q and of all keys, those of k and v in at least fp32; of custom inputs, by name."""
         wide, wanted = compute_dtype(q), self.gradients.wanted
-        dq, dk, dv = (torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (q, k, v))
         total = without(wanted, self.names, custom, wide)
+        found = []
         for run in self.runs:
-            first, stop = self.seen[run]
             of_run = self.gradients.of_run(run, made, d_o, d_rows)
-            found = of_run.of_block(*self.given(run, q, k, v, custom), True)
-            dq[:, run.here] = found.q
-            dk[:, first:stop] += found.k
-            dv[:, first:stop] += found.v
+            found.append(of_run.of_block(*self.given(run, q, k, v, custom), True))
             for name, into in zip(self.names, self.own(total, run), strict=True):
-                if name in found.custom:
-                    into += found.custom[name].view(into.shape)
-        dk, dv = sums_of(self.keys, 1, dk, dv)
-        return dq, dk, dv, {n: t for n, t in zip(self.names, total, strict=True) if n in wanted}
+                if name in found[-1].custom:
+                    into += found[-1].custom[name].view(into.shape)
+        ranges, length = [self.seen[run] for run in self.runs], self.keys.layout.length
+        dk, dv = in_all(length, ranges, [each.k for each in found]), in_all(length, ranges, [each.v for each in found])
+        named = {n: t for n, t in zip(self.names, total, strict=True) if n in wanted}
+        return one_after_another([each.q for each in found], 1), dk, dv, named
+
+
+def in_all(length: int, ranges: Sequence[Range], parts: Sequence[Tensor]) -> Tensor:
+    """The sum of parts, each of a range of all keys. One that has all of them is added to, and returned."""
+    total = next((part for each, part in zip(ranges, parts, strict=True) if each == (0, length)), None)
+    if total is None:
+        total = parts[0].new_zeros(parts[0].shape[0], length, *parts[0].shape[2:])
+    for (first, stop), part in zip(ranges, parts, strict=True):
+        if part is not total:
+            total[:, first:stop] += part
+    return total
+
+
+def one_after_another(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Them all; nothing is copied where there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 class GatheredFunction(torch.autograd.Function):
@@ -115,6 +129,7 @@ class GatheredFunction(torch.autograd.Function):
         d_o, *d_rows = attention.arrived([], made, arriving[: 1 + attention.returned])
         assert d_o is not None
         named = {n: d for n, d in zip(attention.row_names, d_rows, strict=False) if d is not None}
-        dq, dk, dv, found = call.backward(q, k, v, custom, made, d_o, named)
+        dq, of_all_k, of_all_v, found = call.backward(q, k, v, custom, made, d_o, named)
+        dk, dv = sums_of(call.keys, 1, ctx.dtypes, of_all_k, of_all_v)
         of_custom = [found[n].to(t.dtype) if n in found else None for n, t in zip(call.names, custom, strict=True)]
-        return None, dq.to(q.dtype), dk.to(ctx.dtypes[0]), dv.to(ctx.dtypes[1]), *of_custom
+        return None, dq.to(q.dtype), dk, dv, *of_custom

@@ -26,6 +26,7 @@ from attention_engine.runtime.moved import Portion, call_portion, prepare_portio
 METHODS = ("gather", "ring", "heads")
 PAIRS = tuple(pair for each in METHODS[:2] for pair in ((each, "heads"), ("heads", each)))  # on two dimensions
 AXES = ("batch", "heads", "seq_len", "seq_len_kv")
+SMALLEST_RING = 3  # ranks
 FEW_RUNS = 2  # of a rank, each a launch with the mask's bounds; of more one launch has all, with a map of tiles
 ALIGNED = 128  # keys: tiles of a part begin where those of the whole do
 Rows = dict[str, Tensor]
@@ -40,6 +41,11 @@ class Split:
     heads: Ranks | None
     gather: Ranks | None
     ring: bool = False
+
+    @property
+    def goes_round(self) -> bool:
+        """Do keys go round? Two ranks gather them: a ring of any size holds as many, those of two ranks, at once."""
+        return self.ring and self.gather is not None and self.gather.size >= SMALLEST_RING
 
     @property
     def size(self) -> int:
@@ -137,7 +143,7 @@ class Call:
     def launched(self, queries: Tokens) -> tuple[Sequence[Run], Sequence[Run]]:
         """The runs of this rank's queries, a launch each. Where they are many, one of all, and those that it lists."""
         runs = queries.layout.runs[queries.ranks.rank]
-        if len(runs) <= FEW_RUNS or not self.lists or self.split.ring:
+        if len(runs) <= FEW_RUNS or not self.lists or self.split.goes_round:
             return runs, ()
         return [Run(0, queries.own, 0)], runs
 
@@ -244,7 +250,7 @@ def _with_own_gradients(
     given = [*custom, *call.held]
     names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
     follows = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *given))
-    if not (follows or call.split.ring):
+    if not (follows or call.split.goes_round):
         return None
     if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
         k, v = share_keys(q, k, v)
@@ -257,12 +263,14 @@ def _with_own_gradients(
 
     wanted = wanted_of(names, given) if follows else None
     seen = {run: call.seen(run, listed) for run in runs}
+    if not call.split.goes_round:
+        seen |= _widened(seen, keys.layout.length)
     (run, *_), (first, _) = runs, seen[runs[0]]
     key, _ = prepare(run.start, first, q[:, run.here], k[:, :1], v[:, :1], _of_one_key(given, placed, run))
     known = key, None if wanted is None else tuple(wanted)
     if known not in call.rings:
         asked = engine.device, engine.deterministic
-        if call.split.ring:
+        if call.split.goes_round:
             call.rings[known] = RingAttention.of(key, wanted, *asked)
         else:
             call.rings[known] = gradients_of(key, wanted or [], *asked)
@@ -282,6 +290,14 @@ def _with_own_gradients(
         output, *rows = GatheredFunction.apply(gathered, q, k, v, *given)  # type: ignore[no-untyped-call]
         row_names = attention.attention.row_names[: attention.attention.returned]
     return output, dict(zip(row_names, rows, strict=False)) if call.returns_rows else {}
+
+
+def _widened(seen: Mapping[Run, Range], length: int) -> dict[Run, Range]:
+    """The run that sees the most keys gets all, if these are half of them: its kernel's zeroes for the others cost less
+    than its gradients copied to where all keys' are added up."""
+    run = max(seen, key=lambda run: seen[run][1] - seen[run][0])
+    first, stop = seen[run]
+    return {run: (0, length)} if 2 * (stop - first) >= length else {}
 
 
 def _of_one_key(custom: Sequence[Tensor], placed: Sequence[Placement], run: Run) -> list[Tensor]:

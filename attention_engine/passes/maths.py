@@ -29,9 +29,10 @@ class Maths:
 
     bent: where the epilogue is no factor of the output, what runs in place of this program when gradients are wanted.
     unfinished: is it the forward pass over a part of a row, whose output is stored as it was summed, in fp32?
-    in_blocks: does its backward pass store gradients of q, k, v in fp32, as others are added to them? beside_sends: do
-    copies to other GPUs take SMs while its forward pass runs? Persistent blocks, dealt over all SMs, would wait for
-    them.
+    in_blocks: does its backward pass store gradients of q, k, v in fp32, as others are added to them? Where it has
+    whole rows, all keys of its queries, nothing is added to those of q, which it stores in the tensors' dtype.
+    beside_sends: do copies to other GPUs take SMs while its forward pass runs? Persistent blocks, dealt over all SMs,
+    would wait for them.
     """
 
     program: Program
@@ -42,6 +43,7 @@ class Maths:
     bent: Bent | None = None
     unfinished: bool = False
     in_blocks: bool = False
+    whole_rows: bool = False
     beside_sends: bool = False
 
     @property

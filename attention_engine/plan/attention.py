@@ -231,8 +231,13 @@ class AttentionPlan:
 
     @property
     def _in_blocks(self) -> tuple[bool, ...]:
-        """What tells kernels to store gradients in fp32; nothing where they don't."""
+        """What tells kernels to store gradients of keys in fp32; nothing where they don't."""
         return (True,) if self.maths.in_blocks else ()
+
+    @property
+    def _in_parts(self) -> tuple[bool, ...]:
+        """The same of gradients of queries."""
+        return () if self.maths.whole_rows else self._in_blocks
 
     # ---- each launch
 
@@ -374,10 +379,10 @@ class AttentionPlan:
         tile, sums = self.tiles.queries, self._sums
         arguments = buffers.over_queries(
             self.problem, self._schedule, self._backward, sums, tile, self.row_pad, lists="tile map of queries",
-            wide=self.maths.in_blocks,
+            wide=bool(self._in_parts),
         )  # fmt: skip
         given: tuple[object, ...] = (self._schedule, self._backward, sums, tile, self.row_pad)
-        given = (*given, True, True) if self.maths.in_blocks else given
+        given = (*given, True, True) if self._in_parts else given
         writes = frozenset(["dq", *(f"sum{n}" for n in range(len(sums)))])
         rules = (*self._exact, *self._one_role)
         return Launch("queries", "straight.queries.backward_queries", given, arguments, writes, rules)
@@ -386,8 +391,8 @@ class AttentionPlan:
     def postprocess(self) -> Launch:
         """dQ from its sums."""
         tile = self.tiles.backward
-        arguments = buffers.postprocess(self.problem, tile, self.longest_first, self.maths.in_blocks)
-        given = (tile, self._schedule.scale, self.vectors, self.longest_first, *self._in_blocks)
+        arguments = buffers.postprocess(self.problem, tile, self.longest_first, bool(self._in_parts))
+        given = (tile, self._schedule.scale, self.vectors, self.longest_first, *self._in_parts)
         return Launch("postprocess", "rows.postprocess", given, arguments, frozenset(["dq"]))
 
     def pairs(self, read: Expr, expr: Expr, dtype: str) -> Launch:

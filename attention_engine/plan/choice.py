@@ -57,7 +57,7 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
     backward, schedule = straight.backward, maths.backward_schedule
     if schedule is not None:
         backward, why["backward"] = _over_keys(problem, schedule, target, backward)
-        if maths.in_blocks and backward.persistent:
+        if maths.in_blocks and not maths.whole_rows and backward.persistent:
             backward = backward.in_form(persistent=False)  # whose spare warps store dQ in 16 bits
         if not maths.in_blocks and (within := keys_within(problem, maths)) is not None:
             backward, why["backward"] = within, "each block of keys lies in one of the packed sequences"

@@ -7,8 +7,9 @@ from attention_engine import AttentionEngine, CustomIO, create_mask, document_id
 from attention_engine import library as lib
 from attention_engine.distributed import Layout
 from attention_engine.distributed.deal import kept_pairs
+from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import order_of_gathered, order_of_sent
-from attention_engine.distributed.methods import ALIGNED, Call
+from attention_engine.distributed.methods import ALIGNED, Call, Split
 from attention_engine.distributed.placements import placements
 from attention_engine.errors import LengthNotInLayout
 from attention_engine.passes.tile_plan import plan_tiles
@@ -94,13 +95,20 @@ def test_a_run_gets_the_keys_that_it_may_see(mask):
     keep = create_mask(mask, 1, 1, 1024, 1024)[0, 0]
     for layout in layouts(1024, 4):
         bounds = plan_tiles(AttentionEngine(mask_mod=mask)._program.mask).bounds.bounds
-        call = Call(None, None, layout, layout, {}, {}, {}, False, None, bounds, ())
+        call = Call(None, None, layout, layout, {}, {}, {}, False, None, bounds, (), lists=True)
         for run in (run for runs in layout.runs for run in runs):
             first, stop = call.seen(run)
             of_run = keep[run.start : run.start + run.count].any(0)
             assert not of_run[:first].any() and not of_run[stop:].any() and 0 <= first < stop <= 1024
             if mask is not PREFIX and of_run.any():
                 assert first > at[of_run][0] - ALIGNED and stop == at[of_run][-1] + 1
+
+
+def test_keys_go_round_where_a_ring_holds_fewer_than_all():
+    """It holds those of two ranks at once."""
+    for ranks in (1, 2, 3, 64):
+        assert Split(None, Ranks(None, ranks, 0), ring=True).goes_round is (ranks > 2)
+    assert not Split(None, Ranks(None, 3, 0)).goes_round
 
 
 def test_a_thousand_ranks_hold_all_of_it_between_them():
@@ -114,7 +122,7 @@ def test_a_thousand_ranks_hold_all_of_it_between_them():
     bounds, sizes = plan_tiles(engine._program.mask).bounds.bounds, {"batch": 1, "heads": 8}
     sizes |= dict.fromkeys(("seq_len", "seq_len_kv"), length)
     for layout in layouts(length, ranks):
-        call = Call(engine, None, layout, layout, sizes, {}, {}, False, None, bounds, ())
+        call = Call(engine, None, layout, layout, sizes, {}, {}, False, None, bounds, (), lists=True)
         tokens, pairs = 0, []
         for rank in range(ranks):
             own = {"seq_len": layout.count(rank), "seq_len_kv": layout.count(rank)}

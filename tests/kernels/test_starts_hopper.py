@@ -58,19 +58,27 @@ def test_parts_of_rows_join(tile, kernels):  # noqa: F811
         assert (mine.double() - exact).norm() / exact.norm() < 3e-4
 
 
-@pytest.mark.parametrize("tile", [key_tile(80), None], ids=["hopper", "straight"])
+TILES = {"grid": key_tile(80), "persistent": key_tile(64, persistent=True), "straight": None}
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_of_blocks_are_rounded_by_nobody(tile, deterministic, kernels):  # noqa: F811
-    """They are those of other calls, before these round them."""
+    """They are those of other calls, before these round them; of whole rows only those of keys are."""
     kernels.update({} if tile is None else {"backward": tile})
     torch.manual_seed(0)
     shapes = ((140, 4), (200, 2), (200, 2), (140, 4))
     q, k, v, d_o = (torch.randn(1, n, h, 128, dtype=torch.float16) for n, h in shapes)
     maths = analyse(AttentionEngine(mask_mod=lib.causal_from(60), scale=0.1)._program)
-    found = []
-    for in_blocks in (False, True):
-        program_kernels = ProgramKernels(replace(maths, in_blocks=in_blocks), [], True, None, deterministic)
+
+    def gradients(**how):
+        program_kernels = ProgramKernels(replace(maths, **how), [], True, None, deterministic)
         o, rows = program_kernels.forward(q, k, v, [])
-        found.append(program_kernels.backward(q, k, v, [], o, rows, d_o, {}, [])[:3])
-    for rounded, wide in zip(*found, strict=True):
-        assert wide.dtype is torch.float32 and torch.equal(wide.half(), rounded)
+        return program_kernels.backward(q, k, v, [], o, rows, d_o, {}, [])[:3]
+
+    rounded = gradients()
+    wholly = (False, True) if tile is None or not tile.persistent else (True,)  # whose spare warps store dQ rounded
+    for whole_rows in wholly:
+        found = gradients(in_blocks=True, whole_rows=whole_rows)
+        assert [t.dtype is torch.float32 for t in found] == [not whole_rows, True, True]
+        assert all(torch.equal(a.half(), b) for a, b in zip(found, rounded, strict=True))
