@@ -14,7 +14,8 @@ torchrun --nproc-per-node 2 -m benchmarks.distributed ...   the same
 | graph | a call captured in a CUDA graph |
 
 "(0.93)" is T(one GPU) / (ranks T(ranks)): 1 is ideal. A rank's time is the slowest rank's median, with the host ahead
-and ranks begun together; one GPU's is the mean of those that all ranks find at once. Backward is `torch.autograd.grad`.
+and ranks begun together, by a sum of one number over all; one GPU's is the mean of those that all ranks find at once.
+Backward is `torch.autograd.grad`.
 bf16, batch 1, 32 query and 8 key heads of 128. Who doesn't import, or refuses, says why and is left out.
 """
 
@@ -63,6 +64,7 @@ class Timer:
 
     def __init__(self, rounds: int) -> None:
         self.rounds, self.clock = rounds, Clock()
+        self.one = torch.ones(1, device=DEVICE)
 
     def once(self, call: Callable[[], object]) -> float:
         """Of one call on this rank, the host ahead of the device."""
@@ -70,6 +72,7 @@ class Timer:
         self.clock._flush.zero_()
         dist.barrier()
         torch.cuda._sleep(AHEAD_CYCLES)
+        dist.all_reduce(self.one)  # hosts are back from a barrier at different times, GPUs from this at one
         start.record()
         call()
         end.record()

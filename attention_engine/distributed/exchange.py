@@ -202,7 +202,6 @@ class _Moving:
 
     def keep(self) -> None:
         """Copies what doesn't move, while the rest does."""
-        raise NotImplementedError
 
     def finish(self) -> Tensor:
         """What came, when all is there."""
@@ -239,16 +238,13 @@ class _ToTokens(_Moving):
         self.sends = [(first[there], rank) for rank in ranks.others for there, _ in tokens.of_rank(rank)]
         self.takes = [(self.received[rank][here], rank) for rank in ranks.others for _, here in self.runs]
         self.mine = first.new_empty(batch, tokens.own, heads * ranks.size, dim)
-        self.of_ranks = self.mine.movedim(1, 0).chunk(ranks.size, 2)
-
-    def keep(self) -> None:
-        for there, here in self.runs:
-            self.of_ranks[self.rank][here] = self.first[there]
 
     def finish(self) -> Tensor:
-        """(batch, own tokens, all heads, dim)."""
-        for rank, came in self.received.items():
-            self.of_ranks[rank].copy_(came)
+        """(batch, own tokens, all heads, dim). Own heads are copied with what came, in one pass over both."""
+        whole = self.mine.movedim(1, 0)
+        for there, here in self.runs:
+            parts = {rank: came[here] for rank, came in self.received.items()} | {self.rank: self.first[there]}
+            torch.cat([parts[rank] for rank in sorted(parts)], 2, out=whole[here])
         return self.mine
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -86,13 +86,14 @@ class Layout:
             )
         cuts = _cuts(length, pieces)
         free = [(0, rank) for rank in range(ranks)]  # a heap: the work that each has so far
-        held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        held: list[list[int]] = [[] for _ in range(ranks)]
         for piece in sorted(range(pieces), key=lambda n: (-counts[n], n)):
             load, rank = heappop(free)
-            held[rank].append(cuts[piece])
+            held[rank].append(piece)
             if len(held[rank]) < pieces // ranks:
                 heappush(free, (load + counts[piece], rank))
-        return Layout.of_places("dealt", held)
+        _even_out(held, counts)
+        return Layout.of_places("dealt", [[cuts[piece] for piece in each] for each in held])
 
     @property
     def ranks(self) -> int:
@@ -138,7 +139,23 @@ def order_of_sent(layout: Layout, device: torch.device) -> Tensor:
     return found.flatten().to(device)
 
 
+def _even_out(held: Sequence[list[int]], counts: Sequence[int]) -> None:
+    """Swaps a piece of the rank with the most work for one of the rank with the least, as long as that evens them."""
+    loads = [sum(counts[piece] for piece in pieces) for pieces in held]
+    for _ in counts:
+        most, least = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[most] - loads[least]
+        ways = itertools.product(range(len(held[most])), range(len(held[least])))
+        left = {(m, n): abs(gap - 2 * (counts[held[most][m]] - counts[held[least][n]])) for m, n in ways}
+        if not left or min(left.values()) >= gap:
+            return
+        m, n = min(left, key=lambda way: left[way])
+        moved = counts[held[most][m]] - counts[held[least][n]]
+        loads[most], loads[least] = loads[most] - moved, loads[least] + moved
+        held[most][m], held[least][n] = held[least][n], held[most][m]
+
+
 def _cuts(length: int, parts: int) -> list[tuple[int, int]]:
     """The sequence in parts that differ by one token at most."""
     ends = [length * part // parts for part in range(parts + 1)]
-    return list(pairwise(ends))
+    return list(itertools.pairwise(ends))

@@ -57,8 +57,8 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
     backward, schedule = straight.backward, maths.backward_schedule
     if schedule is not None:
         backward, why["backward"] = _over_keys(problem, schedule, target, backward)
-        if maths.in_blocks and not maths.whole_rows and backward.persistent:
-            backward = backward.in_form(persistent=False)  # whose spare warps store dQ in 16 bits
+        if maths.in_blocks and backward.persistent:  # whose spare warps store dQ in 16 bits, and fp32 rows hold them up
+            backward = backward.in_form(persistent=False)
         if not maths.in_blocks and (within := keys_within(problem, maths)) is not None:
             backward, why["backward"] = within, "each block of keys lies in one of the packed sequences"
     return Choice(replace(straight, forward=forward, backward=backward), why)

@@ -69,6 +69,9 @@ def test_zigzag_balances_causal_masks_and_dealing_balances_documents():
 def test_pieces_are_dealt_evenly_or_not_at_all():
     with pytest.raises(LengthNotInLayout, match="7 pieces can't be dealt evenly to 2 ranks"):
         Layout.dealt([1] * 7, 70, 2)
+    counts = [3, 3, 2, 2, 2, 0]  # the largest first, each to who has the least, would come to 7 and 5
+    runs = Layout.dealt(counts, 6, 2).runs
+    assert [sum(sum(counts[run.start : run.start + run.count]) for run in each) for each in runs] == [6, 6]
 
 
 def test_which_custom_inputs_come_whole():

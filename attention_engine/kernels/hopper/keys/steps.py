@@ -317,8 +317,6 @@ def store(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem) -> 
     if form.within:
         leave_within(form, buffers, memory, item, kv0)
     elif form.wide:
-        if form.persistent:
-            arrive_when_read(thread, [(memory.values.empty, 0), (memory.keys.empty, 0)])
         T.copy(results.dv, window(buffers["dv"], batch, kv_head, kv0, tile.kv, form.dim_v))
         T.copy(results.dk, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
     else:
