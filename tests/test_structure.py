@@ -45,7 +45,7 @@ BELOW_IN_CODEGEN: dict[str, set[str]] = {
     "cache": {"compile"}, "dialects": {"tir_types", "patches", "compile"}, "__init__": set(),
 }  # fmt: skip
 # The folders of kernels/: each knows what lies in kernels/ itself, and no other. Keys of kernels on disk rely on it.
-KERNEL_FOLDERS = {"straight", "hopper", "linear", "cached"}
+KERNEL_FOLDERS = {"straight", "hopper", "linear", "cached", "parts"}
 TORCH_PARTS = {
     "reference",
     "codegen",

@@ -23,11 +23,12 @@ from attention_engine.errors import NoMerge
 from attention_engine.passes.derive_merge import derive_merge
 from attention_engine.passes.maths import analyse_part
 from attention_engine.reference.dense import compute_dtype
-from attention_engine.reference.merge import join_parts, merge_into
+from attention_engine.reference.merge import add_weighted, join_parts, merge_into
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import find
 from attention_engine.runtime.parted import PartRunner
 from attention_engine.runtime.program_kernels import ProgramKernels
+from attention_engine.runtime.weighted_sum import add_by_kernel
 
 Given = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # q, k, v, and what comes behind them
 MOST_PARTS = 4  # of a row that wait to be joined
@@ -70,14 +71,23 @@ class RingAttention:
     def join(self, parts: Sequence[Part], custom: Sequence[Tensor]) -> Part:
         """These parts as one."""
         outputs, states = self._sides(parts)
-        total, found = join_parts(self.parts.merge, outputs, states, self.parts.inputs(custom))
+        total, found = join_parts(self.parts.merge, outputs, states, self.parts.inputs(custom), self._add)
         return total.transpose(1, 2), found
 
     def finish(self, parts: Sequence[Part], custom: Sequence[Tensor], out: Tensor) -> list[Tensor]:
         """All rows that are returned or kept for the backward pass. out: where the output goes, (batch, queries, heads,
         DV)."""
         outputs, states = self._sides(parts)
-        return merge_into(self.parts.merge, outputs, states, self.parts.inputs(custom), out.transpose(1, 2))
+        inputs = self.parts.inputs(custom)
+        return merge_into(self.parts.merge, outputs, states, inputs, out.transpose(1, 2), self._add)
+
+    def _add(self, parts: Sequence[Tensor], factors: Sequence[Tensor], out: Tensor) -> None:
+        """What adds parts up, each times its factor."""
+        kernels = self.parts.program_kernels
+        if kernels is None:
+            add_weighted(parts, factors, out)
+        else:
+            add_by_kernel(kernels.target(out), parts, factors, out)
 
     def _sides(self, parts: Sequence[Part]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         outputs = [output.transpose(1, 2) for output, _ in parts]

@@ -298,9 +298,8 @@ class AttentionPlan:
         tile, name = self._tile_of_extremes(over_keys), "extremes" if over_keys else "extremes of queries"
         lists = f"tile map of {'extremes' if over_keys else 'queries'}"
         arguments = buffers.extremes(self.problem, self._schedule, self._backward, tile, lists)
-        names = [name for extreme in self._backward.extremes for name in extreme.names]
         given = (self._schedule, self._backward, tile, over_keys)
-        writes = frozenset(f"saved_{name}" for name in names)
+        writes = frozenset(f"saved_{name}" for extreme in self._backward.extremes for name in extreme.names)
         return Launch(name, "straight.extremes.backward_extremes", given, arguments, writes, self._exact)
 
     def _tile_of_extremes(self, over_keys: bool) -> Tile:
@@ -368,10 +367,8 @@ class AttentionPlan:
             given = (*given, *self._in_blocks)
             return Launch("backward", "straight.backward.backward", given, arguments, writes, self._exact)
         places = (places_of(self.target),) if self.stores_dq else (0,) * len(self._in_blocks)
-        rules = (UNIFORM_GROUPS, HELD_THREADS)
-        return Launch(
-            "backward", "hopper.backward.backward", (*given, *places, *self._in_blocks), arguments, writes, rules
-        )
+        given, rules = (*given, *places, *self._in_blocks), (UNIFORM_GROUPS, HELD_THREADS)
+        return Launch("backward", "hopper.backward.backward", given, arguments, writes, rules)
 
     @cached_property
     def queries(self) -> Launch:

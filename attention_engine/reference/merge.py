@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from attention_engine.ir.expr import Axis, Expr, Op, const, topological
 from attention_engine.ir.merge import Merge, part_variable, whole_variable
 from attention_engine.ir.program import OUTPUT, Q_IDX, B, H
 from attention_engine.reference.evaluate import DTYPES, Evaluator, lowest
+
+AddWeighted: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
 
 
 def merge_parts(
@@ -29,24 +32,30 @@ def merge_parts(
 
 def merge_into(
     merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor],
-    out: Tensor,
+    out: Tensor, add: AddWeighted | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The same; the output is written to `out`, in its dtype. What a row's end multiplies its sum with joins the
-    factors of its parts, so that each part is read once, and little else is. Without gradients."""
+    factors of its parts, so that each part is read once, and little else is. Without gradients. add: what adds the
+    parts up, each times its factor, (batch, heads, queries, 1); None: `add_weighted`."""
     end = None if merge.finished else _row_factor(merge.output, tuple([row for _, row in merge.finals]))
     if end is None:
         output, rows = merge_parts(merge, outputs, states, custom)
         out.copy_(output)
         return rows
     evaluate, factors = _factors(merge, outputs, states, custom)
-    factors = [factor * evaluate(end).to(factor.dtype) for factor in factors]
+    of_rows = [(factor * evaluate(end).to(factor.dtype)).expand(*out.shape[:3], 1) for factor in factors]
+    (add or add_weighted)(outputs, of_rows, out)
+    return [evaluate(row).expand(*out.shape[:3], 1)[..., 0] for _, row in merge.finals]
+
+
+def add_weighted(parts: Sequence[Tensor], factors: Sequence[Tensor], out: Tensor) -> None:
+    """The sum of parts (batch, heads, queries, DV) times their factors (batch, heads, queries, 1), in the dtype of
+    `out`."""
     total: Tensor | None = None
-    for number, (output, factor) in enumerate(zip(outputs, factors, strict=True)):
-        into = out if number == len(outputs) - 1 else total
-        args = (output, factor) if total is None else (total, factor, output)
+    for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
+        into = out if number == len(parts) - 1 else total
+        args = (part, factor) if total is None else (total, factor, part)
         total = (torch.mul if total is None else torch.addcmul)(*args, out=into)
-    shape = outputs[0].shape
-    return [evaluate(row).expand(*shape[:3], 1)[..., 0] for _, row in merge.finals]
 
 
 @lru_cache(maxsize=256)
@@ -61,12 +70,15 @@ def _row_factor(output: Expr, finals: tuple[Expr, ...]) -> Expr | None:
 
 
 def join_parts(
-    merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same parts as one: its sum of weights times values, and its states. Not where parts are finished."""
+    merge: Merge, outputs: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], custom: Mapping[str, Tensor],
+    add: AddWeighted | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The same parts as one: its sum of weights times values, and its states. Not where parts are finished. add: as of
+    `merge_into`."""
     assert not merge.finished
-    evaluate, total = _joined(merge, outputs, states, custom)
-    rows = total.shape[:3]
+    evaluate, factors = _factors(merge, outputs, states, custom)
+    total, rows = torch.empty_like(outputs[0]), outputs[0].shape[:3]
+    (add or add_weighted)(outputs, [factor.expand(*rows, 1) for factor in factors], total)
     found = {name: evaluate.done[whole_variable(name)] for name in merge.read}
     return total, {name: state.expand(*rows, 1)[..., 0] for name, state in found.items()}
 

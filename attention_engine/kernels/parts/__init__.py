@@ -1,0 +1,1 @@
+"""Kernels that take what attention to parts of rows left."""
