@@ -1,7 +1,8 @@
 """What a layer's attention takes on many GPUs, by method: arithmetic, from rates that were measured on H100s.
 
-Work is shared evenly. A launch ends with its longest item alone, so that a rank's two launches lose what one GPU's one
-doesn't. What is sent is not hidden behind kernels, but for a ring's. `method="auto"` follows these numbers.
+Work is shared evenly. A launch ends with half of its SMs idle for the time of its longest item, so that a rank's two
+launches lose what one GPU's one doesn't. What is sent is not hidden behind kernels, but for a ring's. `method="auto"`
+follows these numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-RATES = (660e12, 525e12)  # products a second and GPU, forward and backward: 16-bit, head dim 128
-WITHIN, BETWEEN = 329e9, 45e9  # bytes a second and GPU: NVLink; a NIC of 400 Gb/s
+RATES = (690e12, 565e12)  # products a second and GPU, forward and backward: 16-bit, head dim 128
+WITHIN, BETWEEN = 270e9, 45e9  # bytes a second and GPU: NVLink, by NCCL's sends; a NIC of 400 Gb/s
 MEMORY = 3e12  # bytes a second
 NODE = 8  # GPUs
 BLOCKS, QUERIES = 132, 128  # of a GPU; of a block
-PASSES = 4  # over what is exchanged: it is brought in order, and padded
+PASSES = 4  # over what a collective brings: it is put in order, and padded
+PACKED = 2  # the same where heads are exchanged: they are packed, and joined
 Seconds = tuple[float, float]  # forward, backward
 
 
@@ -43,8 +45,8 @@ class Sizes:
 
     @property
     def tail(self) -> float:
-        """The longest item of a forward launch, alone."""
-        return 2 * QUERIES * self.length * (self.dim + self.dim_v) * BLOCKS / RATES[0]
+        """Half of the longest item of a forward launch."""
+        return QUERIES * self.length * (self.dim + self.dim_v) * BLOCKS / RATES[0]
 
     @property
     def keys(self) -> float:
@@ -61,8 +63,9 @@ def gather(sizes: Sizes) -> Seconds:
     """All keys to each rank; sums of their gradients home, in fp32."""
     link = WITHIN if sizes.spread == 1 else min(WITHIN, NODE * BETWEEN)  # a ring of NCCL's uses all NICs of a node
     forward, backward = sizes.ideal
-    forward += sizes.tail * (1 + 0.5 / sizes.ranks) + sizes.keys * 2 * (sizes.others / link + PASSES / MEMORY)
-    return forward, backward + sizes.keys * 4 * (sizes.others / link + PASSES / MEMORY)
+    passes = 0 if sizes.spread == 1 else PASSES  # within a node tokens are sent to where they belong
+    forward += sizes.tail * (1 + 0.5 / sizes.ranks) + sizes.keys * 2 * (sizes.others / link + passes / MEMORY)
+    return forward, backward + sizes.keys * 4 * (sizes.others / link + max(passes, 1) / MEMORY)  # and are added up
 
 
 def heads(sizes: Sizes) -> Seconds:
@@ -70,16 +73,19 @@ def heads(sizes: Sizes) -> Seconds:
     kv_heads = math.lcm(sizes.kv_heads, sizes.ranks)  # which are repeated
     entries = (sizes.heads + kv_heads) * (sizes.dim + sizes.dim_v) * sizes.batch * sizes.length / sizes.ranks
     link = WITHIN if sizes.spread == 1 else BETWEEN
-    sent = entries * 2 * (sizes.others / link + PASSES / MEMORY)
+    sent = entries * 2 * (sizes.others / link + PACKED / MEMORY)
     forward, backward = sizes.ideal
     return forward + sizes.tail + sent, backward + sent
 
 
 def ring(sizes: Sizes) -> Seconds:
-    """Keys of one rank at a time, sent while those before are attended to; rows of a step in fp32, joined."""
+    """Keys of one rank at a time, sent while those before are attended to; rows of a step in fp32, joined. Two ranks
+    gather."""
+    if sizes.ranks == 2:
+        return gather(sizes)
     link = WITHIN if sizes.spread == 1 else BETWEEN
     own, rows = sizes.keys / sizes.ranks, sizes.batch * sizes.length / sizes.ranks * sizes.heads
-    join = 12 * rows * sizes.dim_v / MEMORY  # a step's part is written, read, and added
+    join = 8 * rows * sizes.dim_v / MEMORY  # a step's part is written, and read where all are added up
     add = (16 * own + 12 * rows * sizes.dim) / MEMORY  # to sums of dK and dV that came, and to dQ
     forward, backward = (ideal / sizes.ranks for ideal in sizes.ideal)
     step, back = forward + 2 * sizes.tail / sizes.ranks + join, backward + add
