@@ -30,9 +30,10 @@ from typing import Any
 
 from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
+from attention_engine.codegen.patches.reciprocals import with_shared_reciprocals
 from attention_engine.codegen.patches.scope import Patch, Undo
 
-FLAGS = ["-DATTENTION_ENGINE_PRINTED=2"]  # in the compiler's cache key: another text is another kernel
+FLAGS = ["-DATTENTION_ENGINE_PRINTED=3"]  # in the compiler's cache key: another text is another kernel
 UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
 HELD_FLAGS = ["-DATTENTION_ENGINE_HELD_BARRIERS=1"]
 THREAD_FLAGS = ["-DATTENTION_ENGINE_HELD_THREADS=2"]
@@ -82,7 +83,8 @@ def rewriting(
 ) -> Iterator[None]:
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
     asked = {
-        with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, in_chains: not one_chain,
+        with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, with_shared_reciprocals: True,
+        in_chains: not one_chain,
         with_uniform_groups: uniform_groups, with_held_barriers: held_barriers, with_held_threads: held_threads,
     }  # fmt: skip
     _ours.rules = [rule for rule, wanted in asked.items() if wanted]
