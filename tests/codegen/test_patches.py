@@ -41,6 +41,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     quiet,
     reciprocals,
     shared_names,
+    swizzled,
 )
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from attention_engine.compiler import Kernel  # noqa: E402
@@ -51,7 +52,7 @@ from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 from tests.codegen.test_layouts import at_layouts  # noqa: E402
 
-RULES = (choices, ended_reads, reciprocals)
+RULES = (choices, ended_reads, reciprocals, swizzled)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -302,6 +303,17 @@ def test_tilelang_inverts_weights_one_by_one(monkeypatch):
         kernel = engine._source_kernel(name, "cuda")
         cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
         assert "= tl::fast_rcp((exp2f(" in cuda and rule(cuda).count("invert_two(scores[") == places
+
+
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
+def test_tilelang_adds_up_where_each_number_of_a_swizzled_tile_stands(monkeypatch):
+    rule = swizzled.with_turned_bits
+    monkeypatch.setattr(printed, rule.__name__, lambda cuda: cuda)
+    meta = meta_tensor(1, 2, 256, 128, dtype=torch.float16)
+    engine = AttentionEngine((meta,) * 3, mask_mod=lambda b, h, q, kv: q * kv % 3 > 0, device=arch.H100())
+    kernel = engine._source_kernel("backward", "cuda")
+    cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
+    assert "gradients_out) + ((((" in cuda and rule(cuda).count(" ^ ((i_") == 1
 
 
 def test_tilelang_includes_more_than_a_kernel_needs():

@@ -17,7 +17,8 @@ So is the index of a thread: of a kernel whose registers are all taken, ptxas re
 the addresses that the step's first row values wait for. The backward pass asks for it: whether ptxas held the index had
 changed with other parts of the kernel, by 6 % of its time. Its copying threads, of which each has 24 registers, read
 the index at each use: what is worked out of it is then not held over their loops, for which products would wait for one
-another (ptxas C7512).
+another (ptxas C7512). Stores to a swizzled tile, whose places are made of the index, find them by turned bits
+(swizzled.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from attention_engine.codegen.patches.choices import with_pairs_dropped, with_wh
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
 from attention_engine.codegen.patches.reciprocals import with_shared_reciprocals
 from attention_engine.codegen.patches.scope import Patch, Undo
+from attention_engine.codegen.patches.swizzled import with_turned_bits
 
-FLAGS = ["-DATTENTION_ENGINE_PRINTED=3"]  # in the compiler's cache key: another text is another kernel
+FLAGS = ["-DATTENTION_ENGINE_PRINTED=4"]  # in the compiler's cache key: another text is another kernel
 UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
 HELD_FLAGS = ["-DATTENTION_ENGINE_HELD_BARRIERS=1"]
 THREAD_FLAGS = ["-DATTENTION_ENGINE_HELD_THREADS=2"]
@@ -86,6 +88,7 @@ def rewriting(
         with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, with_shared_reciprocals: True,
         in_chains: not one_chain,
         with_uniform_groups: uniform_groups, with_held_barriers: held_barriers, with_held_threads: held_threads,
+        with_turned_bits: held_threads,
     }  # fmt: skip
     _ours.rules = [rule for rule, wanted in asked.items() if wanted]
     try:

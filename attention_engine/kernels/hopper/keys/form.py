@@ -13,7 +13,7 @@ from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
-from attention_engine.kernels.pair_maths import factor_of
+from attention_engine.kernels.pair_maths import factor_of, keeps_products
 from attention_engine.kernels.tiles import NO_NUMBERS, HandedQueries, QueryWalk, SequenceQueryWalk, Walks
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
 from attention_engine.kernels.workspace import transposes_dq
@@ -73,6 +73,12 @@ class KeyForm(Form):
         lists = self.plan.mapped or self.within
         copying = COPYING_LISTS if self.persistent and lists else COPYING
         return registers(self.tile.threads, copying, CHOOSING * self.tile.drops_apart)
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Is a step's dK on its way while the next step begins? Where pairs keep their products beside the weights,
+        registers are too few for it."""
+        return self.within and self.with_dq and not keeps_products(self.schedule) and self.schedule.dropped is None
 
     @property
     def within(self) -> bool:

@@ -117,6 +117,15 @@ class InRegisters(PairOperands):
     """Each warpgroup has 64 keys, and the operands of dV and dK stay in its registers."""
 
 
+class Crossing(InRegisters):
+    """The same where dK is made while the next step begins. Its operand lies in shared memory: registers would be too
+    few for it and the next step's products (ptxas C7512)."""
+
+    def gradients_for_dk(self, at: Step) -> Any:
+        """The operand of dK."""
+        return self.gradients_shared[at.number % 2, :, :]
+
+
 class InSharedMemory(PairOperands):
     """The warpgroups share 64 keys, the queries of pairs and the head dims of dK and dV halved between them. So both
     operands go through shared memory."""
@@ -202,7 +211,9 @@ def operands_of(form: KeyForm) -> PairOperands:
         kind = InSharedMemory
     elif pairs_in_turn(form.problem, form.tile):
         kind = OneAfterAnother
-    pairs, dtype, in_memory = [form.tile.kv, form.tile.q], form.problem.dtype, kind is not InRegisters
+    elif form.crosses:
+        kind = Crossing
+    pairs, dtype, in_memory = [form.tile.kv, form.tile.q], form.problem.dtype, not issubclass(kind, InRegisters)
     shares = form.shares_gradients or in_memory
     gradients_shared = named("gradients_out", T.alloc_shared([2, *pairs], dtype)) if shares else None
     weights_shared = named("weights_out", T.alloc_shared([2, *pairs], dtype)) if in_memory else None

@@ -1,7 +1,8 @@
 """What the computing warpgroups of a Hopper backward block over keys do: the steps of an item, and how dK and dV leave.
 
 Order of a step (hopper/backward.py says why): products q . k; gradients of weights, on their way while the weights are
-made; gradients of products; then dV, dQ and dK are issued together, and dQ is added to its sums while dK is made.
+made; gradients of products; then dV, dQ and dK are issued together, and dQ is added to its sums while dK is made. Of
+packed sequences dK is made on while the next step begins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from attention_engine.kernels.diagonals import (
     start_sums,
     sum_diagonals,
 )
-from attention_engine.kernels.hopper.barriers import arrive_when_read
+from attention_engine.kernels.hopper.barriers import arrive_when_read, give_back
 from attention_engine.kernels.hopper.chances import Bits
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
@@ -81,6 +82,10 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread)
     for step in T.serial(item.steps):
         take_step(work, step)
+    if form.crosses:
+        T.wait_wgmma(0)
+        last, _ = item.round.stage(item.steps + (form.tile.stages - 1), form.tile.stages)
+        give_back(thread, memory.queries.empty, last, item.steps > 0)
     finish_results(work)
 
 
@@ -160,6 +165,9 @@ def take_step(work: Work, step: Any) -> None:
         memory.keys.tile, queries.tile[stage, :, :], pairs.products, transpose_B=True, policy=form.policy,
         clear_accum=True,
     )  # fmt: skip
+    if form.crosses:
+        T.wait_wgmma(1)  # all but these: dK of the step before is there
+        give_back(work.thread, queries.empty, item.round.stage(step + (tile.stages - 1), tile.stages)[0], step > 0)
     if memory.entries is not None:
         visit = walk.at(step)
     head = visit.head
@@ -173,7 +181,7 @@ def take_step(work: Work, step: Any) -> None:
     staged = {row_variable(n): Stage(memory.rows[n], stage) for n in form.row_names}
     chosen = None if memory.chances is None else bind(bits_of_step, work, step)
     maths = PairMaths(form.schedule, sizes, place, PairTile((tile.kv, tile.q), True, q0, kv0, staged, chosen=chosen))
-    outside = T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
+    outside = False if form.within else T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
     at = Step(number=step, stage=stage, turn=turn, visit=visit, q0=q0, maths=maths, outside=outside)
     pairs.make(at, queries, memory.output_gradients, memory.values.tile)
     if memory.chances is not None:
@@ -195,9 +203,10 @@ def take_step(work: Work, step: Any) -> None:
         add_to_sums_of_dq(work, row, q0)
         if memory.order is not None:
             memory.order.hand_on(work.thread)
-    T.wait_wgmma(0)
-    if work.thread % WARP == 0:
-        T.barrier_arrive(queries.empty[stage])
+    if not form.crosses:
+        T.wait_wgmma(0)
+        if work.thread % WARP == 0:
+            T.barrier_arrive(queries.empty[stage])
 
 
 def bits_of_step(work: Work, step: Any) -> Callable[[Any, Any], Any]:
