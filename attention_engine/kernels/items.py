@@ -168,6 +168,9 @@ class KeyBlocks:
     shortest, where blocks add to dQ in order: hopper/keys/order.py says why). The unit then has as many pairs as the L2
     cache holds queries and gradients of: a GPU would else end with the long blocks of the last head, most of its SMs
     idle. Where all blocks are as long, a unit is one pair, and blocks have the GPU's own numbers.
+
+    Where a list says the order of a unit's blocks, units that prepare none later are dealt in turns, a block of each:
+    the longest of the last unit would else begin when nearly all is done, and most SMs wait for them.
     """
 
     blocks: Any  # of keys, of a head
@@ -256,7 +259,12 @@ class KeyBlocks:
             block, head, batch = index
             return batch * self.heads + head, block
         number = name_value(T.truncdiv(index, self.of_a_unit))
-        return number, name_value(index - number * self.of_a_unit)
+        if self.most is None:
+            return number, name_value(index - number * self.of_a_unit)
+        first = name_value(T.max(self.pairs - self.ahead, 0))
+        last, of_last = name_value(self.pairs - first), name_value(index - first * self.blocks)
+        number = name_value(T.if_then_else(of_last < 0, number, first + of_last % last))
+        return number, name_value(T.if_then_else(of_last < 0, index - number * self.blocks, T.truncdiv(of_last, last)))
 
     def keys_of(self, index: Any) -> tuple[Any, Any, Any]:
         """Block of keys, key head and batch of a block of the grid."""

@@ -1,5 +1,7 @@
 """Work items of persistent kernels: each is dealt once, and causal work evenly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -156,3 +158,37 @@ def test_blocks_of_keys_with_as_many_queries_are_numbered_by_the_gpu():
     problem = Problem(8, 4, 64, 64, "float16")
     blocks = KeyBlocks.of(problem, TILE, Sizes(problem), longest_first=False)
     assert len(blocks.grid) == 3 and blocks.keys_of((5, 3, 1)) == (5, 3, 1)
+
+
+def listed(pairs, length, ahead):
+    """The unit, and the number there, of each block of packed sequences, in the order in which a counter deals them."""
+    problem = Problem(pairs, pairs, 128, 128, "float16")
+    sizes, of_a_unit = Sizes(problem), length // TILE.kv
+    blocks = KeyBlocks.of(problem, TILE, sizes, longest_first=False, at_once=132)
+    blocks = replace(blocks, blocks=of_a_unit, most=of_a_unit + 1)
+    found = torch.zeros(pairs * of_a_unit, 2, dtype=torch.int32)
+    parameters = {"batch": sizes.batch, "units_ahead": blocks.ahead, "order": T.Tensor(found.shape, "int32")}
+
+    @T.macro
+    def body(buffers):
+        with T.Kernel(1, threads=128):
+            for index in T.serial(pairs * of_a_unit):
+                unit, number = blocks.position(index)
+                buffers["order"][index, 0] = unit
+                buffers["order"][index, 1] = number
+
+    Interpreter(build("order", parameters, body))(1, ahead, found)
+    return [tuple(row) for row in found.tolist()]
+
+
+@pytest.mark.parametrize(("pairs", "ahead"), [(8, 2), (8, 1), (5, 3), (2, 2), (2, 9), (1, 1)])
+def test_the_last_units_of_packed_sequences_are_dealt_in_turns_when_what_they_wait_for_was_dealt(pairs, ahead):
+    order = listed(pairs, 1024, ahead)
+    assert sorted(order) == [(unit, number) for unit in range(pairs) for number in range(8)]
+    first = max(pairs - ahead, 0)
+    assert order[: first * 8] == sorted(order)[: first * 8]
+    assert order[first * 8 :] == [(unit, number) for number in range(8) for unit in range(first, pairs)]
+    dealt_at = {block: at for at, block in enumerate(order)}
+    for unit, number in order:
+        waited_for = [dealt_at[unit - ahead, other] for other in range(8)] if unit >= ahead else []
+        assert all(at < dealt_at[unit, number] for at in waited_for)
