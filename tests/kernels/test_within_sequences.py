@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, meta_tensor
+from attention_engine import AttentionEngine, library, meta_tensor
+from attention_engine.arch import H100
 from attention_engine.plan.forms import HopperForward, Tile
 from tests import packed_cases, plain
 from tests.kernels.test_hopper_interpret import kernels, ran  # noqa: F401 - a fixture
@@ -83,3 +84,24 @@ def test_rows_leave_with_their_sequence(dim):
                 _, lse = plain.attention(q, k, v, "softmax", mask=lambda b, h, i, j: i >= j, return_lse=True)
                 assert torch.allclose(rows["lse"][:, at : at + n].double(), lse[0], atol=2e-2)
             at += n
+
+
+def test_no_group_waits_for_one_that_gets_no_item():
+    """The simulator knows no barrier of groups. A list may hold fewer tiles than there are blocks: those without one
+    have no first group that lets a second start (on a GPU, two sequences of 64 and 100 rows waited for ever)."""
+    metas = [meta_tensor(None, heads, None, 128, dtype=torch.float16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    engine = AttentionEngine(metas, mask_mod=library.causal, online_func=library.OnlineSigmoid(), scale=SCALE)
+    lines = engine._source_kernel("forward", "tilelang", "alike", H100()).source("tilelang").splitlines()
+    waits = [at for at, line in enumerate(lines) if 'tvm_storage_sync("shared", 2 + thread // 128 - 2, 256)' in line]
+    assert waits
+    for wait in waits:
+        around, margin = [], indent_of(lines[wait])
+        for line in reversed(lines[:wait]):
+            if indent_of(line) < margin:
+                around.append(line.strip())
+                margin = indent_of(line)
+        assert "if numbers[3] > 0:" in around, around[:4]
+
+
+def indent_of(line):
+    return len(line) - len(line.lstrip())

@@ -154,7 +154,7 @@ def start_scores(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, ite
         start_tile(form, maths_of(form, buffers, memory, item, form.values_of_start), walk, 0)
     if item.steps > 0:
         T.barrier_wait(memory.keys.full[stage], turn)
-    form.turns.start_apart(T.get_thread_binding(), item.round.items)
+        form.turns.start_apart(T.get_thread_binding(), item.round.items)
     issue_scores(form, memory, item, stage)
 
 

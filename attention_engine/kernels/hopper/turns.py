@@ -41,7 +41,8 @@ class Turns:
             tell_next(thread, self.groups)
 
     def start_apart(self, thread: Any, items_before: Any) -> None:
-        """Without turns the second group starts when the first has weights."""
+        """Without turns the second group starts when the first has weights. A block that gets no item at all has none,
+        so that nobody may wait there: a list of packed sequences may be shorter than there are blocks."""
         if not self.in_turn and self.groups > 1:
             wait_for_first(thread, items_before)
 
