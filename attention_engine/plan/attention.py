@@ -31,6 +31,7 @@ from attention_engine.plan.hopper import (
     may_add_in_order,
     pairs_in_order,
     pairs_issue_much,
+    pairs_of_a_listed_unit,
     pairs_of_a_unit,
     starts_longest_first,
     units_ahead,
@@ -169,10 +170,12 @@ class AttentionPlan:
         """The numbers of a backward pass: how blocks over keys are ordered, and for which units delta is given."""
         tile, places = self.tiles.backward, places_of(self.target)
         turns = walks_turn(self.problem, tile, self.tile_plan)
+        pairs = batch * self.problem.kv_heads
         together = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places, turns)
+        if self.tile_plan.mapped:
+            together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
         if tile.in_order:  # spare warps say whose turn it is, and prepare nothing
-            pairs = batch * self.problem.kv_heads
             together = pairs_in_order(tile, pairs, keys, places, self.tile_plan.later_is_longer)
             ahead = -(-pairs // together)
         turn = blocks_of_a_turn(tile, keys, places, together)

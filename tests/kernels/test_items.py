@@ -14,7 +14,7 @@ from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.hopper.forward_copies import take_number
 from attention_engine.kernels.items import Deal, Items, KeyBlocks
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import pairs_of_a_unit
+from attention_engine.plan.hopper import pairs_of_a_listed_unit, pairs_of_a_unit
 
 TILE = Tile(128, 128, 256, 2)
 
@@ -152,6 +152,13 @@ def test_blocks_of_keys_with_most_queries_start_first_in_units_of_a_gpu_or_its_c
         section = by_section[first : first + size]
         assert (section[:, :-1].amax(0) < section[:, 1:].amin(0)).all()  # all heads' first blocks, then their second
         assert section.max() < by_section[first + size :].min() if first + size < 10 else True
+
+
+@pytest.mark.parametrize(("pairs", "keys", "together"), [
+    (32, 8192, 8), (8, 8192, 8), (32, 16384, 4), (6, 16384, 3), (32, 4096, 16), (32, 65536, 1), (1, 128, 1),
+])  # fmt: skip
+def test_units_of_blocks_with_lists_are_of_four_times_as_many_pairs_as_run_together(pairs, keys, together):
+    assert pairs_of_a_listed_unit(TILE, pairs, keys, 132) == together
 
 
 def test_blocks_of_keys_with_as_many_queries_are_numbered_by_the_gpu():
