@@ -13,9 +13,9 @@ been at its tile by then. So they may start together, and nobody waits. The tick
 added last; a block whose tile the next keys don't see is the tile's first.
 
 No wait is for ever: a block waits for its neighbour alone, of the same head. That one meets every tile for which it is
-waited for (`may_add_in_order` in plan/hopper.py) and has a lower number in the grid, so the GPU has started it. The first
-of a head waits for nobody. Inside a block, the copying warp and the products wait for neither ticket but through the
-additions of the step before.
+waited for (`may_add_in_order` in plan/hopper.py) and has a lower number in the grid, so the GPU has started it. The
+first of a head waits for nobody. Inside a block, the copying warp and the products wait for neither ticket but through
+the additions of the step before.
 """
 
 from __future__ import annotations
