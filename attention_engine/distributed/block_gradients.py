@@ -162,3 +162,8 @@ def without(of: Collection[str], names: Sequence[str], tensors: Sequence[Tensor]
         else zero[0].expand(t.shape)
         for name, t in zip(names, tensors, strict=True)
     ]
+
+
+def one_after_another(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Them all; nothing is copied where there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention_engine.distributed.block_gradients import BlockGradients, goes_block_by_block, without
+from attention_engine.distributed.block_gradients import (
+    BlockGradients,
+    goes_block_by_block,
+    one_after_another,
+    without,
+)
 from attention_engine.distributed.exchange import Range, Tokens, all_of, sums_of
 from attention_engine.distributed.layout import Run
 from attention_engine.distributed.placements import Placement
@@ -100,11 +105,6 @@ def in_all(length: int, ranges: Sequence[Range], parts: Sequence[Tensor]) -> Ten
         if part is not total:
             total[:, first:stop] += part
     return total
-
-
-def one_after_another(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Them all; nothing is copied where there is one."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 class GatheredFunction(torch.autograd.Function):

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention_engine.distributed.block_gradients import BlockGradients, goes_block_by_block, without
+from attention_engine.distributed.block_gradients import (
+    BlockGradients,
+    goes_block_by_block,
+    one_after_another,
+    without,
+)
 from attention_engine.distributed.exchange import Ranks, Tokens
 from attention_engine.distributed.layout import Run
 from attention_engine.distributed.placements import Placement
@@ -208,11 +213,11 @@ class Ring:
         gradients = self.attention.gradients
         assert gradients is not None
         wide = compute_dtype(q)
-        dq, total = torch.zeros_like(q, dtype=wide), without(gradients.wanted, self.names, custom, wide)
+        of_runs: dict[Run, Tensor] = {}
+        total = without(gradients.wanted, self.names, custom, wide)
         keys: Moving | None = None
         sums: Moving | None = None
         here = {run: gradients.of_run(run, made, d_o, d_rows) for run in self.runs}
-        done: set[Run] = set()
         for step in range(self.size):
             if keys is not None:
                 k, v = keys.wait()
@@ -220,9 +225,9 @@ class Ring:
                 keys = Moving(self.keys.ranks, [k, v], self.count(step + 1))
             dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
             for block in self.blocks(step):
-                found = here[block.run].of_block(*self.given(block, q, k, v, custom), block.run not in done)
-                done.add(block.run)
-                dq[:, block.run.here] += found.q
+                before = of_runs.get(block.run)
+                found = here[block.run].of_block(*self.given(block, q, k, v, custom), before is None)
+                of_runs[block.run] = found.q if before is None else before.add_(found.q)
                 dk[:, block.keys] += found.k
                 dv[:, block.keys] += found.v
                 for name, into in zip(self.names, self.own(total, block), strict=True):
@@ -232,7 +237,9 @@ class Ring:
                 sums = Moving(self.keys.ranks, self.added([dk, dv], sums), self.count(step + 1))
         if sums is not None:
             dk, dv = sums.wait()
-        return dq, dk, dv, {n: t for n, t in zip(self.names, total, strict=True) if n in gradients.wanted}
+        dq = [of_runs.get(run, q.new_zeros((), dtype=wide).expand_as(q[:, run.here])) for run in self.runs]
+        named = {n: t for n, t in zip(self.names, total, strict=True) if n in gradients.wanted}
+        return one_after_another(dq, 1), dk, dv, named
 
     def added(self, mine: Sequence[Tensor], sums: Moving | None) -> list[Tensor]:
         """Gradients of the keys that are here, with the sums of ranks that had them before."""
