@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
 from attention_engine.codegen.patches import fences, headers, patched, printed, wait_groups
+from attention_engine.codegen.patches.later import imported_later
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.codegen.tir_types import Function, Printed
 from attention_engine.collector import seldom_collected
@@ -234,7 +235,7 @@ def load_tilelang() -> Any:
     import torch  # noqa: F401
 
     folders.prepare_tilelang()
-    with seldom_collected():
+    with seldom_collected(), imported_later():
         import tilelang
 
     return tilelang

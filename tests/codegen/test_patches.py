@@ -34,6 +34,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     choices,
     ended_reads,
     idle,
+    later,
     layouts,
     patched,
     printed,
@@ -242,14 +243,14 @@ def test_every_change_of_ours_names_its_proof_here():
     modules = {path.stem for path in folder.glob("*.py")} - no_changes
     of_patches = {patch.put.__module__.rsplit(".", 1)[1] for patch in PATCHES}
     rules = {rule.__name__.rsplit(".", 1)[1] for rule in RULES}
-    assert modules == of_patches | {"proofs"} | rules
-    found = {patch.proof for patch in PATCHES} | {proofs.PROOF, *(rule.PROOF for rule in RULES)}
+    assert modules == of_patches | {"proofs", "later"} | rules
+    found = {patch.proof for patch in PATCHES} | {proofs.PROOF, later.PROOF, *(rule.PROOF for rule in RULES)}
     assert len(found) == len(modules) and found <= {name for name in globals() if name.startswith("test_tilelang_")}
 
 
 def test_every_change_of_ours_was_looked_at_in_this_version_of_tilelang():
     installed = importlib.metadata.version("tilelang")
-    versions = {patch.version for patch in PATCHES} | {proofs.VERSION, *(rule.VERSION for rule in RULES)}
+    versions = {patch.version for patch in PATCHES} | {proofs.VERSION, later.VERSION, *(rule.VERSION for rule in RULES)}
     assert versions == {installed}
 
 
@@ -358,6 +359,39 @@ def test_tilelang_runs_passes_that_change_nothing(monkeypatch):
     assert len(left_out) == 7 and not any(every[runs["Simplify"][n - 1]][1] for n in (3, 5))
     assert [name for name, _ in found] == [name for n, (name, _) in enumerate(every) if n not in left_out]
     assert text == theirs
+
+
+IMPORTED = "print(sum(name.startswith(later.LATER) for name in sys.modules))"
+LATE = f"""
+import sys
+from attention_engine.codegen.compile import load_tilelang
+from attention_engine.codegen.patches import later
+load_tilelang()
+{IMPORTED}
+from importlib.machinery import SourceFileLoader
+run, ran = SourceFileLoader.exec_module, []
+SourceFileLoader.exec_module = lambda loader, module: (ran.append(module.__name__), run(loader, module))[1]
+import tvm.relax.op
+from tvm import relax, topi
+assert ran.count("tvm.relax.op") == 1 and relax.op.__spec__.origin.endswith("op/__init__.py"), ran
+assert relax.TensorType.__module__.startswith("tvm.relax") and callable(topi.add) and callable(relax.op.add)
+{IMPORTED}
+"""
+
+
+def printed_by(code):
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100).stdout
+
+
+def test_what_no_kernel_needs_is_imported_when_somebody_asks():
+    before, after = map(int, printed_by(LATE).split())
+    assert before <= len(later.LATER) + 1 and after > 200
+
+
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
+def test_tilelang_imports_what_no_kernel_needs():
+    code = f"import sys, tilelang; print(sum(name.startswith({later.LATER}) for name in sys.modules))"
+    assert int(printed_by(code)) > 300
 
 
 @pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
