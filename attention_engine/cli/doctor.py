@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
 import re
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import attention_engine
 from attention_engine import folders
@@ -49,8 +52,20 @@ def versions() -> Finding:
         tilelang = importlib.metadata.version("tilelang")
     except importlib.metadata.PackageNotFoundError:
         return Finding("packages", False, "TileLang is missing. pip install tilelang==0.1.15")
-    words = f"Python {platform.python_version()}, torch {torch.__version__}, TileLang {tilelang}"
+    words = f"Python {platform.python_version()}, torch {torch.__version__}, TileLang {tilelang}{_bytecode()}"
     return Finding("packages", True, words)
+
+
+def _bytecode() -> str:
+    """What to do where Python reads TileLang's source anew in each process: as after uv, or pip --no-compile, where
+    nothing writes bytecode later."""
+    spec = importlib.util.find_spec("tilelang")
+    if spec is None or spec.origin is None or Path(importlib.util.cache_from_source(spec.origin)).exists():
+        return ""
+    folder = Path(spec.origin).parent
+    if not sys.dont_write_bytecode and os.access(folder, os.W_OK):
+        return ""
+    return f" without bytecode: its import takes a second more. python -m compileall -q {folder}"
 
 
 def gpu() -> Finding:

@@ -270,6 +270,14 @@ def test_explain_names_the_entry_of_a_file(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("may_write", [False, True])
+def test_doctor_says_that_tilelang_has_no_bytecode_where_none_will_be_written(tmp_path, monkeypatch, may_write):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", not may_write)
+    monkeypatch.setattr("os.access", lambda path, mode: True)
+    assert ("without bytecode: its import takes a second more. python -m comp" in doctor.versions().words) != may_write
+
+
 def test_a_linear_attentions_kernels_have_one_number_of_heads():
     given = ["LinearProblem(heads=4, dim=32, dim_v=16, dtype='bfloat16')"]
     record = {"target": "sm_90a", "given": given, "tilelang": "0.1.15"}
