@@ -163,8 +163,7 @@ class AttentionPlan:
     @property
     def pair_launches(self) -> list[Launch]:
         """The kernels of pairs, which come last; for gradients in fp32."""
-        found = (*self.custom_sums.pairs, *self.custom_sums.by_rows)
-        return [self.pairs(read, expr, "float32") for read, expr in found]
+        return [self.pairs(*found, "float32") for found in (*self.custom_sums.pairs, *self.custom_sums.by_rows)]
 
     def numbers(self, batch: int, queries: int, keys: int, finals: Sequence[str] = ()) -> dict[str, int]:
         """The numbers of a backward pass: how blocks over keys are ordered, and for which units delta is given."""
@@ -251,10 +250,9 @@ class AttentionPlan:
             return []
         name = f"tile map of {of}"
         arguments = buffers.tile_map(self.problem, plan, tile, over_keys, name)
-        given = (plan.mask, tile, over_keys)
         builder = "block_map.block_map" if plan.follows_blocks(tile.q, tile.kv) else "tile_map.tile_map"
         writes = frozenset([name, *([DEALT] if deals_by_counter(plan, tile, over_keys) else [])])
-        return [Launch(name, builder, given, arguments, writes, lasting=not plan.reads)]
+        return [Launch(name, builder, (plan.mask, tile, over_keys), arguments, writes, lasting=not plan.reads)]
 
     @cached_property
     def forward_schedule(self) -> ForwardSchedule:
@@ -270,9 +268,8 @@ class AttentionPlan:
         tile = self.tiles.forward
         arguments = buffers.list_sequence_tiles(self.problem, tile)
         given = (self.forward_schedule.mask, tile)
-        writes = frozenset([buffers.SEQUENCE_TILES])
-        builder = "sequence_tiles.sequence_tiles"
-        return Launch("tiles of sequences", builder, given, arguments, writes, of_sequences=True)
+        build, writes = "sequence_tiles.sequence_tiles", frozenset([buffers.SEQUENCE_TILES])
+        return Launch("tiles of sequences", build, given, arguments, writes, of_sequences=True)
 
     @cached_property
     def forward(self) -> Launch:

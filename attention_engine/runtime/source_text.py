@@ -24,7 +24,8 @@ def fold(line: str) -> list[str]:
     indent = len(line) - len(line.lstrip())
     places, parts, start, deeper = list(_breaks(line)), [], 0, 0
     while len(line) - start + deeper > WIDTH:
-        fits = [(depth, place) for depth, place in places if start + indent < place <= start + WIDTH - deeper]
+        first = max(start, indent)
+        fits = [(depth, place) for depth, place in places if first < place <= start + WIDTH - deeper]
         if not fits:
             break
         late = [each for each in fits if each[1] > start + (WIDTH - deeper) // 2] or fits

@@ -385,7 +385,7 @@ def test_both_engines_offer_the_same():
     ours = lambda kind: [c for c in kind.__mro__ if c.__module__.startswith("attention_engine")]  # noqa: E731
     public = lambda kind: {n for c in ours(kind) for n in vars(c) if not n.startswith("_")}  # noqa: E731
     assert public(LinearAttentionEngine) - public(AttentionEngine) == {"step"}
-    of_pairs = {"show_mask", "show_scores", "partial", "merge", "with_cache"}
+    of_pairs = {"show_mask", "show_scores", "partial", "merge", "with_cache", "block_rows"}
     assert public(AttentionEngine) - public(LinearAttentionEngine) == of_pairs
 
 
