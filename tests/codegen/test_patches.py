@@ -40,20 +40,18 @@ from attention_engine.codegen.patches import (  # noqa: E402
     printed,
     proofs,
     quiet,
-    reciprocals,
     shared_names,
     swizzled,
 )
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from attention_engine.compiler import Kernel  # noqa: E402
-from attention_engine.library import OnlineSigmoid  # noqa: E402
 from tests.codegen import flash  # noqa: E402
 from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 from tests.codegen.test_layouts import at_layouts  # noqa: E402
 
-RULES = (choices, ended_reads, reciprocals, swizzled)
+RULES = (choices, ended_reads, swizzled)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -291,19 +289,6 @@ def test_tilelang_drops_weights_one_by_one(monkeypatch):
     cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
     assert rules[0](cuda).count("first_bits_of_bytes<0xbbaa>(first)") == 2
     assert "__umulhi" in cuda and "__umulhi" not in rules[1](cuda)
-
-
-@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
-def test_tilelang_inverts_weights_one_by_one(monkeypatch):
-    """Of a sigmoid, in a forward kernel, at both places; a backward kernel's neighbours are of two rows."""
-    rule = reciprocals.with_shared_reciprocals
-    monkeypatch.setattr(printed, rule.__name__, lambda cuda: cuda)
-    meta = meta_tensor(1, 2, 256, 128, dtype=torch.float16)
-    engine = AttentionEngine((meta,) * 3, online_func=OnlineSigmoid(), device=arch.H100())
-    for name, places in (("forward", 2), ("backward", 0)):
-        kernel = engine._source_kernel(name, "cuda")
-        cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
-        assert "= tl::fast_rcp((exp2f(" in cuda and rule(cuda).count("invert_two(scores[") == places
 
 
 @pytest.mark.slow  # of a TileLang that is pinned: what may go with the next

@@ -31,7 +31,6 @@ from typing import Any
 
 from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
-from attention_engine.codegen.patches.reciprocals import with_shared_reciprocals
 from attention_engine.codegen.patches.scope import Patch, Undo
 from attention_engine.codegen.patches.swizzled import with_turned_bits
 
@@ -85,8 +84,7 @@ def rewriting(
 ) -> Iterator[None]:
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
     asked = {
-        with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, with_shared_reciprocals: True,
-        in_chains: not one_chain,
+        with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, in_chains: not one_chain,
         with_uniform_groups: uniform_groups, with_held_barriers: held_barriers, with_held_threads: held_threads,
         with_turned_bits: held_threads,
     }  # fmt: skip
