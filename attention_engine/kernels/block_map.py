@@ -25,7 +25,7 @@ THREADS = 256  # tiles that are asked about at once
 
 
 def block_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
-    """The PrimFunc: (batch, query length, key length, the map of blocks, tile_lists).
+    """The PrimFunc: (batch, query length, key length, the map of blocks, tile_lists, [items_dealt]).
 
     over_keys: for blocks that hold queries and walk over keys; else for those that hold keys.
     """

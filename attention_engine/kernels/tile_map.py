@@ -34,7 +34,7 @@ KEPT, MASKED, OPEN = 1, 2, 4  # some pair is kept; some is masked; it must be as
 
 
 def tile_map(problem: Problem, mask: Expr, tile: Tile, over_keys: bool) -> Any:
-    """The PrimFunc: (batch, query length, key length, custom inputs that the mask reads..., tile_lists).
+    """The PrimFunc: (batch, query length, key length, custom inputs that the mask reads..., tile_lists, [items_dealt]).
 
     over_keys: for blocks that hold queries and walk over keys; else for those that hold keys.
     """

@@ -48,7 +48,7 @@ from attention_engine.plan.hopper import why_not_forward
 
 
 def forward(problem: Problem, schedule: ForwardSchedule, tile: Tile, at_once: int = 1) -> Any:
-    """The PrimFunc of straight/forward.py: (q, k, v, custom..., [tile_lists], o, rows...).
+    """The PrimFunc of straight/forward.py: (q, k, v, custom..., [tile_lists, [items_dealt]], o, rows...).
 
     at_once: how many blocks the GPU runs at once, of a persistent form.
     """
