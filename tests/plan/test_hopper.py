@@ -128,6 +128,14 @@ def test_units_that_start_together_dont_prepare_for_each_other(keys, together):
     assert ahead == 1 or (ahead - 2) * blocks < places
 
 
+@pytest.mark.parametrize(("keys", "ahead"), [(1000, 17), (8192, 3), (16384, 3), (32768, 3), (131072, 3)])
+def test_three_units_of_packed_sequences_at_least_end_in_turns(keys, ahead):
+    tile = Tile(64, 128, 256, 2, HopperKeys(persistent=True, within_sequences=True))
+    assert units_ahead(tile, keys, 132) == ahead
+    if keys >= 16384:
+        assert units_ahead(tile.in_form(within_sequences=False), keys, 132) < ahead
+
+
 @pytest.mark.parametrize(
     ("batch", "keys", "together", "turn"),
     [
