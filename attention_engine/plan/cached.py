@@ -354,11 +354,11 @@ class CachedPlan:
         blocks = max(blocks, batch) if self.cache.packed else batch * blocks
         rows = self.problem.kv_heads * blocks
         found = choose_parts(rows, keys, self.tile, self.target)
-        alone = found == 1 and rows <= places_of(self.target) and -(-keys // self.tile.kv) > FEWEST_TILES
-        return 2 if alone and self.reduces_more else found
+        pairs = self.reduces_more and not (self.by_tma or self.by_hand) and rows * found <= places_of(self.target)
+        return 2 * found if pairs and 2 * found <= MOST_PARTS and 4 * found <= -(-keys // self.tile.kv) else found
 
     @cached_property
     def reduces_more(self) -> bool:
         """Is a tile reduced that is neither scores nor weights? A block then computes for longer than its keys take to
-        come, where it has an SM to itself: two of them share one better."""
+        come, where it has an SM to itself: two of them share one better. Not where a warp of its own copies."""
         return any(isinstance(s, ReduceStep) and s.source is not None for s in schedule_forward(self.program).steps)

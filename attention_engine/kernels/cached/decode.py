@@ -235,7 +235,11 @@ def over_parts(
     row_tiles = T.ceildiv(sizes.q * problem.group, of.tile.q)
     parts = sizes.spell(cached.PARTS) if in_parts else 1
     batches = 1 if cache.dealt else sizes.batch
-    with T.Kernel(parts, problem.kv_heads * row_tiles, batches, threads=threads) as at:
+    blocks = problem.kv_heads * row_tiles
+    first = parts if cache.dealt else blocks  # heads that read the same pages run beside each other
+    then = blocks if cache.dealt else parts
+    with T.Kernel(first, then, batches, threads=threads) as (x, y, owner):
+        at = (x, y, owner) if cache.dealt else (y, x, owner)
         if overlaps:
             T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
         if cache.dealt:  # behind the last part there is nothing to do
