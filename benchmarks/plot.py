@@ -24,6 +24,7 @@ PEERS = {
     "cudnn": "cuDNN, through PyTorch's SDPA", "flash_attention_2": "FlashAttention-2, through PyTorch's SDPA",
     "flash_attention_4": "FlashAttention-4", "flex_attention": "FlexAttention",
     "torch_compile": "torch.compile of the formula", "mamba-ssm": "mamba-ssm", "fla": "flash-linear-attention",
+    "flash_attention_3": "FlashAttention-3", "flashinfer": "FlashInfer", "read": "a plain read of the cache",
 }  # fmt: skip
 PROGRAMS = {
     "softmax": "softmax", "softcap": "softcap", "alibi": "ALiBi", "sigmoid": "sigmoid", "relu": "ReLU",
@@ -34,6 +35,10 @@ LINEAR = {
     "mamba2": "Mamba-2, batch 8, length 2048", "mamba2_8k": "Mamba-2, batch 8, length 8192",
     "mamba2_b1": "Mamba-2, batch 1, length 2048", "retention": "retention, batch 8, length 4096",
     "retention_b1": "retention, batch 1, length 2048",
+}  # fmt: skip
+DECODING = {
+    "softmax page 64": "attention_engine", "FlashAttention-3 page 64": "flash_attention_3",
+    "FlashInfer decode page 64": "flashinfer", "read": "read",
 }  # fmt: skip
 
 
@@ -52,11 +57,13 @@ LOOKS = {
         "attention_engine": "#0b6e4f", "deterministic": "#7fb069", "cudnn": "#8d99a6", "flash_attention_2": "#b8c1ca",
         "flash_attention_4": "#35588c", "flex_attention": "#c1666b", "torch_compile": "#dba617",
         "mamba-ssm": "#8d99a6", "fla": "#35588c",
+        "flash_attention_3": "#35588c", "flashinfer": "#c1666b", "read": "#b8c1ca",
     }),
     "dark": Look("#dfe5ea", "#47515c", "#1e2129", {
         "attention_engine": "#35c48d", "deterministic": "#a5d490", "cudnn": "#8d99a6", "flash_attention_2": "#667079",
         "flash_attention_4": "#6f9bdc", "flex_attention": "#e0878c", "torch_compile": "#e9c46a",
         "mamba-ssm": "#8d99a6", "fla": "#6f9bdc",
+        "flash_attention_3": "#6f9bdc", "flashinfer": "#e0878c", "read": "#667079",
     }),
 }  # fmt: skip
 
@@ -249,6 +256,23 @@ def linear(results: Results, look: Look) -> Any:
     return figure
 
 
+def decoding(results: Results, look: Look) -> Any:
+    """TB/s of one query a request over caches in pages of 64, after a call that left other data in the L2 cache."""
+    rows = [row for row in results.rows if row["call"] in DECODING and row["cache_held"] == "written"]
+    shapes = [row["shape"] for row in rows if row["call"] == "softmax page 64" and "queries" not in row["shape"]]
+    figure, axis = figure_of(look, 1, 1, 9, 1.75 + 0.21 * len(shapes) + 0.235 * len(DECODING) * len(shapes))
+    values = {(row["shape"], DECODING[row["call"]]): float(row["tb_s"]) for row in rows if row["shape"] in shapes}
+    handles = draw_bars(axis, shapes, values, look, "%.2f")
+    axis.set_title("keys and values read, TB/s", loc="left")
+    axis.xaxis.set_visible(False)
+    axis.spines["bottom"].set_visible(False)
+    about = f"{results.where.get('device', '')}, bf16, head dim 128, pages of 64; batch, heads of q/k and v, keys"
+    said = [versions(results.where, list(handles)), f"FlashInfer {results.where.get('flashinfer', '')}"]
+    title(figure, "Decoding: longer bars are faster", [about, ", ".join(said)], look)
+    legend(figure, handles, 4)
+    return figure
+
+
 def over_dims(results: Results, look: Look) -> Any:
     """One group of bars for each head dim and mask, forward beside backward."""
     rows = results.rows
@@ -293,6 +317,7 @@ PICTURES: dict[str, Callable[[Look], Any]] = {
     "history": history.draw,
     "h100_dims": lambda look: over_dims(of_files("h100_dims_bf16"), look),
     "h100_linear": lambda look: linear(of_files("h100_linear"), look),
+    "h100_decoding": lambda look: decoding(of_files("h100_decoding"), look),
     **{
         f"h100_{shape}_{mask}": lambda look, family=f"mha-{shape}.softmax.{mask}": curves(
             of_files("h100_softmax_peers"), family, look
@@ -319,8 +344,10 @@ def save(name: str, draw: Callable[[Look], Any], folder: Path) -> None:
 
 def pictures_of(paths: Sequence[Path]) -> dict[str, Callable[[Look], Any]]:
     """Bars for each shape and length of these results, curves for what was measured at several lengths; of results in
-    milliseconds, those of linear attention, one picture."""
+    milliseconds, those of linear attention, one picture, and one of decoding."""
     results, name = read(paths), paths[0].stem
+    if all("cache_held" in row for row in results.rows):
+        return {name: lambda look: decoding(results, look)}
     in_time = ["ms" in row for row in results.rows]
     if any(in_time):
         if not all(in_time):
