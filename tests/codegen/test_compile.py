@@ -190,10 +190,13 @@ def test_z3_is_as_before_after_a_kernel_was_lowered() -> None:
                 "smt.arith.propagation_mode": "0",
                 "smt.arith.propagate_eqs": "false",
                 "smt.relevancy": "0",
+                "smt.arith.nl": "false",
+                "smt.bv.enable_int2bv": "false",
             }
             raise KeyError
         assert z3.get_param("smt.relevancy") == "1"
         assert z3.get_param("smt.arith.propagate_eqs") == "true"
+        assert z3.get_param("smt.arith.nl") == "true"
     finally:
         z3.set_param("smt.relevancy", 2)
 
