@@ -45,7 +45,7 @@ def scores_of(q, k, factor=0.25, added=None, is_causal=True):
 
 
 def agree(found, want, within=2e-5):
-    for ours, theirs in zip(found, want):
+    for ours, theirs in zip(found, want, strict=True):
         assert ours.dtype is torch.float32
         torch.testing.assert_close(ours.double(), theirs, rtol=within, atol=within)
 

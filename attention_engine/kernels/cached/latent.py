@@ -50,13 +50,8 @@ def latent(
 
     @T.macro
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
-        place, block, owner = at
-        parts = sizes.spell(cached.PARTS) if in_parts else 1
         memory = Memory.allocate(steps)
-        batch, part, parts = steps.part(buffers, owner, place, parts)
-        kv_head, packed = steps.rows(buffers, T.ceildiv(sizes.q * problem.group, tile.q), block, batch)
-        begin, count = steps.tiles(packed, part, parts)
-        of = Part(packed, batch, begin, count, place if in_parts else None)
+        of, kv_head = part_at(steps, buffers, at, in_parts)
         if T.get_thread_binding() >= 2 * GROUP:
             T.inc_max_nreg(COMPUTING)
             make_right(steps, buffers, memory, of)
@@ -167,6 +162,18 @@ class Memory:
             handed=named("handed", T.alloc_barrier(arrive_count=[GROUP])),
             taken=named("taken", T.alloc_barrier(arrive_count=[GROUP // WARP])),
         )  # fmt: skip
+
+
+@T.macro
+def part_at(steps: LatentSteps, buffers: Any, at: tuple[Any, Any, Any], in_parts: bool) -> tuple[Part, Any]:
+    """What the block there works on, and its head of keys."""
+    place, block, owner = at
+    parts = steps.sizes.spell(cached.PARTS) if in_parts else 1
+    batch, part, parts = steps.part(buffers, owner, place, parts)
+    row_tiles = T.ceildiv(steps.sizes.q * steps.problem.group, steps.tile.q)
+    kv_head, packed = steps.rows(buffers, row_tiles, block, batch)
+    begin, count = steps.tiles(packed, part, parts)
+    return Part(packed, batch, begin, count, place if in_parts else None), kv_head
 
 
 @T.macro

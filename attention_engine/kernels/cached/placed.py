@@ -19,7 +19,7 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.cached.decode import over_parts
-from attention_engine.kernels.cached.latent import LEFT, LatentSteps, Part, bring_piece, clear_piece
+from attention_engine.kernels.cached.latent import LEFT, LatentSteps, Part, bring_piece, clear_piece, part_at
 from attention_engine.kernels.cached.packed_rows import Rows
 from attention_engine.kernels.common import FLOAT, Sizes, build, named, where_partial
 from attention_engine.kernels.splice import name_value
@@ -41,13 +41,8 @@ def placed(
 
     @T.macro
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
-        place, block, owner = at
-        parts = sizes.spell(cached.PARTS) if in_parts else 1
         memory = Memory.allocate(steps)
-        batch, part, parts = steps.part(buffers, owner, place, parts)
-        kv_head, packed = steps.rows(buffers, T.ceildiv(sizes.q * problem.group, tile.q), block, batch)
-        begin, count = steps.tiles(packed, part, parts)
-        of = Part(packed, batch, begin, count, place if in_parts else None)
+        of, kv_head = part_at(steps, buffers, at, in_parts)
         if T.get_thread_binding() >= GROUP:
             copy_tiles(steps, buffers, memory, of, kv_head)
         else:
