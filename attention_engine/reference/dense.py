@@ -96,12 +96,23 @@ class _Problem:
         return torch.where(dropped, torch.zeros((), dtype=self.dtype, device=self.q.device), values)
 
 
-def _empty_finals(program: Program, problem: _Problem, custom: Custom) -> list[Tensor]:
-    """What the epilogue returns for a row that keeps nothing: its rows at the initial states."""
+def _finals(
+    program: Program, problem: _Problem, custom: Custom, end: Mapping[Expr, Tensor], kept_row: Tensor
+) -> list[Tensor]:
+    """The returned rows, of states as they ended; of states as they began where a row keeps nothing.
+
+    Those have a gradient too, where they read a custom input (a sink); what is infinite has none.
+    """
     start = {s.variable: _full(s.initial, program, problem) for s in program.states}
-    evaluate = Evaluator({**problem.indices, **start}, custom, problem.dtype, problem.q.device)
-    rows = problem.shape[:3]
-    return [evaluate(e).detach().expand(*rows, 1)[..., 0] for _, e in program.finals]
+    of_start = Evaluator({**problem.indices, **start}, custom, problem.dtype, problem.q.device)
+    finals = []
+    for _, e in program.finals:
+        empty = of_start(e).detach()
+        ends = kept_row | ~empty.isfinite()
+        states = {v: torch.where(ends, end[v], first) for v, first in start.items()}
+        row = Evaluator({**problem.indices, **states}, custom, problem.dtype, problem.q.device)(e)
+        finals.append(torch.where(kept_row | empty.isfinite(), row, empty).expand(*problem.shape[:3], 1)[..., 0])
+    return finals
 
 
 def _full(value: float, program: Program, problem: _Problem) -> Tensor:
@@ -120,10 +131,11 @@ def attend(
     """
     custom = custom or {}
     p = _Problem.of(q, k, v, custom, dtype).seen(program, custom)
-    empty_finals = _empty_finals(program, p, custom)
     if 0 in p.shape:
         zero = (p.q.sum() + p.k.sum() + p.v.sum()) * 0.0
-        return (zero + q.new_zeros(*p.shape[:3], v.shape[-1], dtype=p.dtype)).to(q.dtype), empty_finals
+        rows = {s.variable: p.q.new_ones(*p.shape[:3], 1) for s in program.states}
+        finals = _finals(program, p, custom, rows, torch.zeros((), dtype=torch.bool, device=q.device))
+        return (zero + q.new_zeros(*p.shape[:3], v.shape[-1], dtype=p.dtype)).to(q.dtype), finals
     indices = {**p.indices, PRODUCT: p.q @ p.k.transpose(-1, -2)}
     score = Evaluator(indices, custom, p.dtype, q.device)(program.score).expand(p.shape)
     keep = p.keep(program, custom, blocks) & (score != -torch.inf)
@@ -143,11 +155,7 @@ def attend(
     if torch.is_grad_enabled() and not output.requires_grad:  # of no tensor: its gradients are 0, not missing
         linked = p.q.sum() + p.k.sum() + p.v.sum()
         output = torch.where(torch.zeros((), dtype=torch.bool, device=q.device), linked, output)
-    finals = [
-        torch.where(kept_row[..., 0], epilogue(e).expand(*p.shape[:3], 1)[..., 0], empty)
-        for (_, e), empty in zip(program.finals, empty_finals, strict=True)
-    ]
-    return output.to(q.dtype), finals
+    return output.to(q.dtype), _finals(program, p, custom, end, kept_row)
 
 
 @dataclass
@@ -203,7 +211,8 @@ def attend_backward(
         _scatter(found, load, torch.where(keep, pair(expr), zero).expand(p.shape), p, custom)
     kept_row = keep.any(-1, keepdim=True)
     for load, expr in backward.row_gradients:
-        _scatter(found, load, torch.where(kept_row, of_row(expr), zero).expand(*p.shape[:3], 1), p, custom)
+        value = of_row(expr)  # of a row that keeps nothing what its returned rows add, unless they are infinite
+        _scatter(found, load, torch.where(kept_row | value.isfinite(), value, zero).expand(*p.shape[:3], 1), p, custom)
     group = q.shape[1] // k.shape[1]
     dk = (ds.transpose(-1, -2) @ p.q).unflatten(1, (-1, group)).sum(2)
     weights = p.without_dropped(program, custom, weights)

@@ -246,6 +246,26 @@ def test_a_program_that_shifts_its_output_gives_0_for_a_row_that_keeps_nothing()
     assert (o[:, :, :2] == 0).all() and (o[:, :, 2:] != 0).all()
 
 
+@pytest.mark.parametrize("keys", [0, KEYS])
+def test_a_row_that_keeps_nothing_hands_on_the_gradient_of_its_returned_rows(keys):
+    """Of no keys, log(exp(sink) + sum exp(x)) is the sink, and its gradient 1."""
+    example = EXAMPLES["sink"]
+    program, (name, sink) = example.trace(late), next(iter(example.custom().items()))
+    given, sink = tensors(keys=keys), sink.double().requires_grad_()
+    o, (row,) = attend(program, *given, {name: sink})
+    assert torch.equal(row[:, :, :2], sink[:, None].expand(BATCH, HEADS, 2))
+    seed = torch.randn_like(row)
+    seed[:, :, 2:] = 0.0
+    exact = seed.sum((0, 2))
+    torch.testing.assert_close(torch.autograd.grad(row, sink, seed)[0], exact)
+    if keys:
+        backward, (q, k, v) = derive_backward(program), (t.detach() for t in given)
+        custom = {name: sink.detach()}
+        given = saved_rows(program, backward, q, k, custom), torch.zeros_like(seed), torch.zeros_like(o)
+        found = attend_backward(program, backward, q, k, v, custom, *given, {"lse": seed})
+        torch.testing.assert_close(found.custom[name], exact)
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "batch"), [(0, KEYS, BATCH), (QUERIES, 0, BATCH), (QUERIES, KEYS, 0), (0, 0, 0)]
 )
