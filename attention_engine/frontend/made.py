@@ -17,8 +17,10 @@ class Made:
     """What a factory returned: `scale(0.125)` in print, in pickles and in error messages."""
 
     def __init__(self, factory: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.factory, self.args, self.named = factory, args, named
-        self.__wrapped__ = factory.__wrapped__(*args, **named)  # type: ignore[attr-defined] # its signature is ours
+        self.factory = factory
+        self.args = tuple([settled(a) for a in args])
+        self.named = {name: settled(a) for name, a in named.items()}
+        self.__wrapped__ = factory.__wrapped__(*self.args, **self.named)  # type: ignore[attr-defined] # its own signature
         self.__code__ = getattr(self.__wrapped__, "__code__", None)
         self.__qualname__ = repr(self)
 
@@ -31,6 +33,16 @@ class Made:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make, (self.factory, self.args, self.named)
+
+
+def settled(value: Any) -> Any:
+    """A number that a compiler left open (an argument of the compiled function) as the one of this call, for which the
+    compiler compiles anew; anything else as it is."""
+    if type(value) is float:
+        return float.fromhex(value.hex())
+    if type(value) is int and abs(value) < 2**62:
+        return len(range(value)) - len(range(-value))
+    return value
 
 
 def _spell(argument: Any) -> str:

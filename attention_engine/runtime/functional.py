@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from attention_engine.errors import AttentionEngineError, NotYetSupported, UnknownArgument, UnknownOption
 from attention_engine.frontend.custom_io import AxisSpec, CustomIO
 from attention_engine.frontend.frames import brief
-from attention_engine.frontend.made import Made
+from attention_engine.frontend.made import Made, settled
 from attention_engine.frontend.online_func import OnlineFunc
 from attention_engine.frontend.signatures import Backend, Layout, MaskMod, ScoreMod
 from attention_engine.runtime.blocks import GivenBlocks
@@ -191,24 +191,15 @@ def _sent(mod: Any) -> Any:
     """A function in a form that a compiler takes for a constant; a factory's one as the call that makes it."""
     if isinstance(mod, Made):
         return mod.factory, tuple([_sent(a) for a in mod.args]), tuple([(n, _sent(a)) for n, a in mod.named.items()])
-    return _number(mod) if isinstance(mod, (int, float)) and not isinstance(mod, bool) else mod
+    return settled(mod)
 
 
 def _received(sent: Any) -> Any:
     """The function that was sent."""
     if not isinstance(sent, tuple) or len(sent) != 3:
         return sent
-    if sent[0] == "number":
-        return float.fromhex(sent[1]) if isinstance(sent[1], str) else sent[1] - sent[2]
     factory, args, named = sent
     return factory(*map(_received, args), **{name: _received(a) for name, a in named})
-
-
-def _number(value: float) -> tuple[str, Any, int]:
-    """A number in a form that a compiler compiles anew for, where it is another."""
-    if isinstance(value, float):
-        return "number", value.hex(), 0
-    return "number", len(range(value)), len(range(-value))
 
 
 def _made_inside(function: Any) -> bool:
@@ -236,7 +227,7 @@ def _guard(function: Any) -> tuple[object, ...]:
         if isinstance(value, bool) or value is None or isinstance(value, str):
             found.append(value)
         elif isinstance(value, (int, float)):
-            found.append(_number(value))
+            found.append(settled(value))
         elif callable(value) and not isinstance(value, Tensor):
             found.append(_guard(value))
         else:

@@ -375,6 +375,19 @@ def test_torch_compile(name, backend):
         assert torch.allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [library.sliding_window, library.softcap])
+def test_torch_compile_takes_other_numbers_of_a_factory_in_each_call(make):
+    """torch leaves a number open that differs in the second call; each gets its own attention."""
+    given, name = [t.detach() for t in qkv()], "mask_mod" if make is library.sliding_window else "score_mod"
+
+    def call(number):
+        return attention(*given, **{name: make(number)})
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for number in (3, 1, 2) if name == "mask_mod" else (3.0, 0.5, 2.0):
+        assert torch.equal(compiled(number), call(number)), number
+
+
 def test_torch_compile_sees_that_a_closure_is_another():
     given = [t.detach() for t in qkv()]
     compiled = torch.compile(lambda q, k, v, f: attention(q, k, v, score_mod=f), fullgraph=True, backend="aot_eager")
