@@ -132,12 +132,14 @@ def check_caches(metas: Sequence[Meta] | None, kernels: bool, call: CachedCall) 
             f"q and the caches are {q.dtype}, and kernels take float16, bfloat16 or float32.\n"
             '  Convert them, or use backend="reference".'
         )
-    if kernels:
-        check_lengths(q.shape[1], call.capacity)
     _check_integers("kv_lengths", call.lengths, "(batch,)", call)
     for name, tensor, shape in (("page_table", call.table, "(batch, pages)"), ("q_starts", call.starts, "(batch,)")):
         if tensor is not None:
             _check_integers(name, tensor, shape, call)
+    if kernels:
+        check_lengths(q.shape[1], call.capacity)
+    if call.lengths.device.type == "cpu":
+        check_places(call)
 
 
 def _check_heads(metas: Sequence[Meta] | None, call: CachedCall) -> None:
@@ -179,6 +181,25 @@ def _check_integers(name: str, tensor: Tensor, shape: str, call: CachedCall) -> 
         raise WrongCache(f"{name} is {tensor.dtype}. Give int32: {name}.to(torch.int32).")
     if tensor.device != call.q.device:
         raise DevicesDiffer(f"{name} is on '{tensor.device}' and q on '{call.q.device}'. Put them on one device.")
+
+
+def check_places(call: CachedCall) -> None:
+    """WrongCache where a request has keys that its cache has no place for. On a GPU nobody waits to look: no such key
+    is read there."""
+    lengths, page = call.lengths, call.k.shape[1]
+    for number in ((lengths < 0) | (lengths > call.capacity)).nonzero()[:1].flatten().tolist():
+        raise WrongCache(
+            f"kv_lengths[{number}] is {int(lengths[number])}, and the cache has places for 0 to {call.capacity} keys "
+            "of a request."
+        )
+    if call.table is None:
+        return
+    needed = torch.arange(call.table.shape[1]) * page < lengths[:, None]
+    for place in (needed & ((call.table < 0) | (call.table >= call.k.shape[0]))).nonzero()[:1].tolist():
+        raise WrongCache(
+            f"page_table{place} is {int(call.table[tuple(place)])}, and request {place[0]} has "
+            f"{int(lengths[place[0]])} keys in pages of {page}. The cache has pages 0 to {call.k.shape[0] - 1}."
+        )
 
 
 def check_out(layout: str, out: Tensor | None, call: CachedCall) -> Tensor | None:

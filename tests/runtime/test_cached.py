@@ -11,7 +11,7 @@ from attention_engine import AttentionEngine, CustomIO, library, meta_tensor
 from attention_engine import errors as errors_of
 from attention_engine.library import causal
 from attention_engine.plan import cached as plan
-from attention_engine.runtime import cached
+from attention_engine.runtime import cached, cached_inputs
 from attention_engine.runtime.cached_shown import cached_kernels
 from tests.cached_cases import CASES, DRAFTS, Shape, errors, in_pages
 from tests.plain import worst_ratio
@@ -85,8 +85,9 @@ def test_bits_depend_neither_on_neighbours_nor_on_pages():
         assert torch.equal(paged, together)
 
 
-def test_what_a_table_and_a_length_say_wrongly_touches_nothing_else():
-    """Pages that are not there read as 0; a length past the cache ends with the cache."""
+def test_what_a_table_and_a_length_say_wrongly_touches_nothing_else(monkeypatch):
+    """Pages that are not there read as 0; a length past the cache ends with the cache. On a GPU nobody looks before."""
+    monkeypatch.setattr(cached_inputs, "check_places", lambda call: None)
     engine = AttentionEngine(backend="interpret")
     q, cache = torch.randn(1, 1, 2, 32).half(), torch.randn(3, 16, 2, 32).half()
     table = torch.tensor([[1, 77, -1]], dtype=torch.int32)
@@ -132,7 +133,7 @@ def test_captured_tensors_are_read_at_places():
     torch.testing.assert_close(found, torch.einsum("bhqk,bkhd->bqhd", weights, k))
 
 
-CALL = "engine.with_cache(q, k, v, kv_lengths=lengths{})"
+CALL = "engine.with_cache(q, k, v, **{{'kv_lengths': lengths, **dict({})}})"
 WRONG = {
     "parts of 0": (", num_splits=0", errors_of.UnknownOption, "num_splits is 0. Give 1 to 128, or None"),
     "parts below 0": (", num_splits=-2", errors_of.UnknownOption, "num_splits is -2"),
@@ -140,6 +141,12 @@ WRONG = {
     "a table for keys in a row": (", page_table=table", errors_of.WrongCache, "a page has 9 keys"),
     "starts of another batch": (", q_starts=lengths[:1]", errors_of.WrongCache, "q_starts has shape"),
     "an output of another shape": (", out=k", errors_of.WrongCache, "out is torch.float32"),
+    "more keys than places": (
+        ", kv_lengths=lengths + 1",
+        errors_of.WrongCache,
+        "kv_lengths[0] is 10, and the cache has places for 0 to 9 keys of a request.",
+    ),
+    "keys below 0": (", kv_lengths=lengths - 4", errors_of.WrongCache, "kv_lengths[1] is -1, and the cache has places"),
     "another argument": (", causal=True", errors_of.CustomInputMissing, "'causal' is no argument of a call"),
 }
 
@@ -153,7 +160,24 @@ def test_mistakes_have_names(name):
         "table": torch.zeros(2, 1, dtype=torch.int32),
     }  # fmt: skip
     with pytest.raises(kind, match=re.escape(words)):
-        eval(CALL.format(more), names)
+        eval(CALL.format(more.lstrip(", ")), names)
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+def test_a_page_that_is_not_there_has_a_name(backend):
+    """Where its keys are needed: behind a request's length a table holds anything."""
+    engine, q, pages = AttentionEngine(backend=backend), torch.randn(2, 1, 2, 16), torch.randn(3, 16, 2, 16)
+    table, lengths = torch.tensor([[2, 1], [0, -1]], dtype=torch.int32), torch.tensor([20, 16], dtype=torch.int32)
+    assert engine.with_cache(q, pages, pages, kv_lengths=lengths, page_table=table).isfinite().all()
+    for wrong in (3, -1):
+        table[0, 1] = wrong
+        with pytest.raises(errors_of.WrongCache) as caught:
+            AttentionEngine(backend=backend).with_cache(q, pages, pages, kv_lengths=lengths, page_table=table)
+        assert str(caught.value) == (
+            f"page_table[0, 1] is {wrong}, and request 0 has 20 keys in pages of 16. The cache has pages 0 to 2."
+        )
+    with pytest.raises(errors_of.WrongCache, match=r"page_table has shape \(2,\). Give \(batch, pages\)"):
+        engine.with_cache(q, pages, pages, kv_lengths=lengths, page_table=table[0])
 
 
 def test_wrong_tensors_have_names():
