@@ -26,6 +26,12 @@ _HERE = Path(__file__).resolve().parent
 _BETWEEN = (str(_HERE), str(_HERE.parent / "runtime"))  # files of ours that stand between a user's line and a tensor
 _LENGTHS = {B: ("batch",), H: ("heads",), Q_IDX: ("seq_len",), KV_IDX: ("seq_len_kv",)}
 
+DRAWS = frozenset({
+    "rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "multinomial", "poisson", "dropout", "alpha_dropout", "gumbel_softmax",
+})  # fmt: skip
+_NUMBERS = itertools.count()
+
 
 class Fixed:
     """The tensor object that tracing found."""
@@ -59,7 +65,8 @@ class Computed:
         self.attribute = of.__name__ if kind == "__get__" else None  # as t.mT: compilers can't follow its getter
         self.name = "_".join([*_names(args), (self.attribute or kind).strip("_")])
         spelt = [f"{k}={_spell(v)}" for k, v in named.items()]
-        self.key = f"{function!r} {of!r} {_spell(args)} {spelt} {part}"
+        drawn = f" drawn {next(_NUMBERS)}" * (kind in DRAWS)  # two draws of one kind are two
+        self.key = f"{function!r} {of!r} {_spell(args)} {spelt} {part}{drawn}"
 
     def now(self) -> Any:
         """The tensor to read in this call."""

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attention_engine.errors import DevicesDiffer, NotATensor, WrongCustomDtype, WrongCustomShape
-from attention_engine.frontend.captured import Capture, Captured
+from attention_engine.errors import (
+    DevicesDiffer,
+    NotATensor,
+    UnsupportedOperation,
+    WrongCustomDtype,
+    WrongCustomShape,
+)
+from attention_engine.frontend.advice import CHANCE
+from attention_engine.frontend.captured import DRAWS, Capture, Captured
 from attention_engine.frontend.custom_io import AxisSpec, CustomSpec
+from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.symbols import CAPTURE, Symbol, lift, wrap
 from attention_engine.ir.expr import Type
 from attention_engine.runtime.program_kernels import CUSTOM_NAMES
@@ -55,6 +63,8 @@ class _Watch(TorchFunctionMode):
             if name in OPERATORS:
                 return OPERATORS[name](wrap(lift(args[0])), args[1])
             return function(*args, **kwargs)
+        if name in DRAWS and not _holds(Tensor, (args, kwargs)):
+            raise UnsupportedOperation(f"{where_from()}torch.{name} in a mod draws once, when it is traced. {CHANCE}")
         self.capture.reads_numbers |= name in NUMBERS
         with torch.no_grad():  # here alone: torch.export notes each change of it
             result = function(*args, **kwargs)

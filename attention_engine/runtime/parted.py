@@ -20,6 +20,7 @@ from attention_engine.errors import (
     OptionsClash,
     WrongIndex,
     WrongShape,
+    as_given,
 )
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.frames import brief
@@ -264,7 +265,13 @@ def _how_moved(program: Program, declared: Sequence[CustomSpec]) -> Moved:
 
 def _check_starts(batch: int, **starts: Starts) -> None:
     for name, start in starts.items():
-        if isinstance(start, Tensor) and (start.is_floating_point() or start.shape not in ((), (1,), (batch,))):
+        if not isinstance(start, Tensor):
+            if type(start) is not int or not -(2**31) <= start < 2**31:
+                raise BadInput(
+                    f"{name} is {as_given(start)}. Give a place: an integer, or int32 of shape ({batch},), one for "
+                    "each batch."
+                )
+        elif start.is_floating_point() or start.dtype is torch.bool or start.shape not in ((), (1,), (batch,)):
             raise WrongShape(
                 f"{name} is {start.dtype} of shape {tuple(start.shape)}. Give a number, or integers of shape "
                 f"({batch},), one for each batch."

@@ -33,6 +33,7 @@ from attention_engine.errors import (
     DevicesDiffer,
     NotATensor,
     TensorInMod,
+    UnsupportedOperation,
     WrongCustomShape,
     WrongIndex,
 )
@@ -496,6 +497,23 @@ def test_a_read_that_does_not_fit_is_refused(read, error, message):
     t = torch.zeros(HEADS, S)
     with pytest.raises(error, match=message):
         build(score_mod=lambda s, c, b, h, i, j: s + read(t, h, i))
+
+
+def test_numbers_drawn_in_a_mod_are_refused():
+    """They would be the same in every call, and for every pair."""
+    with pytest.raises(
+        UnsupportedOperation, match=r"torch.rand in a mod draws once, when it is traced. Draw numbers out"
+    ):
+        build(score_mod=lambda s, c, b, h, i, j: s + torch.rand(HEADS)[h])
+
+
+def test_two_draws_like_one_tensor_are_two():
+    like = torch.zeros(HEADS)
+    engine = build(score_mod=lambda s, c, b, h, i, j: s + (torch.rand_like(like)[h] - torch.rand_like(like)[h]) * j)
+    inputs = qkv(S)
+    drawn = engine(*inputs)
+    assert not torch.allclose(drawn, build(score_mod=lambda s, c, b, h, i, j: s)(*inputs))
+    assert not torch.allclose(drawn, engine(*inputs))
 
 
 # ---- linear attention

@@ -372,6 +372,11 @@ def test_mistakes_are_named():
     q, k, v = drawn()
     with pytest.raises(WrongShape, match=r"q_starts is torch.int64 of shape \(3,\). Give a number, or integers"):
         engine.partial(q, k, v, q_starts=torch.arange(3))
+    for start in (1.5, True, None, [1, 2], 2**31):
+        with pytest.raises(BadInput, match=r"kv_starts is .*\. Give a place: an integer, or int32 of shape \(\d,\)"):
+            engine.partial(q, k, v, kv_starts=start)
+    with pytest.raises(WrongShape, match=r"kv_starts is torch\.bool"):
+        engine.partial(q, k, v, kv_starts=torch.tensor(True))
     with pytest.raises(WrongShape, match=r"kv_starts is torch\.float32"):
         engine.partial(q, k, v, kv_starts=torch.zeros(BATCH))
     with pytest.raises(BadInput, match="no parts"):
