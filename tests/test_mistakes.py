@@ -106,7 +106,7 @@ MISTAKES = {
     "8b": (
      mask("q_idx >= kv_idx"),
      "MaskIsNoCondition: mine.py:1: mask_mod returned NoneType. Return a condition, True where the pair "
-     "is kept: q_idx >= kv_idx."),
+     "is kept: q_idx >= kv_idx (is a `return` missing?)."),
     "6b": (
      score("return torch.special.i0(score)"),
      "UnsupportedOperation: mine.py:2: torch.i0 has no meaning in a mod. A mod sees one pair at a time, as "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from attention_engine.errors import did_you_mean
 
@@ -38,6 +40,9 @@ ADVICE = {
                     "Numbers in a mod are taken to be finite; a pair of the score -math.inf takes no part."),
     **dict.fromkeys(("new_tensor", "empty_like"), MADE),
 }  # fmt: skip
+OF_ROWS = {name for name, advice in ADVICE.items() if ONE_PAIR in advice or " row" in advice}
+ONE_ENTRY = "A mod of a linear attention sees one entry of its tensor: do it with the whole tensor, before the call."
+_sees_entries: ContextVar[bool] = ContextVar("sees_entries", default=False)
 FORMULAS = {  # of functions that are a line of others
     "acos": "math.pi / 2 - torch.atan(x * torch.rsqrt(1 - x * x))",
     "asin": "torch.atan(x * torch.rsqrt(1 - x * x))",
@@ -70,17 +75,33 @@ NUMPY = dict(less="lt", greater="gt", less_equal="le", greater_equal="ge", equal
 USE_OURS = "Use its methods (x.exp(), x.max(y), x.floor()) or torch's functions, not math's or Python's."
 
 
+@contextmanager
+def of_entries() -> Iterator[None]:
+    """Inside, mods of a linear attention are traced: there are no pairs and no rows."""
+    token = _sees_entries.set(True)
+    try:
+        yield
+    finally:
+        _sees_entries.reset(token)
+
+
+def no_row(of_pairs: str = NO_ROW) -> str:
+    """What to write instead of what reads a row. of_pairs: where a mod sees pairs."""
+    return ONE_ENTRY if _sees_entries.get() else of_pairs
+
+
 def way_out(name: str, names: Collection[str]) -> str:
     """What to write instead of this function, where the functions with these names are known."""
     if name in ADVICE:
-        return ADVICE[name]
+        return ONE_ENTRY if name in OF_ROWS and _sees_entries.get() else ADVICE[name]
     if name.endswith("_") and name[:-1] in names:
         return f"Nothing is changed in place: use x = x.{name[:-1]}(...)."
     if name in FORMULAS:
         return f"Write {FORMULAS[name]}."
     if meant := did_you_mean(name, [*names, "get_reduce"]):
         return meant.strip()
-    return f"{ONE_PAIR} Write it in functions that a mod knows: the page below lists them."
+    one = "A mod sees one entry of its tensor." if _sees_entries.get() else ONE_PAIR
+    return f"{one} Write it in functions that a mod knows: the page below lists them."
 
 
 def instead_of(code: str, names: Collection[str]) -> str:

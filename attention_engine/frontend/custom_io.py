@@ -137,7 +137,8 @@ class CustomInput:
                 places = ", ".join("..." for _ in self.spec.axes)
                 raise WrongIndex(
                     f"{where_from()}custom input '{self.spec.name}' has an axis of length {axis}, which no loop runs "
-                    f"over.\n  Read it at an index: custom['{self.spec.name}'][{places}]."
+                    f"over.\n  Read it at an index, custom['{self.spec.name}'][{places}], or name its loop where it is "
+                    f"declared: CustomIO({{'{self.spec.name}': axes}})\n  with {', '.join(map(repr, INDEX))}."
                 )
         return make(Op.LOAD, *indices, arg=self.spec.name, dtype=self.dtype)
 

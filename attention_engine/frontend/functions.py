@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from attention_engine.errors import UnsupportedOperation, as_given
+from attention_engine.frontend.advice import no_row
 from attention_engine.frontend.frames import where_from
 from attention_engine.frontend.symbols import (
     Symbol,
@@ -85,9 +86,8 @@ def _infix(function: Callable[[Any, Any], Symbol]) -> Callable[[object, object],
 
 
 def _no_sum(a: object, *args: object, **named: object) -> NoReturn:
-    raise UnsupportedOperation(
-        f"{where_from()}`sum` over a row is scores.get_reduce('sum'); a sum of two values is a + b."
-    )
+    of_pairs = "`sum` over a row is scores.get_reduce('sum'); a sum of two values is a + b."
+    raise UnsupportedOperation(f"{where_from()}{no_row(of_pairs)}")
 
 
 def _sign(a: object) -> Symbol:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attention_engine.errors import WrongResult
+from attention_engine.frontend.advice import of_entries
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO
 from attention_engine.frontend.symbols import convert, lift, wrap
 from attention_engine.frontend.tracing import call, captured_names, is_number, place_of, wide_inputs
@@ -29,7 +30,8 @@ def trace_mods(
     tensor its x is 0. Raises WrongResult, WrongArity, and what symbols raise.
     """
     custom = CustomInputs(custom_io, custom_types or {})
-    traced = {name: _trace_mod(mods.get(name), name, custom) for name in ("q", "k", "v", "decay")}
+    with of_entries():
+        traced = {name: _trace_mod(mods.get(name), name, custom) for name in ("q", "k", "v", "decay")}
     if not decay_given:
         (traced["decay"],) = simplify(substitute(traced["decay"], {X: const(0.0)}))
     wide = wide_inputs(custom_types or {})
@@ -45,6 +47,8 @@ def _trace_mod(mod: Mod | None, name: str, custom: CustomInputs) -> Any:
         hint = " (is a `return` missing?)" if result is None else ""
         raise WrongResult(
             f"{place_of(mod)} returned {type(result).__name__}. {name}_mod returns a symbolic value, or a number{hint}."
+            + "\n  A tensor has an entry for each token or head: declare it, CustomIO({'s': ('heads',)}), and write "
+            "custom['s']." * hasattr(type(result), "requires_grad")
         )
     expr = substitute(convert(lift(result), Type.FLOAT), {KV_IDX: Q_IDX})  # one token: "seq_len_kv" is "seq_len" here
     if any(n.op is Op.REDUCE for n in topological(expr)):

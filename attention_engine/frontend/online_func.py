@@ -65,7 +65,7 @@ class OnlineFunc:
     one for each (batch, head, query).
 
     Args:
-        online_rowscales: row states by name, each with its first value: a number or a SymbolScalar.
+        online_rowscales: row states by name, each with its first value: a number, a Var or a SymbolScalar.
         final_rowscales: rows that the epilogue returns, by name.
 
     >>> class Mean(OnlineFunc):  # every key counts alike
@@ -91,8 +91,8 @@ class OnlineFunc:
 
     def __init__(
         self,
-        online_rowscales: Mapping[str, SymbolScalar | float] | None = None,
-        final_rowscales: Mapping[str, SymbolScalar | float] | None = None,
+        online_rowscales: Mapping[str, SymbolScalar | Var | float] | None = None,
+        final_rowscales: Mapping[str, SymbolScalar | Var | float] | None = None,
     ) -> None:
         self.online_rowscales = dict(online_rowscales or {})
         self.final_rowscales = dict(final_rowscales or {})

@@ -17,7 +17,7 @@ from attention_engine.errors import (
     UnknownReduction,
     UnsupportedOperation,
 )
-from attention_engine.frontend.advice import NO_ROW, NUMPY, way_out
+from attention_engine.frontend.advice import NUMPY, no_row, way_out
 from attention_engine.frontend.frames import spelled, where_from
 from attention_engine.frontend.unanswered import Unanswered
 from attention_engine.ir.evaluate import WIDEST
@@ -242,7 +242,7 @@ class Symbol(Unanswered):
         """numpy.exp(x) and so on, by the function's name; also what a numpy number on the left asks for."""
         name = str(function.__name__)
         if method != "__call__":
-            raise UnsupportedOperation(f"{where_from()}numpy.{name}.{method} has no meaning in a mod. {NO_ROW}")
+            raise UnsupportedOperation(f"{where_from()}numpy.{name}.{method} has no meaning in a mod. {no_row()}")
         return _call(name, _known("numpy", name), args, kwargs)
 
 
@@ -342,7 +342,7 @@ def where(condition: object, a: object, b: object) -> Symbol:
 
 def _call(name: str, function: Callable[..., Symbol], args: tuple[object, ...], named: dict[str, object]) -> Symbol:
     if over := named.keys() & {"dim", "axis", "keepdim", "keepdims"}:
-        raise UnsupportedOperation(f"{where_from()}{name} with {min(over)}= has no meaning in a mod. {NO_ROW}")
+        raise UnsupportedOperation(f"{where_from()}{name} with {min(over)}= has no meaning in a mod. {no_row()}")
     try:
         inspect.signature(function).bind(*args, **named)
     except TypeError as mismatch:

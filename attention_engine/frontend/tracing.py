@@ -22,7 +22,7 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.custom_io import CustomInputs, CustomIO, counted
 from attention_engine.frontend.frames import where_from
-from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar
+from attention_engine.frontend.online_func import OnlineFunc, SymbolScalar, Var
 from attention_engine.frontend.symbols import CAPTURE, Symbol, convert, lift, without_reductions, wrap
 from attention_engine.ir.expr import Axis, Expr, Op, Type, const
 from attention_engine.ir.merge import returned_by_part
@@ -153,7 +153,8 @@ def _mask(mask_mod: Callable[..., object], custom: CustomInputs) -> Expr:
     if expr is None or expr.dtype is not Type.BOOL:
         shown = type(result).__name__ if expr is None else f"the number {expr}"
         raise MaskIsNoCondition(
-            f"{place_of(mask_mod)} returned {shown}. Return a condition, True where the pair is kept: q_idx >= kv_idx."
+            f"{place_of(mask_mod)} returned {shown}. Return a condition, True where the pair is kept: q_idx >= kv_idx"
+            f"{' (is a `return` missing?)' if result is None else ''}."
         )
     return expr
 
@@ -184,15 +185,15 @@ class _Rowscales(dict[str, Symbol]):
 
 
 def _initial(owner: OnlineFunc, name: str, scalar: object) -> float:
-    if isinstance(scalar, SymbolScalar):
-        return scalar.value.value
+    if isinstance(scalar, (SymbolScalar, Var)):
+        return scalar.value if isinstance(scalar, Var) else scalar.value.value
     if isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
         holds = scalar == scalar if isinstance(scalar, float) else abs(scalar) < 2**128
         if holds:
             return float(scalar)
     raise BadInitialValue(
         f"{type(owner).__name__}: the row state {name!r} starts at {scalar!r}. "
-        f'Write SymbolScalar("{name}", Var("0.0")), or a number.'
+        "Write a number, 0.0 or -math.inf, or Var('-inf')."
     )
 
 

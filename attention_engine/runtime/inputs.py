@@ -42,6 +42,7 @@ from attention_engine.ir.block_lists import BLOCK_LIST
 from attention_engine.ir.expr import Type
 from attention_engine.ir.program import QUERY_PLACES, STARTS
 from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
+from attention_engine.runtime.names import HABITS
 from attention_engine.runtime.program_kernels import CUSTOM_NAMES
 
 BACKENDS = ("auto", "tilelang", "tl", "reference", "interpret")
@@ -78,6 +79,12 @@ def check_scale(scale: object) -> None:
         "Give a finite number, as 64 ** -0.5, or None: dim ** -0.5 where there is no score_mod.\n"
         "  A learned scale belongs in score_mod: score * temperature."
     )
+
+
+def check_flag(name: str, value: object) -> None:
+    """UnknownOption unless the value is True or False."""
+    if value is not True and value is not False:
+        raise UnknownOption(f"{name} is {as_given(value)}. Give True or False.")
 
 
 def check_tuning(backend: str, **options: object) -> None:
@@ -154,27 +161,6 @@ def stand_ins(specs: Iterable[CustomSpec], types: Mapping[str, Type], device: to
     kinds = {Type.BOOL: torch.bool, Type.INT: torch.int32}
     dtypes = [kinds.get(types.get(spec.name, Type.FLOAT), torch.float32) for spec in specs]
     return [torch.empty(1, dtype=t, device=device, requires_grad=t.is_floating_point) for t in dtypes]
-
-
-# What other libraries give with a call, and where it is said here.
-OF_THE_ENGINE = "Say it when the engine is built: {}=..."
-IN_A_MASK = (
-    "A mask belongs to the engine: mask_mod=library.causal, or a function (b, h, q_idx, kv_idx) that reads yours."
-)
-HABITS = {
-    **dict.fromkeys(("attn_mask", "mask", "attention_mask", "key_padding_mask", "window_size"), IN_A_MASK),
-    **dict.fromkeys(("is_causal", "causal"), "Say it when the engine is built: mask_mod=library.causal."),
-    **dict.fromkeys(("dropout_p", "dropout"), OF_THE_ENGINE.format("dropout_p")),
-    **dict.fromkeys(("softmax_scale", "sm_scale"), OF_THE_ENGINE.format("scale")),
-    **dict.fromkeys(("softcap", "alibi_slopes"), "Say it when the engine is built: score_mod=library.softcap(50.0), "
-                    "library.alibi(scale), or one of your own."),
-    **dict.fromkeys(("return_lse", "return_aux", "need_weights"), "Write return_rowscales=True: o, {'lse': ...}."),
-    "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
-    "kernel_options": "Tiles are chosen for you: tune=True measures them.",
-    **{name: OF_THE_ENGINE.format(name) for name in (
-        "scale", "score_mod", "mask_mod", "online_func", "backend", "layout", "deterministic", "tune", "block_size",
-        "custom_io", "decay_mod", "q_mod", "k_mod", "v_mod")},
-}  # fmt: skip
 
 
 def order_custom(io: CustomIO, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:

@@ -39,6 +39,7 @@ from attention_engine.runtime.inputs import (
     ORDERS,
     backend_for,
     check_custom,
+    check_flag,
     check_options,
     check_qkv,
     check_ranks,
@@ -121,6 +122,7 @@ class LinearAttentionEngine(LinearShown):
         self.custom_io = declared(given, ("q_mod", "k_mod", "v_mod", "decay_mod"))
         tune_file = either("tune_file", tune_file, "tune_filename", tune_filename)
         check_options(backend, layout, None, device, (1, 1))
+        check_flag("deterministic", deterministic)
         check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
         self.tuning = Tuning((tune, tune_bwd), (tune_file, tune_file_bwd or tune_file))
         self.mods = {"q": q_mod, "k": k_mod, "v": v_mod, "decay": decay_mod}
@@ -192,6 +194,7 @@ class LinearAttentionEngine(LinearShown):
         1 before, and states are (N, H, D, DV). Raises BadInput for tensors that don't fit.
         """
         try:
+            check_flag("output_final_state", output_final_state)
             if type(q) is not Tensor:
                 refuse_dtensor(q)
             captured = self._captured

@@ -34,6 +34,7 @@ from attention_engine.runtime.dropout import check_probability, seed_of_call
 from attention_engine.runtime.flex import of_flex
 from attention_engine.runtime.inputs import (
     check_custom,
+    check_flag,
     check_options,
     check_qkv,
     check_ranks,
@@ -127,6 +128,7 @@ class AttentionEngine(Built, Parted, ByBlock, OnCaches):
         tune_file = either("tune_file", tune_file, "tune_filename", tune_filename)
         check_options(backend, layout, mask_value, device, block_size)
         check_scale(scale)
+        check_flag("deterministic", deterministic)
         check_tuning(backend, tune=tune, tune_bwd=tune_bwd, tune_file=tune_file, tune_file_bwd=tune_file_bwd)
         check_type("online_func", online_func, OnlineFunc, optional=True)
         mask_mod, block_mask, block_size = of_flex(mask_mod, block_mask, block_size)
@@ -234,6 +236,7 @@ class AttentionEngine(Built, Parted, ByBlock, OnCaches):
         block_mask: GivenBlocks | None, return_rowscales: bool, named: Mapping[str, Tensor], seed: Tensor | None = None,
     ) -> Tensor | WithRows:  # fmt: skip
         """A call with these tensors in place of the captured ones. seed: where weights are dropped."""
+        check_flag("return_rowscales", return_rowscales)
         seeds, form = ((), None) if seed is None else ((seed,), self.dropout_p)
         given = (q, k, v, *custom, *seeds, *captured)
         alone = block_mask is None and not named and self._buffers["block_mask"] is None and not is_compiling()

@@ -16,13 +16,21 @@ Value = TypeVar("Value")
 
 SEED = ("custom_fwd_inputs", "tune_filename")  # names of before that are still taken, and not shown
 ELSEWHERE = {  # what other libraries call it
-    "is_causal": "Write mask_mod=attention_engine.library.causal.",
-    "causal": "Write mask_mod=attention_engine.library.causal.",
+    **dict.fromkeys(("is_causal", "causal"), "Write mask_mod=attention_engine.library.causal."),
     "attn_mask": "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks.",
-    "softmax_scale": "Write scale=...",
-    "sm_scale": "Write scale=...",
+    "window_size": "Write mask_mod=attention_engine.library.sliding_window(left, right).",
+    **dict.fromkeys(("softmax_scale", "sm_scale"), "Write scale=..."),
+    "softcap": "Write score_mod=attention_engine.library.softcap(cap, factor).",
+    "alibi_slopes": "Write score_mod=attention_engine.library.alibi(factor), which reads the custom input 'slopes'.",
+    **dict.fromkeys(("sinks", "s_aux"), "Write online_func=attention_engine.library.OnlineSoftmaxSink(), which reads "
+                    "the custom input 'sinks'."),
+    "dropout": "Write dropout_p=...",
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
+                    "An engine's call takes it: AttentionEngine(...)(q, k, v, cu_seqlens_q=...)."),
+    **dict.fromkeys(("return_lse", "return_aux", "need_weights"),
+                    "A call returns rows with return_rowscales=True: o, {'lse': ...}."),
     "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
-}
+}  # fmt: skip
 
 OF_LINEAR = {  # what a linear attention has none of
     **dict.fromkeys(("mask_mod", "block_mask", "is_causal", "causal", "attn_mask"),
@@ -32,6 +40,29 @@ OF_LINEAR = {  # what a linear attention has none of
                     "A linear attention has no scores of pairs: q_mod, k_mod, v_mod and decay_mod change its tensors."),
     "dropout_p": "Linear attention makes no weights of pairs, so it has none to drop.",
     "enable_gqa": "Leave it out: heads of q and k may be fewer than those of v.",
+}  # fmt: skip
+
+
+# What other libraries give with a call, and where it is said here.
+OF_THE_ENGINE = "Say it when the engine is built: {}=..."
+IN_A_MASK = (
+    "A mask belongs to the engine: mask_mod=library.causal, or a function (b, h, q_idx, kv_idx) that reads yours."
+)
+HABITS = {
+    **dict.fromkeys(("attn_mask", "mask", "attention_mask", "key_padding_mask", "window_size"), IN_A_MASK),
+    **dict.fromkeys(("is_causal", "causal"), "Say it when the engine is built: mask_mod=library.causal."),
+    **dict.fromkeys(("dropout_p", "dropout"), OF_THE_ENGINE.format("dropout_p")),
+    **dict.fromkeys(("softmax_scale", "sm_scale"), OF_THE_ENGINE.format("scale")),
+    **dict.fromkeys(("softcap", "alibi_slopes"), "Say it when the engine is built: score_mod=library.softcap(50.0), "
+                    "library.alibi(scale), or one of your own."),
+    **dict.fromkeys(("return_lse", "return_aux", "need_weights"), "Write return_rowscales=True: o, {'lse': ...}."),
+    "cu_seqlens": "AttentionEngine calls it cu_seqlens_q, and cu_seqlens_k where keys have other lengths.",
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "LinearAttentionEngine calls it cu_seqlens."),
+    "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
+    "kernel_options": "Tiles are chosen for you: tune=True measures them.",
+    **{name: OF_THE_ENGINE.format(name) for name in (
+        "scale", "score_mod", "mask_mod", "online_func", "backend", "layout", "deterministic", "tune", "block_size",
+        "custom_io", "decay_mod", "q_mod", "k_mod", "v_mod")},
 }  # fmt: skip
 
 

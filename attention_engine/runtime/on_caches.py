@@ -9,6 +9,7 @@ from torch import Tensor
 from attention_engine.errors import AttentionEngineError
 from attention_engine.frontend.frames import brief
 from attention_engine.runtime.cached import with_cache
+from attention_engine.runtime.inputs import check_flag
 from attention_engine.runtime.shown import Shown
 
 WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
@@ -50,6 +51,7 @@ class OnCaches(Shown):
             BadInput: tensors that don't fit.
         """
         try:
+            check_flag("return_rowscales", return_rowscales)
             tensors = (q, k_cache, v_cache, kv_lengths, page_table, q_starts, cu_seqlens_q, out)
             return with_cache(self, tensors, custom, named, num_splits, return_rowscales)
         except AttentionEngineError as error:

@@ -15,6 +15,7 @@ from attention_engine.runtime.blocks import GivenBlocks
 from attention_engine.runtime.captured import axes_now, check_captured
 from attention_engine.runtime.inputs import (
     check_custom,
+    check_flag,
     check_qkv,
     follow_autocast,
     heads_of,
@@ -39,6 +40,7 @@ def call_packed(
     captured: these tensors in place of those that the functions captured; starts: cu_seqlens of queries and of keys;
     seed: where weights are dropped.
     """
+    check_flag("return_rowscales", return_rowscales)
     again = not named and block_mask is None and engine._buffers["block_mask"] is None and not is_compiling()
     present = [t for t in (q, k, v, *custom, *captured, *starts) if t is not None]
     form = "packed", packed_alike(*starts), None if seed is None else engine.dropout_p

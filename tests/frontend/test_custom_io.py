@@ -111,7 +111,8 @@ MISTAKES = [
     (
         lambda: reads({"x": ("heads", 10)})["x"] * 2,
         "custom input 'x' has an axis of length 10, which no loop runs over.\n"
-        "  Read it at an index: custom['x'][..., ...].",
+        "  Read it at an index, custom['x'][..., ...], or name its loop where it is declared: CustomIO({'x': axes})\n"
+        "  with 'batch', 'heads', 'seq_len', 'seq_len_kv'.",
     ),
     (
         lambda: reads({"x": ("heads", 10)})["x"][3],

@@ -1,8 +1,9 @@
 """Mods of a linear attention, traced: what becomes of x, and what is refused."""
 
 import pytest
+import torch
 
-from attention_engine.errors import UnknownCustomInput, WrongArity, WrongResult
+from attention_engine.errors import UnknownCustomInput, UnsupportedOperation, WrongArity, WrongResult
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.mods import trace_mods
 from attention_engine.frontend.symbols import wrap
@@ -58,6 +59,38 @@ def test_a_mod_that_reduces_is_refused():
 def test_a_mod_of_three_arguments_is_refused():
     with pytest.raises(WrongArity, match="takes 3 arguments"):
         trace_mods({"k": lambda x, custom, more: x}, IO)
+
+
+ENTRY = "A mod of a linear attention sees one entry of its tensor: do it with the whole tensor, before the call."
+OF_SEVERAL = {
+    "x.sum()": (lambda x, custom: x - x.sum(), ENTRY),
+    "x.softmax(-1)": (lambda x, custom: x.softmax(-1), f"symbolic values have no `softmax`. {ENTRY}"),
+    "x.norm()": (lambda x, custom: x / x.norm(), f"symbolic values have no `norm`. {ENTRY}"),
+    "x.cumsum(0)": (lambda x, custom: x.cumsum(0), f"symbolic values have no `cumsum`. {ENTRY}"),
+    "x.exp(dim=0)": (lambda x, custom: x.exp(dim=0), f"exp with dim= has no meaning in a mod. {ENTRY}"),
+    "normalize(x)": (lambda x, custom: torch.nn.functional.normalize(x), "torch.normalize has no meaning in a mod. "
+                     "A mod sees one entry of its tensor. Write it in functions that a mod knows: the page below lists "
+                     "them."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_SEVERAL)
+def test_what_reads_several_entries_is_told_of_no_pairs_and_rows(name):
+    mod, message = OF_SEVERAL[name]
+    with pytest.raises(UnsupportedOperation) as caught:
+        trace_mods({"k": mod}, IO)
+    assert str(caught.value).split(": ", 1)[1] == message
+
+
+def test_a_tensor_in_the_place_of_a_result_is_told_how_to_be_read():
+    rates = torch.ones(2)
+    with pytest.raises(WrongResult) as caught:
+        trace_mods({"decay": lambda x, custom: -rates}, IO)
+    assert str(caught.value).endswith(
+        "<lambda> returned Tensor. decay_mod returns a symbolic value, or a number.\n"
+        "  A tensor has an entry for each token or head: declare it, CustomIO({'s': ('heads',)}), and write "
+        "custom['s']."
+    )
 
 
 def test_an_unknown_custom_input_is_refused():

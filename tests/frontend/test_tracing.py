@@ -387,12 +387,11 @@ MISTAKES = {
                         f"{EPILOGUE} returned the returned row 'lse' that still holds the output: o * 2. "
                         "Make it of the row states alone."),
     "first value": (BadInitialValue, func({"m": "-inf"}),
-                    "Func: the row state 'm' starts at '-inf'. Write SymbolScalar(\"m\", Var(\"0.0\")), or a number."),
+                    "Func: the row state 'm' starts at '-inf'. Write a number, 0.0 or -math.inf, or Var('-inf')."),
     "first value True": (BadInitialValue, func({"m": True}),
-                         "Func: the row state 'm' starts at True. "
-                         'Write SymbolScalar("m", Var("0.0")), or a number.'),
+                         "Func: the row state 'm' starts at True. Write a number, 0.0 or -math.inf, or Var('-inf')."),
     "first value nan": (BadInitialValue, func({"m": math.nan}),
-                        "Func: the row state 'm' starts at nan. Write SymbolScalar(\"m\", Var(\"0.0\")), or a number."),
+                        "Func: the row state 'm' starts at nan. Write a number, 0.0 or -math.inf, or Var('-inf')."),
 }  # fmt: skip
 
 

@@ -63,6 +63,8 @@ def test_both_names_at_once_clash(engine, new, old, value):
      "backend, tune, tune_file, tune_bwd, tune_file_bwd, deterministic."),
     (AttentionEngine, "is_causal", "Write mask_mod=attention_engine.library.causal."),
     (AttentionEngine, "attn_mask", "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks."),
+    (AttentionEngine, "window_size", "Write mask_mod=attention_engine.library.sliding_window(left, right)."),
+    (AttentionEngine, "cu_seqlens_q", "An engine's call takes it: AttentionEngine(...)(q, k, v, cu_seqlens_q=...)."),
     (LinearAttentionEngine, "is_causal", "A linear attention is causal by itself, and has no other mask."),
     (LinearAttentionEngine, "scale", "Write q_mod=lambda x, custom: x * dim**-0.5."),
     (LinearAttentionEngine, "score_mod",
@@ -98,9 +100,36 @@ def test_a_dict_in_the_place_of_custom_inputs_is_told_the_class():
     ("mask", None, "Did you mean 'mask_mod'?"),
     ("is_causal", True, "Write mask_mod=attention_engine.library.causal."),
     ("attn_mask", torch.ones(4, 4), "A mask is a function of indices: mask_mod=..., or block_mask=... for blocks."),
+    ("cu_seqlens_q", torch.tensor([0, 4]), "An engine's call takes it: AttentionEngine(...)(q, k, v, "
+     "cu_seqlens_q=...)."),
+    ("softcap", 30.0, "Write score_mod=attention_engine.library.softcap(cap, factor)."),
+    ("return_lse", True, "A call returns rows with return_rowscales=True: o, {'lse': ...}."),
     ("slopes", torch.ones(2), "Write custom={'slopes': ...} for a custom input."),
 ])  # fmt: skip
 def test_an_attention_in_one_call_tells_the_nearest_name(name, value, advice):
     q = torch.zeros(1, 4, 2, 16)
     message = said(errors.UnknownArgument, lambda: attention(q, q, q, **{name: value}))
     assert message == f"attention has no argument {name!r}. {advice}"
+
+
+@pytest.mark.parametrize(("engine", "name", "advice"), [
+    (AttentionEngine, "cu_seqlens", "AttentionEngine calls it cu_seqlens_q, and cu_seqlens_k where keys have other "
+     "lengths."),
+    (LinearAttentionEngine, "cu_seqlens_q", "LinearAttentionEngine calls it cu_seqlens."),
+])  # fmt: skip
+def test_a_call_tells_what_the_other_engine_calls_otherwise(engine, name, advice):
+    q = torch.zeros(4, 2, 16)
+    message = said(errors.CustomInputMissing, lambda: engine()(q, q, q, **{name: torch.tensor([0, 4])}))
+    assert message == f"{name!r} is no argument of a call and no custom input. {advice}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_true_or_false_is_nothing_else(engine):
+    q, option = torch.zeros(1, 4, 2, 16), {AttentionEngine: "return_rowscales"}.get(engine, "output_final_state")
+    assert said(errors.UnknownOption, lambda: engine(deterministic="yes")) == (
+        "deterministic is 'yes'. Give True or False."
+    )
+    for _ in range(2):  # also where the call was seen
+        assert said(errors.UnknownOption, lambda: engine()(q, q, q, **{option: "lse"})) == (
+            f"{option} is 'lse'. Give True or False."
+        )
