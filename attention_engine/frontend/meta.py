@@ -29,7 +29,7 @@ class Meta:
         return str(self.dtype).removeprefix("torch.")
 
     def __repr__(self) -> str:
-        return f"meta_tensor({self.batch!r}, {self.heads}, {self.length!r}, {self.dim}, dtype={self.dtype})"
+        return f"meta_tensor({self.batch!r}, {self.heads}, {self.length!r}, {self.dim}, dtype={self.dtype!r})"
 
 
 def meta_tensor(batch: Length, heads: int, length: Length, dim: int, dtype: Any = "float16") -> Meta:

@@ -99,6 +99,12 @@ class Engine(torch.nn.Module):
 
     _note_call._dynamo_marked_constant = True  # type: ignore[attr-defined] # as _key is
 
+    def _note_asked(self, *tensors: Tensor) -> None:
+        """The same of q, k and v that a report was asked of, laid out as in a call."""
+        place = 1 if self.layout == "bhsd" and tensors[0].ndim == 4 else -2
+        q, k, v = ((t.shape[place], t.shape[-1]) for t in tensors)
+        self._note_call((q, k, v), tensors[0].dtype)
+
     # ---- what tracing found
 
     @property

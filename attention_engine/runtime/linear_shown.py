@@ -72,7 +72,9 @@ class LinearShown(Engine):
         """
         drawn = draw(self) if q is None or k is None or v is None else [q, k, v]
         tensors = order_custom(self.custom_io, custom, named)
-        return check_linear_call(self, drawn[0], drawn[1], drawn[2], decay, tensors, initial_state)
+        report = check_linear_call(self, drawn[0], drawn[1], drawn[2], decay, tensors, initial_state)
+        self._note_asked(*drawn)
+        return report
 
     @briefly
     def cost(

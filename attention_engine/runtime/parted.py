@@ -4,7 +4,7 @@ caches."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias, overload
 
@@ -55,7 +55,7 @@ WithRows: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 Starts: TypeAlias = Tensor | int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Part:
     """What attention to some of a row's keys leaves. It is a pytree of its tensors.
 
@@ -66,9 +66,12 @@ class Part:
 
     o: Tensor
     states: dict[str, Tensor]
-    inputs: dict[str, Tensor] = field(repr=False)
-    merge: Merge = field(repr=False)
-    dtype: torch.dtype = field(repr=False)
+    inputs: dict[str, Tensor]
+    merge: Merge
+    dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"Part(o {tuple(self.o.shape)}, states {', '.join(self.states) or 'none'}; for {self.dtype})"
 
 
 _pytree.register_pytree_node(

@@ -317,8 +317,11 @@ class Shown(Engine):
         if cu_seqlens_q is not None:
             from attention_engine.runtime.packed_check import check_packed
 
-            return check_packed(self, drawn[0], drawn[1], drawn[2], tensors, (cu_seqlens_q, cu_seqlens_k))
-        return check_call(self, drawn[0], drawn[1], drawn[2], tensors, block_mask)
+            report = check_packed(self, drawn[0], drawn[1], drawn[2], tensors, (cu_seqlens_q, cu_seqlens_k))
+        else:
+            report = check_call(self, drawn[0], drawn[1], drawn[2], tensors, block_mask)
+        self._note_asked(*drawn)
+        return report
 
     @briefly
     def cost(

@@ -69,7 +69,7 @@ def test_a_meta_that_describes_nothing_is_refused(given, message):
 
 def test_anything_but_three_metas_is_refused():
     one = meta_tensor("B", 2, None, 16)
-    shown = "meta_tensor('B', 2, None, 16, dtype=float16)"
+    shown = "meta_tensor('B', 2, None, 16, dtype='float16')"
     way_out = "Give three descriptions: (meta_tensor(...),) * 3."
     assert said(BadMeta, AttentionEngine, one) == f"qkv_meta is {shown}. {way_out}"
     assert said(BadMeta, AttentionEngine, (one, one)) == f"qkv_meta is ({shown}, {shown}). {way_out}"

@@ -382,6 +382,7 @@ def test_mistakes_are_named():
     with pytest.raises(BadInput, match="no parts"):
         engine.merge([])
     part = engine.partial(q, k, v)
+    assert repr(part) == f"Part(o {tuple(part.o.shape)}, states m, r; for torch.float64)"
     with pytest.raises(WrongShape, match="of the same queries"):
         engine.merge([part, engine.partial(q[:, 1:], k, v)])
     with pytest.raises(BadInput, match="of another attention"):

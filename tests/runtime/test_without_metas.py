@@ -159,6 +159,22 @@ def test_after_a_call_kernels_are_shown_for_the_newest_kind_of_call():
     assert linear.source() == LinearAttentionEngine((meta(None, 2, None, 16),) * 3, backend="interpret").source()
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_check_says_the_sizes_too(layout):
+    q, k, v = (t.detach() for t in tensors(heads=4, dim_v=24, dtype=HALF))
+    given = [t.transpose(1, 2) if layout == "bhsd" else t for t in (q, k, v)]
+    metas = (meta(None, 4, None, 16), meta(None, 2, None, 16), meta(None, 2, None, 24))
+    engine = AttentionEngine(backend="interpret", layout=layout)
+    assert engine.check(*given).ok
+    assert engine.source() == AttentionEngine(metas, backend="interpret", layout=layout).source()
+    packed = AttentionEngine(backend="interpret", layout=layout)
+    assert packed.check(q[0], k[0], v[0], cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32)).ok
+    assert packed.source() == engine.source()
+    linear = LinearAttentionEngine(layout=layout)
+    assert linear.check(given[0][:, :, :, :8], *(t[..., :8] for t in (given[0], given[0]))).ok
+    assert "forward" in linear.explain()
+
+
 def test_the_program_needs_no_sizes_and_says_what_scales():
     engine = AttentionEngine(mask_mod=causal)
     assert engine.program().startswith("# q . k is scaled by dim ** -0.5, of the tensors in a call; below it stands ")
