@@ -107,6 +107,8 @@ def _lengths(given: int | Tensor | None, q: Tensor, cache: Tensor, table: Tensor
 def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
     """Writes the newest keys (or values) of each request behind those that it has. Nothing waits for the GPU.
 
+    Each place needs room in the cache, and its page in the table: a CPU looks and raises WrongCache, a GPU doesn't.
+
     Args:
         cache: (batch, most keys, heads, dim), or with a table (pages, keys of a page, heads, dim); written in place.
         new: (batch, new keys, heads, dim).
@@ -119,6 +121,8 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
             f"{', '.join(str(n) for n in cache.shape[2:])}), as the cache has."
         )
     places = lengths.long()[:, None] + torch.arange(new.shape[1], device=new.device)
+    if lengths.device.type == "cpu":
+        _check_room(cache, places, table)
     if table is None:
         requests = torch.arange(len(lengths), device=new.device)[:, None].expand_as(places)
         cache[requests, places] = new.to(cache.dtype)
@@ -126,3 +130,21 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
         page = cache.shape[1]
         pages = table.long().gather(1, torch.div(places, page, rounding_mode="floor"))
         cache[pages, places % page] = new.to(cache.dtype)
+
+
+def _check_room(cache: Tensor, places: Tensor, table: Tensor | None) -> None:
+    page = cache.shape[1]
+    room = page if table is None else table.shape[1] * page
+    for request, _ in ((places < 0) | (places >= room)).nonzero()[:1].tolist():
+        raise WrongCache(
+            f"request {request} gets keys at the places {int(places[request, 0])} to {int(places[request, -1])}, and "
+            f"has room for 0 to {room - 1}. Make the cache longer, or let the request end."
+        )
+    if table is None:
+        return
+    pages = table.long().gather(1, torch.div(places, page, rounding_mode="floor"))
+    for request, n in ((pages < 0) | (pages >= cache.shape[0])).nonzero()[:1].tolist():
+        raise WrongCache(
+            f"request {request} gets a key at the place {int(places[request, n])}, for which its table names the page "
+            f"{int(pages[request, n])} of {cache.shape[0]}. Give the request a page before."
+        )

@@ -116,6 +116,25 @@ def test_mistakes_have_names():
         flash_attn_with_kvcache(q, k, k, qv=q)
 
 
+def test_keys_beyond_a_cache_and_for_no_page_are_written_nowhere():
+    """A table's -1 is no page: as an index it is the last one, which is another request's."""
+    cache, new, lengths = torch.zeros(2, 20, 2, 16), torch.ones(2, 3, 2, 16), torch.tensor([4, 18], dtype=torch.int32)
+    with pytest.raises(WrongCache) as caught:
+        append(cache, new, lengths)
+    assert str(caught.value) == (
+        "request 1 gets keys at the places 18 to 20, and has room for 0 to 19. Make the cache longer, or let the "
+        "request end."
+    )
+    pages, table = torch.zeros(3, 16, 2, 16), torch.tensor([[0, -1], [1, -1]], dtype=torch.int32)
+    with pytest.raises(WrongCache) as caught:
+        append(pages, new, torch.tensor([4, 14], dtype=torch.int32), table)
+    assert str(caught.value) == (
+        "request 1 gets a key at the place 16, for which its table names the page -1 of 3. Give the request a page "
+        "before."
+    )
+    assert not cache.any() and not pages.any()
+
+
 def test_equal_options_share_an_engine():
     from attention_engine.serving.engines import ENGINES
 
