@@ -75,9 +75,10 @@ def _hardtanh(a: object, min_val: object = -1.0, max_val: object = 1.0, inplace:
 
 
 def _to(a: object, dtype: object) -> Symbol:
-    name = str(dtype)
-    kind = Type.BOOL if "bool" in name else Type.INT if "int" in name or dtype is int else Type.FLOAT
-    return wrap(convert(lift(a), kind))
+    name = str(dtype)  # of torch's, numpy's or Python's
+    if "bool" in name:
+        return wrap(convert(lift(a), Type.BOOL))
+    return wrap(convert(lift(a), Type.INT if "int" in name else Type.FLOAT))
 
 
 def _infix(function: Callable[[Any, Any], Symbol]) -> Callable[[object, object], Symbol]:

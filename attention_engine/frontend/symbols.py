@@ -65,8 +65,9 @@ def lift(value: object) -> Expr:
 
 def in_fp32(number: float) -> float:
     """A number beyond fp32's range as fp32 has it, infinite or 0: what is decided of it in passes holds in kernels."""
-    size = abs(number)
-    return math.copysign(math.inf, number) if size > FP32_MOST else 0.0 if size < FP32_LEAST else number
+    if abs(number) > FP32_MOST:
+        return math.copysign(math.inf, number)
+    return 0.0 if abs(number) < FP32_LEAST else number
 
 
 def convert(expr: Expr, to: Type) -> Expr:

@@ -379,7 +379,7 @@ def _assemble(
     row_gradients = tuple((load, rows.settle(rows.in_states(expr))) for load, expr in by_row.items())
     unbounded = may_be_infinite(program.score)
     of_pairs = {(guard_row(expr) if unbounded else expr): name for expr, name in rows.rows.items()}
-    needed = [e for e in (*rows.rows, *(g for _, g in row_gradients))]
+    needed = [*rows.rows, *(g for _, g in row_gradients)]
     used = set(topological(*needed))
     saved = [(n, e) for n, e in program.finals if final_variable(n) in used]
     saved += [(name, expr) for expr, name in rows.saved.items()]

@@ -41,7 +41,7 @@ def _gives(expr: Expr, held: Expr, fill: float, neutral: float) -> bool:
                 number = draw.gauss(0, 3) * 10 ** draw.randrange(-1, 2)
                 values[node] = number if node.dtype is Type.FLOAT else draw.randrange(10**5 if far else 9)
         at = evaluate(expr, {**values, held: fill})
-        left_out = at <= neutral if neutral == LOWEST else at >= neutral if neutral == -LOWEST else at == neutral
+        left_out = {LOWEST: at <= neutral, -LOWEST: at >= neutral}.get(neutral, at == neutral)
         if not (left_out or (far and at != at)):  # NaN: a power of a distance that no tile spans
             return False
     return True

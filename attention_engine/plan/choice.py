@@ -96,16 +96,9 @@ def _forward(
         return straight, f"not for Hopper: {reason}"
     dims, plan, light = problem.tile_dims, plan_tiles(schedule.mask), scores_are_light(schedule)
     if plan.blocks is not None and plan.bounds_say_the_rest and plan.blocks.q % 128 == 64:
-        if dims in ALONE and plan.blocks.kv % 64 == 0 and schedule.dropped is None:
-            tile = Tile(64, 64, 128, ALONE[dims], HopperForward())
-            return tile, "a call lists blocks of 64 queries: a warpgroup has one, and two of them share an SM"
-        return Tile(64, 64, 128, 2), "a call lists blocks of 64 queries, and most tiles for Hopper have more"
-    q, kv = FORWARD[dims][0 if light or (scores_are_of_places(schedule) and dims == (64, 64)) else 1]
-    if dims == (128, 128) and schedule.rescale is None and not plan.mapped and not plan.bounds.bounds:
-        q, kv = 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
+        return _of_64_queries(dims, plan.blocks.kv, schedule)
+    q, kv = _queries_and_keys(problem, schedule, plan)
     apart = may_drop_apart(problem, schedule)
-    if apart:
-        q, kv = 128, 128
     # causal retention: 5 % faster
     lazy = schedule.rescale is not None and dims == (64, 64) and not weights_take_special_functions(schedule)
     tile = Tile(q, kv, 2 * q, 2, HopperForward(lazy_rescale=lazy, drops_apart=apart))
@@ -126,6 +119,25 @@ def _forward(
             tile = _with_fewer_waves(tile, problem, target, hints)
         return tile, "pairs need few registers"
     return tile, "a block for each tile of queries: all take as long"
+
+
+def _of_64_queries(dims: tuple[int, int], keys: int, schedule: ForwardSchedule) -> tuple[Tile, str]:
+    """For lists of blocks of 64 queries and so many keys."""
+    if dims in ALONE and keys % 64 == 0 and schedule.dropped is None:
+        tile = Tile(64, 64, 128, ALONE[dims], HopperForward())
+        return tile, "a call lists blocks of 64 queries: a warpgroup has one, and two of them share an SM"
+    return Tile(64, 64, 128, 2), "a call lists blocks of 64 queries, and most tiles for Hopper have more"
+
+
+def _queries_and_keys(problem: Problem, schedule: ForwardSchedule, plan: TilePlan) -> tuple[int, int]:
+    """Of a tile for Hopper, where a call lists no narrow blocks."""
+    dims = problem.tile_dims
+    if may_drop_apart(problem, schedule):
+        return 128, 128
+    if dims == (128, 128) and schedule.rescale is None and not plan.mapped and not plan.bounds.bounds:
+        return 192, 80  # sigmoid and ReLU under full masks: 5 and 2 % faster on an H100
+    light = scores_are_light(schedule) or (scores_are_of_places(schedule) and dims == (64, 64))
+    return FORWARD[dims][0 if light else 1]
 
 
 def _within_sequences(problem: Problem, maths: Maths) -> Tile | None:

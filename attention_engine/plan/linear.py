@@ -186,8 +186,10 @@ class LinearPlan:
         """States before chunks, or in reverse the gradients of those after them; or the last ones alone."""
         tile, form = self.tiles.states, StatesForm(reverse, starts, overlaps, initial, pieces, keeps)
         arguments = buffers.states_walk(self.problem, self.program, tile, form)
-        made = [] if not keeps else ["d_states", "overlap"] if reverse else ["states"]
-        name = ("backward states" if reverse else "states") if keeps else buffers.last_of(form)
+        made: list[str] = []
+        name = buffers.last_of(form)
+        if keeps:
+            made, name = (["d_states", "overlap"], "backward states") if reverse else (["states"], "states")
         return self.launch(name, self._states_builder, [tile, form], arguments, [*made, buffers.last_of(form)], tile)
 
     _states_builder = "token.states.states"

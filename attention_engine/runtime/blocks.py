@@ -164,10 +164,10 @@ def name_of(blocks: Blocks) -> str:
 
 def spec_of(blocks: Blocks) -> CustomSpec:
     """The same with its axes."""
-    if len(blocks) == 2:
-        heads: int | str = 1 if blocks[1] else "heads"
-    else:
-        heads = 1 if blocks[1] == 0 else "heads" if blocks[1] == 1 else "lists"
+    heads: int | str = 1 if blocks[1] else "heads"
+    if len(blocks) == 4:
+        by_sharing: dict[int, int | str] = {0: 1, 1: "heads"}
+        heads = by_sharing.get(blocks[1], "lists")
     return CustomSpec(name_of(blocks), (1 if blocks[0] else "batch", heads, "q_blocks", "kv_blocks"))
 
 
@@ -178,7 +178,9 @@ def place_in_map(
     if len(blocks) == 2:
         return 0 if blocks[0] else b, 0 if blocks[1] else h, q_idx // block_size[0], kv_idx // block_size[1]
     one_batch, sharing, q, kv = blocks
-    head = 0 if sharing == 0 else h if sharing == 1 else h // sharing
+    head = 0
+    if sharing:
+        head = h if sharing == 1 else h // sharing
     return 0 if one_batch else b, head, q_idx // q, kv_idx // kv
 
 

@@ -95,10 +95,11 @@ def recurred(
     """Gradients of q, k, v, decay, the initial state and the custom inputs by the reference."""
     with torch.no_grad():
         gradients = differentiable_gradients(attention, given, d_o, d_last)
-    made = [
-        d_o.new_empty(0) if t is None else torch.zeros_like(t) if g is None else g.contiguous()
-        for g, t in zip(gradients, given, strict=True)
-    ]
+    made = []
+    for gradient, tensor in zip(gradients, given, strict=True):
+        if gradient is None:
+            gradient = d_o.new_empty(0) if tensor is None else torch.zeros_like(tensor)
+        made.append(gradient.contiguous())
     return made[0], made[1], made[2], made[3], made[4], made[5:]
 
 

@@ -246,11 +246,13 @@ class AttentionEngine(Built, Parted, ByBlock, OnCaches):
                 return self._results(found, return_rowscales)
         tensors = order_custom(self.custom_io, custom, named)
         check_ranks(self.layout, q, k, v)
-        cast, q, k, v = is_cast(q), *follow_autocast(q, k, v)
+        cast = is_cast(q)
+        q, k, v = follow_autocast(q, k, v)
         if self.layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
-            (k, v), alone = share_keys(q, k, v), False  # what is seen is not what runs
+            k, v = share_keys(q, k, v)
+            alone = False  # what is seen is not what runs
         backend = self._backend_for(q.device)
         check_qkv(self.qkv_meta, self.layout, backend != "reference", q, k, v)
         blocks = self._blocks(block_mask, q, k)

@@ -195,7 +195,9 @@ def _attributes(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     places = [getattr(value, "__dict__", {})]
     if isinstance(value, torch.nn.Module):
         places += [value._parameters, value._buffers, value._modules]
-    of_class = value if isinstance(value, type) else None if isinstance(value, ModuleType) else type(value)
+    of_class: type | None = None
+    if not isinstance(value, ModuleType):
+        of_class = value if isinstance(value, type) else type(value)
     for name in names:
         place = next((p for p in places if name in p), None)
         if place is not None:

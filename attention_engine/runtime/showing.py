@@ -177,9 +177,11 @@ def _choose(batches: int, heads: int, batch: Choice, head: Choice) -> tuple[list
     """The (batch, head) pairs to draw, and how many are left out because nobody asked for them."""
 
     def listed(name: str, size: int, given: Choice) -> list[int]:
-        wanted = list(range(size)) if given is None else [given] if isinstance(given, int) else list(given)
         if size == 1:  # all are alike
             return [0]
+        if given is None:
+            return list(range(size))
+        wanted = [given] if isinstance(given, int) else list(given)
         if bad := [n for n in wanted if not 0 <= n < size]:
             raise UnknownOption(f"{name}={bad[0]} is asked for, and there are {size}. Choose 0 to {size - 1}.")
         return wanted

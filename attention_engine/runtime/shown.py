@@ -174,23 +174,21 @@ class Shown(Engine):
         v = v[..., : parts.width(v.shape[3])]
         declared = list(self.custom_io.specs.values())
         blocks = None if block_mask is None else blocks_alike(block_mask, q, k)
-        maths, tensors = self._maths(packed), list(given) or stand_ins(declared, self._types, place)
-        types = {s.name: type_of(t) for s, t in zip(declared, given, strict=True)} if given else {}
-        seeds = [seed_tensor(0, place)] if self._drops else []
         held = tensors_now(self._captured)
-        if given or blocks is not None:
-            types = self._types | types | {c.name: type_of(t) for c, t in zip(self._captured, held)}
-            types |= {} if blocks is None else {blocks.name: type_of(blocks.map)}
-            maths = analyse(self._trace(types, self._variant(blocks, metas[0].dim, packing_of(packed))))
+        maths = self._maths_of(given, held, blocks, packed)
+        specs, tensors = list(declared), list(given) or stand_ins(declared, self._types, place)
         sizes: dict[str, int | None] = {"batch": None, "heads": q.shape[2], "seq_len": None, "seq_len_kv": None}
         if (packing := packing_of(packed)) is not None:
             sizes, tables = sizes_of_packed(q), tables_of(packing)
-            declared = [*count_sequences(declared), *tables]
+            specs = [*count_sequences(declared), *tables]
             tensors += [torch.empty(1, dtype=torch.int32, device=place) for _ in tables]
-        dropout = [*([] if blocks is None else [spec_of(blocks.variant)]), *([SPEC] if seeds else [])]
-        tensors += [] if blocks is None else [blocks.map]
-        specs = [*declared, *dropout, *specs_of(self._captured, axes_now(self._captured, held, sizes))]
-        tensors += seeds
+        if blocks is not None:
+            specs.append(spec_of(blocks.variant))
+            tensors.append(blocks.map)
+        if self._drops:
+            specs.append(SPEC)
+            tensors.append(seed_tensor(0, place))
+        specs += specs_of(self._captured, axes_now(self._captured, held, sizes))
         tensors += [torch.empty(1, dtype=t.dtype, device=place, requires_grad=t.requires_grad) for t in held]
         custom = [as_parameter(t) for t in tensors]
         program_kernels = ProgramKernels(maths, specs, interpret, device, self.deterministic)
@@ -201,6 +199,19 @@ class Shown(Engine):
             maths.wanting(wanted), specs, problem, target, self.deterministic, lengths, str(place), wanted,
             hints_of(metas),
         )  # fmt: skip
+
+    def _maths_of(
+        self, given: Sequence[Tensor], held: Sequence[Tensor], blocks: CallBlocks | None, packed: Packed
+    ) -> Maths:  # fmt: skip
+        """Of calls with these custom inputs (none: of the types that the constructor guessed) and captured tensors."""
+        if not given and blocks is None:
+            return self._maths(packed)
+        types = dict(self._types)
+        types |= {s.name: type_of(t) for s, t in zip(self.custom_io.in_order, given, strict=False)}
+        types |= {c.name: type_of(t) for c, t in zip(self._captured, held, strict=True)}
+        if blocks is not None:
+            types[blocks.name] = type_of(blocks.map)
+        return analyse(self._trace(types, self._variant(blocks, self._metas()[0].dim, packing_of(packed))))
 
     @briefly
     def explain(
