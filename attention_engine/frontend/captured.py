@@ -157,22 +157,7 @@ class Capture:
 
     def at(self, tensor: Any, index: Any) -> Symbol:
         """tensor[index], with symbols among the indices."""
-        listed = list(index) if isinstance(index, tuple) else [index]
-        if any(isinstance(part, Symbol) for i in listed if isinstance(i, slice) for part in (i.start, i.stop, i.step)):
-            raise WrongIndex(
-                f"{where_from()}a slice of a tensor starts or ends at a symbolic value. A pair reads one entry: "
-                f"{self._source(tensor).name}[{'kv_idx' if tensor.ndim == 1 else 'q_idx, kv_idx'}]."
-            )
-        if gaps := [n for n, i in enumerate(listed) if i is Ellipsis]:
-            (gap,) = gaps[:1]
-            listed[gap : gap + 1] = [slice(None)] * (tensor.ndim - len(listed) + 1)
-        plain = tuple(slice(None) if _is_symbolic(i) else i for i in listed)
-        if any(i != slice(None) for i in plain):  # torch reads at what is known, and tracing at the rest
-            if None in plain or any(not isinstance(i, slice) and _is_tensor(i) and i.ndim for i in plain):
-                raise WrongIndex(f"{where_from()}a tensor is read at {index}. Read it at integers and symbols alone.")
-            tensor = tensor[plain]
-            listed = [i for i in listed if _is_symbolic(i) or isinstance(i, slice)]
-            listed = [i if _is_symbolic(i) else slice(None) for i in listed]
+        tensor, listed = self._read_known(tensor, list(index) if isinstance(index, tuple) else [index])
         if len(listed) > tensor.ndim:
             raise WrongIndex(
                 f"{where_from()}captured tensor '{self._source(tensor).name}' has "
@@ -182,6 +167,25 @@ class Capture:
         listed += [slice(None)] * (tensor.ndim - len(listed))
         read = CapturedRead(self._input(tensor, tensor.ndim), tuple(tensor.shape), tuple(listed))
         return read if read.open else wrap(read.expr)
+
+    def _read_known(self, tensor: Any, listed: list[Any]) -> tuple[Any, list[Any]]:
+        """The tensor, read by torch at the indices that are known; symbols and whole slices are left."""
+        if any(isinstance(part, Symbol) for i in listed if isinstance(i, slice) for part in (i.start, i.stop, i.step)):
+            raise WrongIndex(
+                f"{where_from()}a slice of a tensor starts or ends at a symbolic value. A pair reads one entry: "
+                f"{self._source(tensor).name}[{'kv_idx' if tensor.ndim == 1 else 'q_idx, kv_idx'}]."
+            )
+        if any(i is Ellipsis for i in listed):
+            gap = next(n for n, i in enumerate(listed) if i is Ellipsis)
+            listed[gap : gap + 1] = [slice(None)] * (tensor.ndim - len(listed) + 1)
+        known = tuple(slice(None) if _is_symbolic(i) else i for i in listed)
+        if all(isinstance(i, slice) and i == slice(None) for i in known):
+            return tensor, listed
+        if any(i is None or (not isinstance(i, slice) and _is_tensor(i) and i.ndim) for i in known):
+            shown = tuple(listed) if len(listed) > 1 else listed[0]
+            raise WrongIndex(f"{where_from()}a tensor is read at {shown}. Read it at integers and symbols alone.")
+        left = [i for i in listed if _is_symbolic(i) or isinstance(i, slice)]
+        return tensor[known], [i if _is_symbolic(i) else slice(None) for i in left]
 
     def compute(self, function: Callable[..., Any], args: Any, named: Any, result: Any) -> None:
         """Notes that torch made the result, a tensor or several, of these arguments."""

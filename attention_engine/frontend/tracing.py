@@ -86,14 +86,21 @@ def call(function: Callable[..., object], arguments: str, values: Sequence[objec
         values = [*values, custom]
     if count >= len(values) >= needed:
         return function(*values)
-    one_more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
-    bound = "\n  Is @staticmethod missing above it?" if inspect.ismethod(function) else ""
+    raise _wrong_arity(function, arguments, count, custom)
+
+
+def _wrong_arity(
+    function: Callable[..., object], arguments: str, count: int, custom: CustomInputs | None
+) -> WrongArity:  # fmt: skip
+    """What is said of a function that takes so many arguments."""
     if arguments == SCORE_ARGUMENTS and count == 5:
-        raise WrongArity(
+        return WrongArity(
             f"{place_of(function)} takes 5 arguments, as FlexAttention's does. Put custom second: ({arguments}).\n"
             "  FlexAttention's score is scaled already: say scale=dim ** -0.5 to the engine."
         )
-    raise WrongArity(
+    one_more = "" if custom is None else ", and one more, custom, if it reads custom inputs"
+    bound = "\n  Is @staticmethod missing above it?" if inspect.ismethod(function) else ""
+    return WrongArity(
         f"{place_of(function)} takes {counted(count, 'argument')}. It is called with ({arguments}){one_more}.{bound}"
     )
 
