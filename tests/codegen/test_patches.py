@@ -36,6 +36,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     idle,
     later,
     layouts,
+    masked,
     patched,
     printed,
     proofs,
@@ -50,6 +51,7 @@ from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 from tests.codegen.test_layouts import at_layouts  # noqa: E402
+from tests.codegen.test_masked import at_loops  # noqa: E402
 
 RULES = (choices, ended_reads, swizzled)
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -346,12 +348,33 @@ def test_tilelang_runs_passes_that_change_nothing(monkeypatch):
     assert text == theirs
 
 
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
+def test_tilelang_tries_masks_as_vectors(monkeypatch):
+    """Loops of a forward kernel with a window take it twice as long as without the conditions, and more."""
+
+    def seconds(lower, module):
+        started = time.thread_time()
+        lower(module)
+        return time.thread_time() - started
+
+    with_hidden = masked.with_hidden
+
+    def look(module, whole):
+        whole(module)  # the first asks TileLang for what it remembers
+        return seconds(lambda given: with_hidden(given, whole), module), seconds(whole, module)
+
+    ours, theirs = at_loops(monkeypatch, "forward", look, mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < 100))
+    assert theirs > 1.5 * ours, f"{theirs:.2f} s and {ours:.2f} s"
+
+
 IMPORTED = "print(sum(name.startswith(later.LATER) for name in sys.modules))"
 LATE = f"""
 import sys
 from attention_engine.codegen.compile import load_tilelang
-from attention_engine.codegen.patches import later
+from attention_engine.codegen.patches import later, remembered
 load_tilelang()
+from tilelang.language.eager import ast, builder
+assert remembered._rewritten and builder.mutate is ast.mutate  # its own macros; then it is as it was
 {IMPORTED}
 from importlib.machinery import SourceFileLoader
 run, ran = SourceFileLoader.exec_module, []

@@ -11,6 +11,7 @@ from attention_engine.codegen.patches import (
     idle,
     layouts,
     lines,
+    masked,
     printed,
     quiet,
     remembered,
@@ -21,6 +22,6 @@ from attention_engine.codegen.patches.scope import Patch, Scope
 
 PATCHES: tuple[Patch, ...] = (
     remembered.PATCH, shared_names.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH, headers.PATCH,
-    host_code.PATCH, lines.PATCH, idle.PATCH, layouts.PATCH,
+    host_code.PATCH, lines.PATCH, idle.PATCH, layouts.PATCH, masked.PATCH,
 )  # fmt: skip
 patched = Scope(PATCHES)

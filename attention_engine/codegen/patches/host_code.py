@@ -85,7 +85,7 @@ def as_assembly(source: Path, folder: Path) -> Path | None:
     found = _BYTES.search(source.read_text())
     if found is None:
         return None
-    data = bytes.fromhex(re.sub(r"0x|[,\s]", "", found[2]))
+    data = bytes.fromhex(found[2].replace("0x", "").replace(",", " "))  # which passes over spaces
     if len(data) != int(found[1]):
         return None
     (folder / "blob.bin").write_bytes(data)

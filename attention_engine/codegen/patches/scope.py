@@ -32,6 +32,16 @@ def inside() -> bool:
     return getattr(_thread, "depth", 0) > 0
 
 
+@contextmanager
+def within() -> Iterator[None]:
+    """What this thread does inside is work on a kernel of ours."""
+    _thread.depth = getattr(_thread, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+
+
 def replace(*changes: tuple[Any, str, object]) -> Undo:
     """Puts values in the place of attributes of modules and classes: (owner, name, value)."""
     before = [vars(owner)[name] for owner, name, _ in changes]
@@ -69,11 +79,10 @@ class Scope:
             except BaseException:
                 self._leave()
                 raise
-        _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
-            yield
+            with within():
+                yield
         finally:
-            _thread.depth -= 1
             with self._lock:
                 self._leave()
 
