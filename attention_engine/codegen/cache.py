@@ -21,6 +21,7 @@ import os
 import platform
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -70,16 +71,33 @@ def sources_digest(folder: str = "") -> str:
 
     A folder's kernels depend on what lies in kernels/ itself, and on no other folder (tests/test_structure.py).
     """
-    root = Path(__file__).parent.parent
-    digest = hashlib.blake2b(digest_size=10)
-    for maker in MAKERS:
-        path = root / maker
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            inside = file.relative_to(root)
-            top, *rest = inside.parts
-            if top != "kernels" or len(rest) == 1 or rest[0] == folder:
-                digest.update(inside.as_posix().encode() + b"\0" + file.read_bytes())
+    digest = _digest_of_all().copy()
+    for inside, path in _sources():
+        if inside.startswith(f"kernels/{folder}/"):
+            digest.update(inside.encode() + b"\0" + Path(path).read_bytes())
     return digest.hexdigest()
+
+
+@functools.cache
+def _digest_of_all() -> hashlib.blake2b:
+    """Of what makes the kernels of every folder."""
+    digest = hashlib.blake2b(digest_size=10)
+    for inside, path in _sources():
+        if not inside.startswith("kernels/") or inside.count("/") == 1:
+            digest.update(inside.encode() + b"\0" + Path(path).read_bytes())
+    return digest
+
+
+@functools.cache
+def _sources() -> list[tuple[str, str]]:
+    """The files that kernels are made by: where they are in the package, and on disk. As text: pathlib takes longer
+    than reading them."""
+    root = f"{Path(__file__).parent.parent}{os.sep}"
+    found: list[str] = []
+    for maker in (root + maker.replace("/", os.sep) for maker in MAKERS):
+        files = (f"{folder}{os.sep}{name}" for folder, _, names in os.walk(maker) for name in names)
+        found += [maker] if maker.endswith(".py") else [path for path in files if path.endswith(".py")]
+    return sorted((path.removeprefix(root).replace(os.sep, "/"), path) for path in found)
 
 
 @functools.cache
@@ -271,6 +289,17 @@ def load_runtime() -> None:
             ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     except OSError:
         load_tilelang()
+
+
+@functools.cache
+def load_runtime_soon() -> None:
+    """The same, begun in a thread, once: half of it is outside Python's lock. Who needs it later meets its errors."""
+
+    def load() -> None:
+        with contextlib.suppress(ImportError, OSError):
+            load_runtime()
+
+    threading.Thread(target=load, name="attention_engine_runtime", daemon=True).start()
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,27 @@ def test_kernels_of_a_folder_have_sources_of_their_own():
     assert len({shared, *map(cache.sources_digest, ("straight", "hopper", "linear"))}) == 4
 
 
+@pytest.mark.parametrize("error", [None, OSError("no such library"), ImportError("no module named tvm_ffi")])
+def test_what_kernels_call_is_loaded_once_in_a_thread_without_a_word(monkeypatch, capfd, error):
+    loaded = []
+
+    def load():
+        loaded.append(threading.current_thread())
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(cache, "load_runtime", load)
+    cache.load_runtime_soon.cache_clear()
+    for _ in range(2):
+        cache.load_runtime_soon()
+    for thread in threading.enumerate():
+        if thread.name == "attention_engine_runtime":
+            thread.join()
+    cache.load_runtime_soon.cache_clear()
+    assert len(loaded) == 1 and loaded[0] is not threading.current_thread()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_key_digests_all_that_its_makers_import():
     """What a maker has of elsewhere makes kernels too: it is digested, or says nothing of a kernel's text."""
     package = Path(cache.__file__).parent.parent
