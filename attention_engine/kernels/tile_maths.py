@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
@@ -31,7 +32,8 @@ from attention_engine.kernels.inside import where_inside
 from attention_engine.kernels.splice import both, hold_value
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.passes.row_terms import KV_FIRST, terms_beside_product
-from attention_engine.passes.schedule import KEEP, TILE, ForwardSchedule, ReduceStep, RowStep, SumStep, TileStep
+from attention_engine.passes.schedule import ForwardSchedule
+from attention_engine.passes.steps import KEEP, OTHER, TILE, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.strength import split_casts
 from attention_engine.plan.forms import Tile
 
@@ -63,9 +65,9 @@ def of_pairs(schedule: ForwardSchedule) -> list[Expr]:
     for step in schedule.steps:
         match step:
             case ReduceStep():
-                found += [] if step.source is None else [step.source]
+                found += [] if step.source is None or step.source is OTHER else [step.source]
             case TileStep():
-                found.append(step.value)
+                found += [step.value, *([] if step.other is None else [step.other])]
             case RowStep():
                 pass
     return found
@@ -161,20 +163,23 @@ class TileMaths:
     def _corners(self, kv0: Any) -> Corners:
         return (self.q0, kv0), (self.q0 + (self.tile.q - 1), kv0 + (self.tile.kv - 1))
 
-    def _map(self, target: Any, expr: Expr, kv0: Any, entry_is: Expr, place: Place | None = None) -> None:
-        """target = expr for each pair; entry_is: the variable that stands for the tile's entry."""
-        asks = KEEP in topological(expr)
+    def _map(
+        self, made: Sequence[tuple[Any, Expr]], kv0: Any, entry_is: Expr, place: Place | None = None
+    ) -> None:  # fmt: skip
+        """target = expr of each for each pair; entry_is: the variable that stands for the tile's entry."""
+        exprs = [expr for _, expr in made]
+        asks = KEEP in topological(*exprs)
 
         def entry(place: Place, i: Any, j: Any) -> None:
             values = {**self._row(i), **self.staged.values(i, j), entry_is: self.scores[i, j]}
             values |= parts_of_indices(Q_IDX, self.q0, i, KV_IDX, kv0, j)
             if asks:
                 values[KEEP] = self._keep(place, i, j, kv0)
-            assign([(target, split)], place.splice(self.q0 + i, kv0 + j, values), i, j)
+            assign(split, place.splice(self.q0 + i, kv0 + j, values), i, j)
 
-        (split,) = split_casts(expr)
+        split = [*zip([target for target, _ in made], split_casts(*exprs), strict=True)]
         mask = [self.schedule.mask] if asks and self.schedule.mask is not None else []
-        self._over_pairs(kv0, [expr, *mask], entry, place)
+        self._over_pairs(kv0, [*exprs, *mask], entry, place)
 
     def _by_ends(self, kv0: Any, action: Callable[[Expr], None]) -> None:
         """action(the score), or what the score is in a tile at an end."""
@@ -183,7 +188,7 @@ class TileMaths:
     def score(self, kv0: Any) -> None:
         """The tile of products becomes the tile of scores."""
         if self.schedule.score is not PRODUCT:
-            self._by_ends(kv0, bind(self._map, self.scores, kv0=kv0, entry_is=PRODUCT))
+            self._by_ends(kv0, lambda score: self._map([(self.scores, score)], kv0, PRODUCT))
 
     def start_scores(self, kv0: Any) -> None:
         """The tile before its products are added: the score's other terms.
@@ -195,13 +200,13 @@ class TileMaths:
             added = terms_beside_product(score) or const(0.0)
             read = topological(added)
             held = {v: hold_value(x) for v, x in self.place.block.items() if v in read}
-            self._map(self.scores, added, kv0, TILE, replace(self.place, block={**self.place.block, **held}))
+            self._map([(self.scores, added)], kv0, TILE, replace(self.place, block={**self.place.block, **held}))
 
         self._by_ends(kv0, start)
 
     def mask(self, kv0: Any) -> None:
         """Masked pairs hold the fill."""
-        fill = -T.infinity(FLOAT) if self.schedule.fill != 0 else T.float32(0)
+        fill = -T.infinity(FLOAT) if self.schedule.fill == -math.inf else T.float32(self.schedule.fill)
 
         def entry(place: Place, i: Any, j: Any) -> None:
             store(self.scores, T.if_then_else(self._keep(place, i, j, kv0), self.scores[i, j], fill), i, j)
@@ -221,9 +226,8 @@ class TileMaths:
                 case ReduceStep():
                     source = self.scores
                     if step.source is not None or step.absolute:
-                        if step.source is not None and TILE not in topological(step.source):
-                            lie_alike(self.other, self.scores)
-                        self._map(self.other, step.source or make(Op.ABS, TILE), kv0, TILE)
+                        if step.source is not OTHER:
+                            self._make_other(step.source or make(Op.ABS, TILE), kv0)
                         source = self.other
                     target = self.rows[step.variable]
                     if step.kind == "sum":
@@ -236,11 +240,18 @@ class TileMaths:
                 case RowStep():
                     self._rows(step, {KV_FIRST: kv0})
                 case TileStep():
-                    self._map(self.scores, step.value, kv0, TILE)
+                    beside = [] if step.other is None else [(self.other, step.other)]
+                    self._map([(self.scores, step.value), *beside], kv0, TILE)
         if self.schedule.dropped is not None:
             self._drop(kv0, self.schedule.dropped)
         if before_weights is not None:
             before_weights()
+
+    def _make_other(self, expr: Expr, kv0: Any) -> None:
+        """The second tile, of the first."""
+        if TILE not in topological(expr):
+            lie_alike(self.other, self.scores)
+        self._map([(self.other, expr)], kv0, TILE)
 
     def _drop(self, kv0: Any, dropped: Expr) -> None:
         """Weights that meet no value are 0; rows know them."""

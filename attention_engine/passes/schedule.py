@@ -9,77 +9,38 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from attention_engine.ir.evaluate import LOWEST
 from attention_engine.ir.expr import (
     Axis,
     Expr,
     Op,
-    Reduction,
     Type,
     VarKind,
     const,
-    is_const,
     rebuild,
     substitute,
     topological,
     var,
 )
-from attention_engine.ir.program import PAIR, PRODUCT, SCORE, Backward, Extreme, Program, State, made_variable
+from attention_engine.ir.program import PRODUCT, SCORE, Backward, Extreme, Program
 from attention_engine.ir.reach import least_of, may_be_far
-from attention_engine.passes.differentiate import differentiate
 from attention_engine.passes.empty_rows import finite, guard_empty_rows
 from attention_engine.passes.ends import Ends, find_ends
-from attention_engine.passes.fills import NEUTRAL, find_fill
+from attention_engine.passes.fills import LOW, NEUTRAL, find_fill, is_low_enough
 from attention_engine.passes.row_terms import part_row_terms, reads_places_alone, terms_beside_product
 from attention_engine.passes.row_values import largest
 from attention_engine.passes.simplify import add, construct, mul, reduce, simplify, split_coefficient, terms, where
 from attention_engine.passes.starts import starts_read
+from attention_engine.passes.steps import KEEP, TILE, RowStep, Step, Steps, TileStep, row_values
 from attention_engine.passes.strength import lighten, open_pairs, use_exp2
 
-TILE = var("tile", PAIR)
-KEEP = var("keep", PAIR, Type.BOOL)
+Held: TypeAlias = tuple[Expr, list[Expr], float | None]  # what a tile first holds, what is made of it, and the fill
+Hoisted: TypeAlias = tuple[list[tuple[Expr, Expr]], list[Expr], Ends | None]
 SCALES = (1e-6, 1e6)  # the scales between which other terms of a sum may be divided by one: fp32 has room for them
-
-
-@dataclass(frozen=True)
-class ReduceStep:
-    """variable = the reduction of `source` over the keys (of its absolute value); without a source, of the tile."""
-
-    variable: Expr
-    kind: Reduction
-    absolute: bool
-    source: Expr | None
-
-
-@dataclass(frozen=True)
-class RowStep:
-    """Each row variable = its expression, all computed before any is written."""
-
-    assignments: tuple[tuple[Expr, Expr], ...]
-
-
-@dataclass(frozen=True)
-class TileStep:
-    """TILE = expression."""
-
-    value: Expr
-
-
-@dataclass(frozen=True)
-class SumStep:
-    """state = factor * state + the sum of the tile over the keys; without a factor, of 1.
-
-    Nothing reads the state before the end, so that a kernel may hold it in parts, which it joins there.
-    """
-
-    state: Expr
-    factor: Expr | None
-
-
-Step = ReduceStep | RowStep | TileStep | SumStep
 
 
 @dataclass(frozen=True)
@@ -139,13 +100,11 @@ def schedule_forward(
     leave the tile, where nothing else is then left beside products than terms of places?"""
     far, least = may_be_far(program.score), least_of(program.score)
     program = guard_empty_rows(program)
-    score, roots, fill = (_part_rows(program) if parts_rows and not far else None) or _hold_tile(program, far)
-    if fill is None:
-        roots = _ask_keep(roots, len(roots) - 2)
+    parted = _part_rows(program) if parts_rows and not far else None
+    (block, (score, *roots), ends), fill = _hold(program, far, parted, not far)
     rows = (*program.finals, *(s for s in saved if s[0] not in dict(program.finals)))
-    block, (score, *roots), ends = _hoist_all(open_pairs(*use_exp2(score, *roots, differences=far)))
-    steps, rescale = _Steps(roots).build(program.states)
-    output_rows, (output,) = _row_values([program.output], "end")
+    steps, rescale = Steps(roots).build(program.states)
+    output_rows, (output,) = row_values([program.output], "end")
     starts = starts_read(program.mask, score, *roots, program.output, *(e for _, e in rows))
     return ForwardSchedule(
         block=(*starts, *block),
@@ -163,7 +122,26 @@ def schedule_forward(
     )
 
 
-def _part_rows(program: Program) -> tuple[Expr, list[Expr], float | None] | None:
+def _hold(program: Program, far: bool, parted: Held | None, may_be_low: bool) -> tuple[Hoisted, float | None]:
+    """Block values; the tile's first value and the roots of it, in the order in which they are computed; and the fill.
+
+    may_be_low: is LOW tried? It must do for what is computed, as it may overflow in another order.
+    """
+    score, roots, fill = parted or _hold_tile(program, far, may_be_low)
+    if fill is None:
+        roots = _ask_keep(roots, len(roots) - 2)
+    found = _hoist_all(open_pairs(*use_exp2(score, *roots, differences=far)))
+    *updates, weights, _ = found[1][1:]
+    if fill == LOW and not is_low_enough(updates, weights, TILE, _starts(program)):
+        return _hold(program, far, parted, False)
+    return found, fill
+
+
+def _starts(program: Program) -> dict[Expr, float]:
+    return {s.variable: finite(s.initial) for s in program.states}
+
+
+def _part_rows(program: Program) -> Held | None:
     """What `_hold_tile` gives, the terms of rows out of the tile; None where something else would be left in it than
     products and terms of places, or a reduction can't do without the terms."""
     scale, score = _take_scale(program.score)
@@ -183,7 +161,7 @@ def _roots_of(program: Program, score: Expr) -> list[Expr]:
     return list(simplify(*(substitute(e, {SCORE: score}) for e in raw)))
 
 
-def _hold_tile(program: Program, whole: bool) -> tuple[Expr, list[Expr], float | None]:
+def _hold_tile(program: Program, whole: bool, may_be_low: bool) -> Held:
     """What the tile first holds, of PRODUCT; then updates, weights and rescale of TILE; and what masked pairs hold.
 
     Where no reduction reads the scores, the products themselves are held if a fill can be found: score and weights are
@@ -199,6 +177,8 @@ def _hold_tile(program: Program, whole: bool) -> tuple[Expr, list[Expr], float |
     scale, score = (1.0, program.score) if whole else _take_scale(program.score)
     roots = _roots_of(program, mul(const(scale), TILE))
     fill = find_fill(roots[:-2], roots[-2], TILE)
+    if fill is None and may_be_low and is_low_enough(roots[:-2], roots[-2], TILE, _starts(program)):
+        return score, roots, LOW
     if fill is None and reduced and scale != 1 and any(abs(s.initial) >= -LOWEST for s in program.states):
         # Of a tile that keeps no pair the maximum must be the start of its state, not a multiple of it.
         return program.score, _roots_of(program, TILE), None
@@ -243,7 +223,7 @@ def schedule_backward(program: Program, backward: Backward) -> BackwardSchedule:
     )  # fmt: skip
 
 
-def _hoist_all(roots: Iterable[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr], Ends | None]:
+def _hoist_all(roots: Iterable[Expr]) -> Hoisted:
     """Block values; the roots of them, multiplied where it costs least; and the ends of the first root."""
     roots = list(roots)
     ends = find_ends(roots[0])
@@ -263,129 +243,6 @@ def _hoist(roots: list[Expr]) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
 
     found = {node: var(f"block{i}", node.axes, kind=VarKind.BLOCK) for i, node in enumerate(largest(roots, is_block))}
     return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
-
-
-def _row_values(
-    roots: list[Expr], prefix: str, without: Set[Expr] = frozenset()
-) -> tuple[list[tuple[Expr, Expr]], list[Expr]]:
-    """Takes out what depends on the row alone (and is more than a variable, a number or an index), not on `without`."""
-    waiting = {n for n in topological(*roots) if without & set(topological(n))}
-
-    def is_row(node: Expr) -> bool:
-        taken = node.op in (Op.CONST, Op.VAR) or node in waiting or node.dtype is not Type.FLOAT
-        return not taken and Axis.QUERY in node.axes and not node.axes & {Axis.KEY, Axis.CHANNEL}
-
-    found = {node: made_variable(f"{prefix}{i}", node.axes) for i, node in enumerate(largest(roots, is_row))}
-    return [(v, e) for e, v in found.items()], [substitute(r, found) for r in roots]
-
-
-class _Steps:
-    """Orders reductions, row values and tile updates.
-
-    Row values come as early as what they take: the factor of the output so far before the weights are made, so that the
-    output can be multiplied while exponentials are.
-    """
-
-    def __init__(self, roots: list[Expr]) -> None:
-        *self.updates, self.weights, self.rescale = roots
-        self.pending = [n for n in topological(self.weights, *roots) if n.op is Op.REDUCE]
-        self.results = {n: made_variable(f"reduced{i}") for i, n in enumerate(self.pending)}
-        self.waited = set(self.results.values())
-        self.steps: list[Step] = []
-        self.left: dict[Expr, Expr] = {}  # to be assigned: states, and the factor of the output
-        self.sums: dict[Expr, SumStep] = {}
-        self.rows = 0
-
-    def build(self, states: tuple[State, ...]) -> tuple[list[Step], Expr | None]:
-        updates = zip((s.variable for s in states), self.updates, strict=True)
-        self.left = {s: self._resolve(u) for s, u in updates if u is not s}
-        rescale = None
-        if not is_const(self.rescale, 1):
-            rescale = made_variable("rescale")
-            self.left[rescale] = self._resolve(self.rescale)
-        from_zero = {s.variable for s in states if s.initial == 0}
-        current: Expr = TILE
-        for position, node in enumerate(self.pending):
-            source = node.args[0]
-            later = [p.args[0] for p in self.pending[position + 1 :] if p.args[0] is not self.weights]
-            if source is self.weights and current is TILE and not any(_reads_tile(e) for e in later):
-                self._make_weights(from_zero)
-                current = self.weights
-            self._reduce(node, None if source is current else source, current)
-        if current is not self.weights:
-            self._make_weights(from_zero)
-        if self.left:
-            self.steps.append(RowStep(tuple(self.left.items())))
-        return self.steps, rescale
-
-    def _resolve(self, expr: Expr) -> Expr:
-        """The expression with reductions as the row variables that hold them."""
-        return substitute(expr, self.results)
-
-    def _values(self, expr: Expr) -> tuple[list[tuple[Expr, Expr]], Expr]:
-        """The row values of an expression, and the expression with them."""
-        found, (result,) = _row_values([self._resolve(expr)], f"row{self.rows}_")
-        self.rows += 1
-        return found, result
-
-    def _make_weights(self, from_zero: set[Expr]) -> None:
-        found, result = self._values(self.weights)
-        sources = [n.args[0] for n, v in self.results.items() if v in self.waited and n.args[0] is not self.weights]
-        if not self.left.keys() & set(topological(*sources)):  # which read the states as they were
-            found += self._sum_weights(from_zero)
-            moved, result = self._move_on(result)
-            found += moved
-        if found:
-            self.steps.append(RowStep(tuple(found)))
-        self.steps.append(TileStep(result))
-
-    def _sum_weights(self, from_zero: set[Expr]) -> list[tuple[Expr, Expr]]:
-        """Finds the states that sums of weights are added to, and no more; their factors, where they have no name."""
-        named = []
-        for node, variable in self.results.items():
-            readers = [s for s, e in self.left.items() if variable in topological(e)]
-            if variable not in self.waited or (node.args[0], node.arg) != (self.weights, "sum") or len(readers) != 1:
-                continue
-            (state,) = readers
-            (factor,) = lighten(*differentiate(self.left[state], [state]))  # as what is left is written
-            (rest,) = simplify(substitute(self.left[state], {state: const(0.0)}))
-            left = (e for s, e in self.left.items() if s is not state)
-            others = topological(factor, self.weights, *self.pending, *left)
-            if state not in from_zero or rest is not variable or {state, *self.waited} & set(others):
-                continue
-            del self.left[state]
-            name = next((v for v, e in self.left.items() if e is factor), made_variable(f"factor{len(self.sums)}"))
-            if name not in self.left and not is_const(factor, 1):
-                named.append((name, factor))
-            self.sums[variable] = SumStep(state, None if is_const(factor, 1) else name)
-        return named
-
-    def _move_on(self, weights: Expr) -> tuple[list[tuple[Expr, Expr]], Expr]:
-        """What is left to assign, as far as reductions are there. The weights, which are returned, and the rest have by
-        other names what they read of old states."""
-        ready = {v: e for v, e in self.left.items() if not self.waited & set(topological(e))}
-        ahead = {v: e for v, e in self.left.items() if v not in ready}
-        found, exprs = _row_values(list(ahead.values()), "ahead", self.waited)
-        old = [v for v in ready if v in topological(weights, *exprs)]
-        copies = {v: made_variable(f"old{number}") for number, v in enumerate(old)}
-        self.left = {v: substitute(e, copies) for v, e in zip(ahead, exprs, strict=True)}
-        moved = [*ready.items(), *found, *((copy, v) for v, copy in copies.items())]
-        return moved, substitute(weights, copies)
-
-    def _reduce(self, node: Expr, source: Expr | None, current: Expr) -> None:
-        absolute = source is not None and source.op is Op.ABS and source.args[0] is current
-        value = None
-        if source is not None and not absolute:
-            found, value = self._values(source)
-            if found:
-                self.steps.append(RowStep(tuple(found)))
-        variable = self.results[node]
-        self.steps.append(self.sums.get(variable) or ReduceStep(variable, node.reduction, absolute, value))
-        self.waited.remove(variable)
-
-
-def _reads_tile(expr: Expr) -> bool:
-    return TILE in topological(expr, closed=frozenset({Op.REDUCE}))
 
 
 def _ask_keep(roots: list[Expr], weights: int) -> list[Expr]:

@@ -38,17 +38,8 @@ from attention_engine.passes.bent_output import OUTPUT_GRADIENT, Bend
 from attention_engine.passes.ends import Ends
 from attention_engine.passes.row_sums import RowSums
 from attention_engine.passes.row_terms import KV_FIRST, KV_PLACE
-from attention_engine.passes.schedule import (
-    KEEP,
-    TILE,
-    BackwardSchedule,
-    ForwardSchedule,
-    ReduceStep,
-    RowStep,
-    Step,
-    SumStep,
-    TileStep,
-)
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
+from attention_engine.passes.steps import KEEP, OTHER, TILE, ReduceStep, RowStep, Step, SumStep, TileStep
 
 OF_BLOCK = frozenset({Axis.BATCH, Axis.HEAD})
 
@@ -124,6 +115,7 @@ class _Steps:
         self.of_tile = {TILE, *KV_PLACE} | ({KEEP} if schedule.fill is None else set())
         self.summed = {step.state for step in schedule.steps if isinstance(step, SumStep)}
         self.rows -= self.summed  # which are whole at the end alone
+        self.beside: set[Expr] = set()
 
     def walk(self) -> None:
         """Checks each step."""
@@ -142,11 +134,16 @@ class _Steps:
                 self.rows |= _assigned(self.reads, what, step, self.rows, self.states - self.summed)
             case TileStep():
                 self.reads(what, step.value, self.rows | self.of_tile, OF_PAIR)
+                if step.other is not None:
+                    self.reads(f"{what}, beside the weights", step.other, self.rows | self.of_tile, OF_PAIR)
+                    self.beside = {OTHER}
             case ReduceStep():
                 if step.kind not in REDUCTIONS or (step.absolute and step.source is not None):
                     raise refuse(what, f"a reduction {step.kind!r} of this", step.source)
                 if step.source is not None:
-                    self.reads(what, step.source, self.rows | self.of_tile, OF_PAIR)
+                    known = self.beside if step.source is OTHER else self.rows | self.of_tile
+                    self.reads(what, step.source, known, OF_PAIR)
+                    self.beside -= {OTHER} if step.source is not OTHER else set()  # whose tile it takes
                 self._make(what, step.variable)
             case SumStep():
                 if step.state not in self.states:

@@ -20,7 +20,8 @@ from attention_engine.ir.verify import checked
 from attention_engine.passes.cached_places import at_own_rows
 from attention_engine.passes.derive_merge import derive_merge, merge_by_combine
 from attention_engine.passes.half_range import bound_weights, weights_fit
-from attention_engine.passes.schedule import ForwardSchedule, ReduceStep, schedule_forward
+from attention_engine.passes.schedule import ForwardSchedule, schedule_forward
+from attention_engine.passes.steps import ReduceStep
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers as buffers
 from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Buffer, Role, length

@@ -21,8 +21,9 @@ from attention_engine.passes.analyse_mask import analyse_mask
 from attention_engine.passes.drop_weights import drops_by_places
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
-from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, ReduceStep, TileStep
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
 from attention_engine.passes.simplify import simplify
+from attention_engine.passes.steps import ReduceStep, TileStep
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan.forms import Tile
 

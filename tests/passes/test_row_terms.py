@@ -20,7 +20,8 @@ from attention_engine.passes.row_terms import (
     reads_places_alone,
     terms_beside_product,
 )
-from attention_engine.passes.schedule import ReduceStep, schedule_forward
+from attention_engine.passes.schedule import schedule_forward
+from attention_engine.passes.steps import ReduceStep
 
 AXES = {
     "slopes": ("heads",), "rows": ("batch", "heads", "seq_len"), "keys": ("batch", "heads", "seq_len_kv"),

@@ -18,18 +18,8 @@ from attention_engine.ir.expr import Axis, Expr, Op, Type, substitute, topologic
 from attention_engine.ir.program import OUTPUT, PRODUCT, SCORE, Program
 from attention_engine.library import OnlineSigmoid, OnlineSoftmax
 from attention_engine.passes.derive_backward import derive_backward
-from attention_engine.passes.schedule import (
-    KEEP,
-    TILE,
-    ForwardSchedule,
-    ReduceStep,
-    RowStep,
-    Step,
-    SumStep,
-    TileStep,
-    schedule_backward,
-    schedule_forward,
-)
+from attention_engine.passes.schedule import ForwardSchedule, schedule_backward, schedule_forward
+from attention_engine.passes.steps import KEEP, OTHER, TILE, ReduceStep, RowStep, Step, SumStep, TileStep
 from tests.programs import EXAMPLES, Example, causal, scaled
 
 KEYS = 9
@@ -114,15 +104,16 @@ def run_step(step: Step, at: dict[Expr, Value], length: int) -> None:
             at |= zip((n for n, _ in assignments), evaluate_all([e for _, e in assignments], at, length), strict=True)
         case SumStep(state, factor):
             at[state] = at[state] * (1.0 if factor is None else at[factor]) + math.fsum(as_row(at[TILE], length))
-        case TileStep(value):
-            at[TILE] = as_row(evaluate(value, at, length), length)
+        case TileStep(value, other):
+            beside = {} if other is None else {OTHER: as_row(evaluate(other, at, length), length)}
+            at |= {TILE: as_row(evaluate(value, at, length), length), **beside}
 
 
 def close(a: float, b: float) -> bool:
-    """Beyond 1e20 all numbers stand for infinity: a masked tile's LOWEST may have met a scale."""
+    """Beyond 1e20 all numbers stand for infinity: a masked tile's LOWEST may have met a scale. NaN is NaN."""
     if abs(a) > 1e20:
         return abs(b) > 1e20 and (a > 0) == (b > 0)
-    return a == b or abs(a - b) <= 1e-10 * max(1.0, abs(a), abs(b))
+    return a == b or (a != a and b != b) or abs(a - b) <= 1e-10 * max(1.0, abs(a), abs(b))
 
 
 def check(program: Program, kept: str, saved: tuple[tuple[str, Expr], ...] = ()) -> None:

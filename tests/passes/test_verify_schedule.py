@@ -31,15 +31,8 @@ from attention_engine.passes.maths import Maths, analyse
 from attention_engine.passes.mods import differentiate_mod
 from attention_engine.passes.row_sums import Correction, plan_row_sums
 from attention_engine.passes.row_terms import KV_FIRST, KV_PLACE
-from attention_engine.passes.schedule import (
-    KEEP,
-    TILE,
-    ForwardSchedule,
-    ReduceStep,
-    RowStep,
-    SumStep,
-    TileStep,
-)
+from attention_engine.passes.schedule import ForwardSchedule
+from attention_engine.passes.steps import KEEP, TILE, ReduceStep, RowStep, SumStep, TileStep
 from attention_engine.passes.verify_schedule import (
     verify_backward_schedule,
     verify_bend,

@@ -6,7 +6,7 @@ is a value of each row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from attention_engine.ir.expr import Axis, Expr, topological
 from attention_engine.ir.program import H
 from attention_engine.kernels.common import Place, Sizes, assign, over_pairs, over_rows
 from attention_engine.kernels.tile_maths import ScoreTile, TileMaths
-from attention_engine.passes.schedule import KEEP, ForwardSchedule
+from attention_engine.passes.schedule import ForwardSchedule
+from attention_engine.passes.steps import KEEP
 from attention_engine.plan.forms import Tile
 
 
@@ -86,14 +87,16 @@ class PackedMaths(TileMaths):
         """One past the request's last key."""
         return self.packed.stop
 
-    def _map(self, target: Any, expr: Expr, kv0: Any, entry_is: Expr, place: Place | None = None) -> None:
-        asks, at = KEEP in topological(expr), place or self.place
+    def _map(
+        self, made: Sequence[tuple[Any, Expr]], kv0: Any, entry_is: Expr, place: Place | None = None
+    ) -> None:  # fmt: skip
+        asks, at = KEEP in topological(*(expr for _, expr in made)), place or self.place
 
         def entry(i: Any, j: Any) -> None:
             values = {**self._row(i), entry_is: self.scores[i, j]}
             if asks:
                 values[KEEP] = self._keep(at, i, j, kv0)
-            assign([(target, expr)], at.splice(self.query(i), kv0 + j, values), i, j)
+            assign(made, at.splice(self.query(i), kv0 + j, values), i, j)
 
         over_pairs(self.tile.q, self.tile.kv, entry)
 
