@@ -281,6 +281,26 @@ def test_an_error_in_a_role_ends_the_others():
         Interpreter(copies_to_odd_bytes)(torch.zeros(64))
 
 
+def test_a_hazard_that_another_role_finds_ends_all():
+    @T.prim_func
+    def misses_a_phase(X: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=256):
+            late = T.alloc_barrier(arrive_count=128)
+            other = T.alloc_barrier(arrive_count=128)
+            if T.get_thread_binding() < 128:
+                T.barrier_arrive(other)
+                T.barrier_wait(late, 0)
+            else:
+                T.barrier_wait(other, 0)
+                T.barrier_arrive(late)
+                T.barrier_wait(late, 0)
+                T.barrier_arrive(late)
+                T.barrier_wait(other, 1)
+
+    with pytest.raises(HazardInKernel, match=r"phase 0 of late.* is waited for late"):
+        Interpreter(misses_a_phase)(torch.zeros(64))
+
+
 def test_a_phase_that_a_late_wait_would_miss_is_named():
     barrier = Barrier("end", 1)
     barrier.arrive(1)

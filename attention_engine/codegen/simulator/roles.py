@@ -118,7 +118,12 @@ class Turns:
             if role in self._done:
                 continue
             ready, _ = self._waiting.get(role, (lambda: True, ""))
-            if ready():
+            try:
+                may_run = ready()
+            except HazardInKernel as error:  # found in another role's name, whose thread would else end alone
+                self._error = error
+                break
+            if may_run:
                 self._waiting.pop(role, None)
                 self._running = role
                 break
