@@ -184,12 +184,14 @@ class _Before:
 
     @macro_method
     def zero_sums(self, buffers: Buffers, sums: _SumsOfDq, at: _RowsAt) -> None:
-        """The sums of these rows' dQ, which a kernel placed by hand zeroes but for its first units; its counters."""
+        """The sums of these rows' dQ, unless the first block to add to them stores; a kernel placed by hand zeroes
+        those of all but its first units. Its counters and tickets."""
         size, row, by_hand, blocks = self.length * padded(self.problem.dim), at.row, sums.tile.hopper, sums.blocks
-        take_sums_for_granted(buffers, row, at.block * size, size)
-        if not by_hand or at.pair < blocks.pairs_before:
-            for x in T.Parallel(size):
-                buffers["workspace"][row, at.block * size + x] = 0.0
+        if not sums.tile.stores_first:
+            take_sums_for_granted(buffers, row, at.block * size, size)
+            if not by_hand or at.pair < blocks.pairs_before:
+                for x in T.Parallel(size):
+                    buffers["workspace"][row, at.block * size + x] = 0.0
         if by_hand and row < blocks.pairs and at.block == 0:
             listed = blocks.listed(buffers)
             _, pairs = listed.pairs_of(row)

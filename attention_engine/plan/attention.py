@@ -26,6 +26,7 @@ from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
     ALL_UNITS,
     LISTED,
+    adds_in_order,
     blocks_of_a_turn,
     makes_delta,
     may_add_in_order,
@@ -91,7 +92,7 @@ class AttentionPlan:
         of_rows = bool(self.row_sums and self.row_sums.gradients)
         may = deterministic and not (of_rows or (backward is not None and backward.extremes))
         if may and may_add_in_order(problem, tiles.backward, self.tile_plan, self.custom_sums):
-            self.tiles = tiles = replace(tiles, backward=tiles.backward.in_form(in_order=True))
+            self.tiles = tiles = replace(tiles, backward=adds_in_order(tiles.backward, self.tile_plan))
         self.over_queries = of_rows or (deterministic and not tiles.backward.in_order)
         if self.over_queries and tiles.backward.within_sequences:  # whose blocks also make dQ
             self.tiles = tiles = replace(tiles, backward=tiles.backward.in_form(within_sequences=False))
@@ -378,8 +379,7 @@ class AttentionPlan:
             self.problem, self._schedule, self._backward, sums, tile, self.row_pad, lists="tile map of queries",
             wide=bool(self._in_parts),
         )  # fmt: skip
-        given: tuple[object, ...] = (self._schedule, self._backward, sums, tile, self.row_pad)
-        given = (*given, True, True) if self._in_parts else given
+        given = (self._schedule, self._backward, sums, tile, self.row_pad, *((True, True) if self._in_parts else ()))
         writes = frozenset(["dq", *(f"sum{n}" for n in range(len(sums)))])
         rules = (*self._exact, *self._one_role)
         return Launch("queries", "straight.queries.backward_queries", given, arguments, writes, rules)

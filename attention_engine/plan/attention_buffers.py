@@ -240,7 +240,7 @@ def preprocess(
     found += [row(name, problem, pad) for name, _ in backward.rows]
     if tile is not None:
         found += [key_tiles(problem, tile)] if tile.within_sequences else []
-        found.append(workspace(problem, tile.row_pad))
+        found += [] if tile.stores_first else [workspace(problem, tile.row_pad)]
         if tile.hopper:
             found += [counters(problem), *([Number(TOGETHER)] if longest_first else []), Number(AHEAD)]
         found += [tickets(problem, tile)] if tile.in_order else []

@@ -56,7 +56,8 @@ class HopperKeys:
     shared_weights: warpgroups share the keys of a tile; else each has keys of its own. persistent: as in HopperForward.
     skewed_sums: diagonals of tiles are summed by walks over a copy (kernels/diagonals.py). within_sequences: of packed
     sequences, each block's keys are of one. drops_apart: as in HopperForward. in_order: blocks add to dQ one after
-    another, those of earlier keys first: it has the same bits in every run (kernels/hopper/keys/order.py).
+    another: it has the same bits in every run (kernels/hopper/keys/order.py). stores_first: the first of them stores,
+    and nobody zeroes the sums before.
     """
 
     shared_weights: bool = False
@@ -65,6 +66,7 @@ class HopperKeys:
     within_sequences: bool = False
     drops_apart: bool = False
     in_order: bool = False
+    stores_first: bool = False
 
     def __post_init__(self) -> None:
         if self.drops_apart and (self.persistent or self.shared_weights):
@@ -136,6 +138,11 @@ class Tile:
     def in_order(self) -> bool:
         """Do blocks add to dQ one after another, in the same order in every run?"""
         return isinstance(self.form, HopperKeys) and self.form.in_order
+
+    @property
+    def stores_first(self) -> bool:
+        """Does the first of them store in place of adding?"""
+        return isinstance(self.form, HopperKeys) and self.form.stores_first
 
     @property
     def row_pad(self) -> int:

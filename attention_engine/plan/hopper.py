@@ -159,6 +159,13 @@ def may_add_in_order(problem: Problem, tile: Tile, plan: TilePlan, summed: Custo
     return grid and nested and not turned and not any(sums) and not pairs_in_turn(problem, tile)
 
 
+def adds_in_order(tile: Tile, plan: TilePlan) -> Tile:
+    """The same whose blocks do. Where each tile of queries has one that sees the first key, by bounds that hold in
+    every launch, some block adds to dQ of each, and the first to do so stores."""
+    seen = all(not bound.starts and bound.q * (tile.q - 1) + bound.offset >= 0 for bound in plan.bounds.bounds)
+    return tile.in_form(in_order=True, stores_first=seen)
+
+
 def walks_over_listed_keys(problem: Problem, schedule: BackwardSchedule, plan: TilePlan, summed: CustomSums) -> bool:
     """Is the backward pass one over queries (kernels/hopper/queries.py): where a call lists blocks of whole tiles of
     keys for blocks of whole tiles of queries, and its maths leaves registers for it."""

@@ -12,6 +12,8 @@ from their own keys: at the same time a block is a tile or two behind the block 
 been at its tile by then. So they may start together, and nobody waits. The ticket shows the number of the block that
 added last; a block whose tile the next keys don't see is the tile's first.
 
+Where each tile meets some block, by the mask's bounds, a tile's first block stores, and nobody zeroes the sums before.
+
 No wait is for ever: a block waits for its neighbour alone, of the same head. That one meets every tile for which it is
 waited for (`may_add_in_order` in plan/hopper.py) and has a lower number in the grid, so the GPU has started it. The
 first of a head waits for nobody. Inside a block, the copying warp and the products wait for neither ticket but through
@@ -69,7 +71,7 @@ def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, wal
     """A thread looks at the tickets of a block's steps, and raises them."""
     tickets, heads, block = buffers["tickets"], form.problem.heads, item.block
     if T.get_thread_binding() == SPARE[0] * WARP:
-        after = NOBODY if not form.blocks.latest_first else first_tile_after(form, buffers, item)
+        after = first_tile_after(form, buffers, item)
         for step in T.serial(item.steps):
             visit = walk.at(step)
             row = name_value(item.batch * heads + visit.head)
@@ -89,7 +91,10 @@ def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, wal
 
 
 def first_tile_after(form: KeyForm, buffers: Buffers, item: KeyItem) -> Any:
-    """The first tile of queries that sees the keys after a block's own; beyond them all where there are none."""
+    """Where later keys add first, the first tile of queries that sees the keys after a block's own; beyond them all
+    where there are none."""
+    if not form.blocks.latest_first:
+        return NOBODY
     walk = form.walk(buffers, item.batch, item.kv_head, item.block + 1)
     first = T.truncdiv(walk.first * PIECE, form.tile.q)
     return name_value(T.if_then_else(item.block + 1 < form.blocks.blocks, first, NOBODY))

@@ -31,6 +31,7 @@ from attention_engine.kernels.hopper.chances import Bits
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.order import first_tile_after
 from attention_engine.kernels.hopper.keys.pair_operands import Step
 from attention_engine.kernels.key_sums import sum_keys
 from attention_engine.kernels.pair_maths import PairMaths, PairTile, factor_of
@@ -47,7 +48,8 @@ class Work:
     """The item that the computing threads of a block are at.
 
     first_row: the row of the block's first query head among all heads and batches. only_head: the block's values of its
-    only query head, or none where it has several; of packed sequences, those that all heads share.
+    only query head, or none where it has several; of packed sequences, those that all heads share. tile_after: where
+    the first block to add to dQ stores, the `first_tile_after`.
     """
 
     form: KeyForm
@@ -59,6 +61,7 @@ class Work:
     first_row: Any
     only_head: Mapping[Expr, Any]
     thread: Any
+    tile_after: Any = None
 
 
 @T.macro
@@ -79,7 +82,8 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     k, v = memory.keys.tile, memory.values.tile
     unseen = (k, v) if not memory.pairs.masks_gradients else (k,) if form.with_dq else ()
     clear_behind(form, item, Place(item.b, kv_head, only_head if form.within else {}, own_read), kv0, unseen)
-    work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread)
+    tile_after = first_tile_after(form, buffers, item) if form.tile.stores_first else None
+    work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread, tile_after)
     for step in T.serial(item.steps):
         take_step(work, step)
     if form.crosses:
@@ -200,7 +204,10 @@ def take_step(work: Work, step: Any) -> None:
     if form.with_dq:
         if memory.order is not None:
             memory.order.wait(step)
-        add_to_sums_of_dq(work, row, q0)
+        if form.tile.stores_first:
+            store_or_add(work, row, q0)
+        else:
+            add_to_sums_of_dq(work, row, q0)
         if memory.order is not None:
             memory.order.hand_on(work.thread)
     if not form.crosses:
@@ -279,6 +286,23 @@ def issue_results(work: Work, at: Step) -> None:
                 pairs.gradients_for_dq(at), k, results.dq, transpose_A=True, policy=form.dq_policy, clear_accum=True
             )  # fmt: skip
     T.wgmma_gemm(pairs.gradients_for_dk(at), queries.tile[at.stage, :, :], results.dk, policy=form.policy)
+
+
+@T.macro
+def store_or_add(work: Work, row: Any, q0: Any) -> None:
+    """A step's dQ becomes the sums in memory, if the block is the first that adds to them; else it is added."""
+    form, dq = work.form, work.memory.results.dq
+    first = work.item.block == 0
+    if form.blocks.latest_first:
+        first = T.truncdiv(q0, form.tile.q) < work.tile_after
+    if first:
+        for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
+            query, d = (j, i) if form.transposes_dq else (i, j)
+            work.buffers["workspace"][
+                row, q0 * form.dim + workspace_offset(query, d, form.tile, form.dim, form.vectors)
+            ] = dq[i, j]
+    else:
+        add_to_sums_of_dq(work, row, q0)
 
 
 @T.macro
