@@ -5,6 +5,7 @@ Gradients that several ranks add to are added in at least fp32.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,10 @@ from torch.compiler import is_compiling
 
 from attention_engine.distributed.cost import NODE
 from attention_engine.distributed.layout import Layout, order_of_gathered, order_of_sent
+from attention_engine.distributed.needs import Range, joined
 
 COLLECTIVES: Any = torch.ops._c10d_functional
 WAIT: Any = COLLECTIVES.wait_tensor
-Range: TypeAlias = tuple[int, int]  # of tokens of a sequence: the first, and one past the last
 Sent: TypeAlias = tuple[Tensor, int]  # and to which rank, or from which
 
 
@@ -73,10 +74,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Tokens:
-    """How a dimension of a tensor is shared: by which ranks, in which layout."""
+    """How a dimension of a tensor is shared: by which ranks, in which layout. needs: the tokens that each rank needs of
+    the sequence, beside its own; None: all."""
 
     ranks: Ranks
     layout: Layout
+    needs: Sequence[Sequence[Range]] | None = None
 
     def padded(self, first: Tensor) -> Tensor:
         """As many tokens, along the first dimension, as the most of a rank: what follows says nothing."""
@@ -91,9 +94,45 @@ class Tokens:
         """Tokens in the order of the sequence, as all ranks hold them, padded."""
         return whole.index_select(0, order_of_sent(self.layout, whole.device))
 
-    def of_rank(self, rank: int) -> list[tuple[slice, slice]]:
-        """Where each of a rank's runs stands in the sequence, and in its memory."""
-        return [(slice(run.start, run.start + run.count), run.here) for run in self.layout.runs[rank]]
+    def of_rank(self, rank: int, to: int | None = None) -> list[tuple[slice, slice]]:
+        """Where each of a rank's runs stands in the sequence, and in its memory; or what of them rank `to` needs."""
+        runs = self.layout.runs[rank]
+        if self.needs is None or to is None:
+            return [(slice(run.start, run.start + run.count), run.here) for run in runs]
+        found = []
+        for run in runs:
+            for first, stop in self.needs[to]:
+                start, end = max(first, run.start), min(stop, run.start + run.count)
+                if start < end:
+                    at = run.at + start - run.start
+                    found.append((slice(start, end), slice(at, at + end - start)))
+        return found
+
+    @property
+    def unneeded(self) -> list[slice]:
+        """What of the sequence this rank neither holds nor needs."""
+        if self.needs is None:
+            return []
+        rank = self.ranks.rank
+        here = [(run.start, run.start + run.count) for run in self.layout.runs[rank]]
+        there = joined([*here, *self.needs[rank]])
+        ends = [0, *(end for both in there for end in both), self.layout.length]
+        return [slice(first, stop) for first, stop in zip(ends[::2], ends[1::2], strict=True) if first < stop]
+
+    def shared(self) -> list[tuple[slice, slice, list[int]]]:
+        """This rank's tokens in parts, each with those other ranks that need it."""
+        rank, found = self.ranks.rank, []
+        theirs = {other: [there for there, _ in self.of_rank(rank, other)] for other in self.ranks.others}
+        ends = {end for each in theirs.values() for there in each for end in (there.start, there.stop)}
+        for there, here in self.of_rank(rank):
+            cuts = sorted({there.start, there.stop, *(end for end in ends if there.start < end < there.stop)})
+            for first, stop in itertools.pairwise(cuts):
+                at, who = here.start + first - there.start, []
+                for other, each in theirs.items():
+                    if any(part.start <= first and stop <= part.stop for part in each):
+                        who.append(other)
+                found.append((slice(first, stop), slice(at, at + stop - first), who))
+        return found
 
     @property
     def own(self) -> int:
@@ -120,33 +159,37 @@ def sums_of(tokens: Tokens, dim: int, dtypes: Sequence[torch.dtype], *of_all: Te
 
 
 def _brought(tokens: Tokens, mine: Sequence[Tensor]) -> list[Tensor]:
-    """All tokens of tensors whose first dimension they are. This rank's are copied meanwhile."""
+    """All tokens of tensors whose first dimension they are; zeros for those that this rank doesn't need. Its own are
+    copied meanwhile."""
     ranks, mine, runs = tokens.ranks, [t.contiguous() for t in mine], tokens.of_rank(tokens.ranks.rank)
     whole = [t.new_empty(tokens.layout.length, *t.shape[1:]) for t in mine]
-    sends = [(t[here], rank) for rank in ranks.others for t in mine for _, here in runs]
-    takes = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank)]
+    me = ranks.rank
+    sends = [(t[here], rank) for rank in ranks.others for t in mine for _, here in tokens.of_rank(me, rank)]
+    takes = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank, me)]
     works = ranks.begin_exchange(sends, takes)
     for all_of_it, own in zip(whole, mine, strict=True):
         for there, here in runs:
             all_of_it[there] = own[here]
+        for there in tokens.unneeded:
+            all_of_it[there] = 0
     for work in works:
         work.wait()
     return whole
 
 
 def _sent_home(tokens: Tokens, whole: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """What all ranks have of this one's tokens, added up in the order of `others`, and rounded once."""
-    ranks, whole, runs = tokens.ranks, [t.contiguous() for t in whole], tokens.of_rank(tokens.ranks.rank)
+    """What ranks that need this one's tokens have of them, added up in the order of `others`, and rounded once."""
+    ranks, whole, me = tokens.ranks, [t.contiguous() for t in whole], tokens.ranks.rank
     came = {rank: [t.new_empty(tokens.own, *t.shape[1:]) for t in whole] for rank in ranks.others}
-    sends = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank)]
-    takes = [(t[here], rank) for rank in ranks.others for t in came[rank] for _, here in runs]
+    sends = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank, me)]
+    takes = [(t[here], rank) for rank in ranks.others for t in came[rank] for _, here in tokens.of_rank(me, rank)]
     for work in ranks.begin_exchange(sends, takes):
         work.wait()
-    found = []
+    found, shared = [], tokens.shared()
     for n, (mine, dtype) in enumerate(zip(whole, dtypes, strict=True)):
         total = mine.new_empty(tokens.own, *mine.shape[1:], dtype=dtype)
-        for there, here in runs:
-            add_up([mine[there], *(came[rank][n][here] for rank in ranks.others)], total[here])
+        for there, here, others in shared:
+            add_up([mine[there], *(came[rank][n][here] for rank in others)], total[here])
         found.append(total)
     return found
 

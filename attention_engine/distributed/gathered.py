@@ -17,8 +17,9 @@ from attention_engine.distributed.block_gradients import (
     one_after_another,
     without,
 )
-from attention_engine.distributed.exchange import Range, Tokens, all_of, sums_of
+from attention_engine.distributed.exchange import Tokens, all_of, sums_of
 from attention_engine.distributed.layout import Run
+from attention_engine.distributed.needs import Range
 from attention_engine.distributed.placements import Placement
 from attention_engine.reference.dense import compute_dtype
 from attention_engine.runtime.attention_op import PairAttention

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention_engine.distributed.needs import KeptPieces
 from attention_engine.errors import LengthNotInLayout
 
 PIECES_OF_A_RANK = 8  # of a layout that is dealt by counts: each run of neighbours is a launch
@@ -40,6 +42,10 @@ class Layout:
 
     name: str
     runs: tuple[tuple[Run, ...], ...]
+    kept: KeptPieces | None = field(default=None, compare=False, repr=False)  # what it was dealt by, in this process
+
+    def __reduce__(self) -> Any:
+        return Layout, (self.name, self.runs)
 
     @staticmethod
     def of_places(name: str, pieces: Sequence[Iterable[tuple[int, int]]]) -> Layout:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from attention_engine.distributed.block_gradients import BlockGradients, wanted_of
-from attention_engine.distributed.exchange import Range, Ranks, Tokens, gather, gather_ranges, to_heads, to_tokens
+from attention_engine.distributed.exchange import Ranks, Tokens, gather, gather_ranges, to_heads, to_tokens
 from attention_engine.distributed.gathered import Gathered, GatheredFunction, gradients_of
 from attention_engine.distributed.layout import Layout, Run
+from attention_engine.distributed.needs import KeptPieces, Range, needed_by, within
 from attention_engine.distributed.placements import Placement
 from attention_engine.distributed.ring import Ring, RingAttention, RingFunction
 from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
@@ -128,6 +129,7 @@ class Call:
     own_heads: Collection[Dimension]  # of custom inputs, where every read asks for the head's own
     lists: bool  # may one launch have the queries of several runs?
     held: Sequence[Tensor] = ()  # what the engine's functions capture
+    kept: KeptPieces | None = None  # what the tensors say that the mask reads, where that is known
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """BadInput where k and v differ; HeadsDoNotDivide."""
@@ -153,15 +155,13 @@ class Call:
         if listed:
             each = [self.seen(one) for one in listed]
             return min(first for first, _ in each), max(stop for _, stop in each)
-        first, stop = 0, self.keys.length
-        for bound in self.bounds:
-            most = bound.q * (run.start + (run.count - 1 if bound.q > 0 else 0)) + bound.offset
-            if bound.kv < 0:
-                stop = min(stop, most // -bound.kv + 1)
-            elif bound.kv > 0:
-                first = max(first, -(most // bound.kv))
+        first, stop = within(self.bounds, self.keys.length, run)
         first = min(first, self.keys.length - 1) // ALIGNED * ALIGNED
         return first, max(stop, first + 1)
+
+    def needed(self, queries: Tokens, keys: Tokens) -> Tokens:
+        """Gathered keys, of which each rank gets those alone that it needs."""
+        return replace(keys, needs=needed_by(tuple(self.bounds), queries.layout, keys.layout, self.kept))
 
     def portion(self, starts: Mapping[str, int], q: Tensor, runs: Sequence[Run] = ()) -> Portion:
         """What starts there. runs: the queries, where they are listed."""
@@ -227,7 +227,7 @@ def attend_together(
     else:
         runs, listed = call.launched(queries)
         ranges = [call.seen(run, listed) for run in runs]
-        of_runs = gather_ranges(keys, 1, ranges, k, v)
+        of_runs = gather_ranges(call.needed(queries, keys), 1, ranges, k, v)
         customs = _of_runs(custom, placed, keys, runs, ranges)
         parts = []
         for run, seen, (k, v), own in zip(runs, ranges, of_runs, customs, strict=True):
@@ -280,13 +280,13 @@ def _with_own_gradients(
     for n, placement in enumerate(placed):
         if placement.keys is not None:
             (given[n],) = gather(keys, placement.keys, given[n])
-    behind = keys, runs, seen, placed
+    behind = runs, seen, placed
     if isinstance(attention, RingAttention):
-        ring = Ring(*behind, attention, names, lambda *block: prepare(*block)[1])
+        ring = Ring(keys, *behind, attention, names, lambda *block: prepare(*block)[1])
         output, *rows = RingFunction.apply(ring, q, k, v, *given)  # type: ignore[no-untyped-call]
         row_names = attention.row_names
     else:
-        gathered = Gathered(*behind, attention, names, lambda *block: prepare(*block)[1])
+        gathered = Gathered(call.needed(queries, keys), *behind, attention, names, lambda *block: prepare(*block)[1])
         output, *rows = GatheredFunction.apply(gathered, q, k, v, *given)  # type: ignore[no-untyped-call]
         row_names = attention.attention.row_names[: attention.attention.returned]
     return output, dict(zip(row_names, rows, strict=False)) if call.returns_rows else {}

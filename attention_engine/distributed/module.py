@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from attention_engine.distributed import compiled, cost
 from attention_engine.distributed.agree import check_agreement
 from attention_engine.distributed.block_gradients import BlockGradients
-from attention_engine.distributed.deal import kept_pairs
+from attention_engine.distributed.deal import deal
 from attention_engine.distributed.exchange import Ranks
-from attention_engine.distributed.layout import PIECES_OF_A_RANK, Layout
+from attention_engine.distributed.layout import Layout
 from attention_engine.distributed.methods import METHODS, PAIRS, Call, Split, attend_together
 from attention_engine.distributed.placements import Placement, placements
 from attention_engine.distributed.ring import RingAttention
@@ -29,6 +29,7 @@ from attention_engine.passes.starts import Dimension, lists_queries, own_rows
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.dropout import check_seed, seed_tensor
+from attention_engine.runtime.gpu import is_capturing
 from attention_engine.runtime.inputs import check_ranks, check_type, follow_autocast, order_custom
 from attention_engine.runtime.linear import LinearAttentionEngine
 from attention_engine.runtime.module import AttentionEngine
@@ -166,9 +167,7 @@ class ContextParallel(torch.nn.Module):
         documents. custom: the custom inputs that the mask reads, whole, by name."""
         check_type("engine", self.engine, AttentionEngine)
         assert isinstance(self.engine, AttentionEngine)
-        pieces = min(PIECES_OF_A_RANK, max(length // self.split.size, 1)) * self.split.size
-        counts = kept_pairs(self.engine, length, pieces, custom)
-        return Layout.dealt(counts, length, self.split.size)
+        return deal(self.engine, length, self.split.size, custom)
 
     def layout_of(self, own: int, what: str) -> Layout:
         """The newest layout in which this rank holds so many tokens."""
@@ -232,12 +231,16 @@ class ContextParallel(torch.nn.Module):
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
         placed, bounds, own_heads, lists = self._known_of(engine)
         split, starts, rings = self._split_of(q, k, v, of_q), self._starts, self._rings
-        known = bounds, own_heads, lists, held
+        names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
+        kept = of_q.kept if of_q.length == of_k.length else None
+        given = dict(zip(names, (*tensors, *held), strict=True))
+        kept = kept if kept is not None and kept.holds(engine._program.mask, given) else None
+        known = bounds, own_heads, lists, held, None if is_capturing(q.device) else kept
         call = Call(engine, split, of_q, of_k, sizes, starts, rings, returns_rows, seed, *known)
         call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
-        self.agree(of_q, of_k, [q, k, v], tensors, placed)
+        self.agree(of_q, of_k, kept is not None, [q, k, v], tensors, placed)
         return attend_together(call, q, k, v, tensors, placed)
 
     def rows_of(self, device: torch.device) -> tuple[int, bool]:
@@ -274,17 +277,21 @@ class ContextParallel(torch.nn.Module):
         return seed_tensor(given, q.device) if self.engine._drops else None
 
     def agree(
-        self, of_q: Layout, of_k: Layout, given: Sequence[Tensor], custom: Sequence[Tensor],
+        self, of_q: Layout, of_k: Layout, kept: bool, given: Sequence[Tensor], custom: Sequence[Tensor],
         placed: Sequence[Placement],
     ) -> bool:  # fmt: skip
-        """At the first call of a kind: RanksDisagree unless all ranks call for the same. Is it the first?"""
+        """At the first call of a kind: RanksDisagree unless all ranks call for the same. Is it the first?
+
+        kept: does the layout know which keys these tensors let ranks see?
+        """
         signature = tuple((t.shape, t.dtype, t.requires_grad) for t in (*given, *custom))
-        kind = of_q, of_k, signature, torch.is_grad_enabled()
+        kind = of_q, of_k, kept, signature, torch.is_grad_enabled()
         if kind in self._agreed:
             return False
         facts: dict[str, object] = {
             "their attention": self.engine._program.fingerprint, "their method": self.method,
             "their layouts": (of_q.name, of_q.length, of_k.name, of_k.length),
+            "whether they dealt the layout by these tensors": kept,
             "shapes, lengths aside": [(t.shape[0], *t.shape[2:]) for t in given],
             "dtypes": [t.dtype for t in given],
             "which gradients they ask for": [t.requires_grad and torch.is_grad_enabled() for t in (*given, *custom)],

@@ -187,7 +187,7 @@ def attend_by_states(
     for placement, tensor in zip(placed, tensors, strict=True):
         placement.check(tensor, sizes, {"seq_len": v.shape[1]})
     present = [t for t in (q, k, v, decay, initial_state) if t is not None]
-    first = parallel.agree(layout, layout, present, tensors, placed)
+    first = parallel.agree(layout, layout, False, present, tensors, placed)
     inputs = [*tensors, *tensors_now(engine._captured)]
     key = engine._check(q, k, v, decay, initial_state, inputs)
     attention = ATTENTIONS[key]

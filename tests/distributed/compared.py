@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine import library as lib
-from attention_engine.distributed import ContextParallel, Layout, methods
+from attention_engine.distributed import ContextParallel, Layout, methods, needs
 from attention_engine.distributed.exchange import Ranks
 from tests.distributed.attentions import BATCH, DIM, DIM_V, LENGTH, Shared, attentions
 
@@ -169,6 +169,46 @@ def compare_more(mesh) -> dict[str, float]:
         attention = ContextParallel(engine, mesh, method)
         mine = attention(*(attention.shard(t) for t in (q, k, v)), dropout_seed=7)
         found[f"dropout, {method}"] = far(attention.unshard(mine), engine(q, k, v, dropout_seed=7))
+    return found
+
+
+def compare_needs(mesh) -> dict[str, tuple[float, int, int]]:
+    """Of documents over a dealt layout, and of a window: the error beside one process, and how many numbers this rank
+    sent, and would send of all keys. Once documents were written all keys are sent."""
+    torch.manual_seed(6)
+    ids = torch.tensor([[0] * 40 + [1] * 9 + [2] * 24 + [3] * 11 + [4] * 44])
+    length, found, sent = ids.shape[1], {}, []
+    q, k, v, d_o = torch.randn(4, 1, length, 4, 8, dtype=torch.float64)
+    packed = AttentionEngine(
+        None, CustomIO({"documents": ("batch", "seq_len")}), None, lib.and_masks(lib.causal, lib.document()),
+        backend="reference",
+    )  # fmt: skip
+    window = AttentionEngine(mask_mod=lib.sliding_window(17, 3), backend="reference")
+    exchange = Ranks.begin_exchange
+
+    def counted(ranks, sends, takes):
+        sent.append(sum(t.numel() for t, _ in sends))
+        return exchange(ranks, sends, takes)
+
+    def results(call, tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+        o = call(*leaves)
+        return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
+
+    with patch.object(needs, "CLOSE", 2), patch.object(Ranks, "begin_exchange", counted):
+        layout = ContextParallel(packed, mesh).deal(length, documents=ids)
+        ways = {"window": ("contiguous", window, ()), "documents": (layout, packed, (ids,))}
+        for name, (balance, engine, custom) in (ways | {"written": ways["documents"]}).items():
+            if name == "written":
+                ids[:, 40:60] = 3  # a document of two parts
+            attention = ContextParallel(engine, mesh, "gather", balance)
+            sent.clear()
+            mine = results(lambda *t, a=attention, c=custom: a(*t, *c), [attention.shard(t) for t in (q, k, v, d_o)])
+            others = mesh.size() - 1
+            all_keys = 2 * others * (attention.layout(length).count(attention.split.rank) + length // (others + 1)) * 32
+            exact, total = results(lambda *t, e=engine, c=custom: e(*t, *c), (q, k, v, d_o)), sum(sent)
+            error = max(far(attention.unshard(a), b) for a, b in zip(mine, exact, strict=True))
+            found[name] = error, total, all_keys
     return found
 
 

@@ -24,6 +24,7 @@ from tests.distributed.compared import (
     compare_all,
     compare_kernels,
     compare_more,
+    compare_needs,
     far,
     of_one,
     of_ranks,
@@ -166,7 +167,7 @@ def not_added(_):
 def by_rank(_):
     """Each rank's tokens behind those of the rank before."""
 
-    def of_rank(tokens, rank):
+    def of_rank(tokens, rank, to=None):
         before, found = sum(map(tokens.layout.count, range(rank))), []
         for run in tokens.layout.runs[rank]:
             found.append((slice(before + run.at, before + run.at + run.count), run.here))
@@ -189,6 +190,11 @@ def nearby(_):
     return lambda _, runs, q: torch.arange(q.shape[1], dtype=torch.int32) + runs[0].start if runs else None
 
 
+def nearly_all(needed):
+    """All keys but the first ones of what a rank needs."""
+    return lambda *given: tuple(tuple((a + 5, b) for a, b in each) for each in needed(*given))
+
+
 def with_rows(of_block):
     return lambda run, *rest: of_block(run, *rest[:-1], True)
 
@@ -207,6 +213,7 @@ def with_wrong_laws(mesh) -> dict[str, float]:
         "a row of all parts": (RingAttention, "finish", of_last, "full, one key head", "ring"),
         "sums that go round": (Ring, "added", own_alone, "full, one key head", "ring"),
         "places of queries": (Call, "_places", nearby, "causal, grouped heads", "gather"),
+        "keys that are needed": (methods, "needed_by", nearly_all, "causal, grouped heads", "gather"),
         "rows once": (OfRun, "of_block", with_rows, "sinks, window", "ring"),
     }
     found = {}
@@ -231,6 +238,7 @@ def everything(mesh):
         mistakes(mesh),
         compare_linear(mesh),
         {**with_wrong_laws(mesh), **linear_with_wrong_laws(mesh)},
+        compare_needs(mesh),
     )
 
 
@@ -271,7 +279,7 @@ def test_other_lengths_layouts_captured_tensors_meshes_and_dropout(found):
 
 
 def test_mistakes_are_told_on_every_rank(found):
-    for rank, (*_, said, _, _) in enumerate(found):
+    for rank, (_, _, _, said, *_) in enumerate(found):
         assert said["heads"] == (
             'HeadsDoNotDivide: 3 query heads can\'t be shared evenly among 2 ranks, as method="heads" does.\n'
             '  Use method="gather", or a multiple of 2 heads.'
@@ -296,11 +304,18 @@ def test_mistakes_are_told_on_every_rank(found):
 
 
 def test_linear_attention_by_states(found):
-    for *_, errors, _ in found:
+    for *_, errors, _, _ in found:
         assert max(errors.pop(f"kernels, {name}") for name in ("Mamba-2", "a decay for each channel")) <= 5e-6
         assert len(errors) == 8 and max(errors.values()) <= EXACT, errors
 
 
 def test_a_broken_law_is_seen(found):
-    for *_, errors in found:
-        assert len(errors) == 12 + 2 and min(errors.values()) > 1e-3, errors
+    for *_, errors, _ in found:
+        assert len(errors) == 13 + 2 and min(errors.values()) > 1e-3, errors
+
+
+def test_ranks_send_the_keys_alone_that_others_need(found):
+    for *_, of_cases in found:
+        assert max(error for error, *_ in of_cases.values()) <= EXACT
+        assert all(of_cases[name][1] < 0.8 * of_cases[name][2] for name in ("window", "documents"))
+        assert of_cases["written"][1] > of_cases["documents"][1]  # only bounds are known then
