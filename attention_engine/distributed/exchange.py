@@ -1,4 +1,4 @@
-"""What ranks send one another, differentiable: tokens gathered, and tokens exchanged for heads.
+"""What ranks send one another; tokens that are gathered, differentiable.
 
 Gradients that several ranks add to are added in at least fp32.
 """
@@ -237,86 +237,6 @@ def _in_all(length: int, dim: int, ranges: Sequence[Range], parts: Sequence[Tens
     return total
 
 
-class _Moving:
-    """A tensor on its way to who needs it, runs sent from where they stand to where they belong."""
-
-    sends: list[Sent]
-    takes: list[Sent]
-
-    def keep(self) -> None:
-        """Copies what doesn't move, while the rest does."""
-
-    def finish(self) -> Tensor:
-        """What came, when all is there."""
-        raise NotImplementedError
-
-
-class _ToHeads(_Moving):
-    def __init__(self, mine: Tensor, tokens: Tokens) -> None:
-        """mine: (batch, own tokens, heads, dim)."""
-        ranks, first = tokens.ranks, mine.movedim(1, 0)
-        of_ranks, others, runs = first.chunk(ranks.size, 2), ranks.others, tokens.of_rank(ranks.rank)
-        self.own, self.runs = of_ranks[ranks.rank], runs
-        self.whole = mine.new_empty(tokens.layout.length, *self.own.shape[1:])
-        sent = {rank: of_ranks[rank].contiguous() for rank in others}
-        self.sends = [(sent[rank][here], rank) for rank in others for _, here in runs]
-        self.takes = [(self.whole[there], rank) for rank in others for there, _ in tokens.of_rank(rank)]
-
-    def keep(self) -> None:
-        for there, here in self.runs:
-            self.whole[there] = self.own[here]
-
-    def finish(self) -> Tensor:
-        """(batch, all tokens, own heads, dim)."""
-        return self.whole.movedim(0, 1)
-
-
-class _ToTokens(_Moving):
-    def __init__(self, of_heads: Tensor, tokens: Tokens) -> None:
-        """of_heads: (batch, all tokens, own heads, dim)."""
-        ranks, first = tokens.ranks, of_heads.movedim(1, 0).contiguous()
-        batch, _, heads, dim = of_heads.shape
-        self.first, self.runs, self.rank = first, tokens.of_rank(ranks.rank), ranks.rank
-        self.received = {rank: first.new_empty(tokens.own, batch, heads, dim) for rank in ranks.others}
-        self.sends = [(first[there], rank) for rank in ranks.others for there, _ in tokens.of_rank(rank)]
-        self.takes = [(self.received[rank][here], rank) for rank in ranks.others for _, here in self.runs]
-        self.mine = first.new_empty(batch, tokens.own, heads * ranks.size, dim)
-
-    def finish(self) -> Tensor:
-        """(batch, own tokens, all heads, dim). Own heads are copied with what came, in one pass over both."""
-        whole = self.mine.movedim(1, 0)
-        for there, here in self.runs:
-            parts = {rank: came[here] for rank, came in self.received.items()} | {self.rank: self.first[there]}
-            torch.cat([parts[rank] for rank in sorted(parts)], 2, out=whole[here])
-        return self.mine
-
-
-class _Exchange(torch.autograd.Function):
-    """Several tensors, each with how its tokens are shared: all are under way before the first is waited for."""
-
-    @staticmethod
-    def forward(ctx: Any, for_heads: bool, tokens: Sequence[Tokens], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.tokens, ctx.for_heads = tokens, for_heads
-        return _exchanged(for_heads, tokens, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_exchanged(not ctx.for_heads, ctx.tokens, arriving)
-
-
-def _exchanged(for_heads: bool, tokens: Sequence[Tokens], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    way = _ToHeads if for_heads else _ToTokens
-    moving: list[_Moving] = [way(tensor, of) for tensor, of in zip(tensors, tokens, strict=True)]
-    sends, takes = [one for each in moving for one in each.sends], [one for each in moving for one in each.takes]
-    works = tokens[0].ranks.begin_exchange(sends, takes)  # all at once: one after another they fill no link
-    for each in moving:
-        each.keep()
-    for work in works:
-        work.wait()
-    return tuple([each.finish() for each in moving])
-
-
 def gather(tokens: Tokens, dim: int, *mine: Tensor) -> tuple[Tensor, ...]:
     """All tokens of each tensor, in the order of the sequence; gradients are summed over ranks."""
     return gather_ranges(tokens, dim, [(0, tokens.layout.length)], *mine)[0]
@@ -327,14 +247,3 @@ def gather_ranges(tokens: Tokens, dim: int, ranges: Sequence[Range], *mine: Tens
     with torch.set_grad_enabled(torch.is_grad_enabled() and all(t.is_floating_point() for t in mine)):
         found = _Gather.apply(tokens, dim, ranges, *mine)  # type: ignore[no-untyped-call]
     return [found[n :: len(ranges)] for n in range(len(ranges))]
-
-
-def to_heads(tokens: Sequence[Tokens], *mine: Tensor) -> tuple[Tensor, ...]:
-    """Of each tensor (batch, own tokens, heads, dim) becomes (batch, all tokens, own heads, dim)."""
-    return _Exchange.apply(True, tokens, *mine)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def to_tokens(tokens: Tokens, *of_heads: Tensor) -> tuple[Tensor, ...]:
-    """The other way round."""
-    found: tuple[Tensor, ...] = _Exchange.apply(False, [tokens] * len(of_heads), *of_heads)  # type: ignore[no-untyped-call]
-    return found

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attention_engine.distributed.block_gradients import BlockGradients, wanted_of
-from attention_engine.distributed.exchange import Ranks, Tokens, gather, gather_ranges, to_heads, to_tokens
+from attention_engine.distributed.exchange import Ranks, Tokens, gather, gather_ranges
 from attention_engine.distributed.gathered import Gathered, GatheredFunction, gradients_of
+from attention_engine.distributed.heads import Trip, groups_of, to_heads, to_tokens
 from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.needs import KeptPieces, Range, needed_by, within
 from attention_engine.distributed.placements import Placement
@@ -130,6 +131,7 @@ class Call:
     lists: bool  # may one launch have the queries of several runs?
     held: Sequence[Tensor] = ()  # what the engine's functions capture
     kept: KeptPieces | None = None  # what the tensors say that the mask reads, where that is known
+    beside_sends: bool = False  # do sends run beside the forward kernels?
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """BadInput where k and v differ; HeadsDoNotDivide."""
@@ -169,9 +171,8 @@ class Call:
         if known not in self.starts:
             at = [starts.get(axis, 0) for axis in AXES]
             self.starts[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
-        return Portion(
-            self.starts[known], tuple(axis for axis in AXES if axis in starts), self.sizes, self._places(runs, q)
-        )
+        moved = tuple(axis for axis in AXES if axis in starts)
+        return Portion(self.starts[known], moved, self.sizes, self._places(runs, q), self.beside_sends)
 
     def _places(self, runs: Sequence[Run], q: Tensor) -> Tensor | None:
         """Where each query of these runs stands, made once."""
@@ -209,35 +210,51 @@ class Call:
 def attend_together(
     call: Call, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], placed: Sequence[Placement]
 ) -> tuple[Tensor, Rows]:  # fmt: skip
-    """This rank's output and rows. Tokens are exchanged for heads, then keys are gathered, and a run of queries is a
-    launch; outputs go back to who holds their tokens. Gradients of gathered keys are added up in fp32, each on the rank
-    that holds it."""
-    split, starts, custom = call.split, {}, list(custom)
-    of_q, of_k = split.exchanged(call.queries), split.exchanged(call.keys)
-    if of_q is not None and of_k is not None:
-        custom = _rows_of_groups(custom, placed, of_q, of_k)
-        q, k, v = _of_own_heads(q, k, v, of_q, of_k)
-        starts["heads"] = of_q.ranks.rank * q.shape[2]
-        custom = _own_heads(call, custom, placed, starts["heads"], q.shape[2])
-    queries, keys = split.gathered(call.queries), split.gathered(call.keys)
+    """This rank's output and rows. Tokens are exchanged for heads, group by group, then keys are gathered, and a run of
+    queries is a launch; outputs go back to who holds their tokens."""
+    of_q, of_k = call.split.exchanged(call.queries), call.split.exchanged(call.keys)
+    if of_q is None or of_k is None:
+        return _attend(call, {}, q, k, v, custom, placed)
+    custom, ranks = _rows_of_groups(custom, placed, of_q, of_k), of_q.ranks
+    times = ranks.size // math.gcd(k.shape[2], ranks.size)
+    if times > 1:  # key heads that the ranks don't divide are repeated
+        k, v = (t.repeat_interleave(times, 2) for t in (k, v))
+    groups = 1 if call.split.gather is not None else groups_of(q, k, v, ranks.size)
+    trip, found, names = Trip((of_k, of_k, of_q), groups), [], []
+    for group, (of_keys, of_values, of_queries) in enumerate(to_heads(trip, k, v, q)):
+        trip.arrive(group)
+        heads = of_queries.shape[2]
+        first = (ranks.rank * groups + group) * heads
+        own = _own_heads(call, custom, placed, first, heads)
+        beside = replace(call, beside_sends=groups > 1)
+        o, rows = _attend(beside, {"heads": first}, of_queries, of_keys, of_values, own, placed)
+        found.append([o, *(r.transpose(1, 2)[..., None] for r in rows.values())])
+        trip.depart(group, [t.detach() for t in found[-1]])
+        names = [*rows]
+    o, *of_rows = to_tokens(trip, found)
+    return o, {n: r[..., 0].transpose(1, 2) for n, r in zip(names, of_rows, strict=True)}
+
+
+def _attend(
+    call: Call, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
+    placed: Sequence[Placement],
+) -> tuple[Tensor, Rows]:  # fmt: skip
+    """The same of tokens that no longer move: gradients of gathered keys are added up in fp32, each on the rank that
+    holds it."""
+    queries, keys = call.split.gathered(call.queries), call.split.gathered(call.keys)
     if queries is None or keys is None:
-        o, rows = call.attend(starts, q, k, v, custom)
-    elif made := _with_own_gradients(call, starts, q, k, v, custom, placed, queries, keys):
-        o, rows = made
-    else:
-        runs, listed = call.launched(queries)
-        ranges = [call.seen(run, listed) for run in runs]
-        of_runs = gather_ranges(call.needed(queries, keys), 1, ranges, k, v)
-        customs = _of_runs(custom, placed, keys, runs, ranges)
-        parts = []
-        for run, seen, (k, v), own in zip(runs, ranges, of_runs, customs, strict=True):
-            at = {**starts, "seq_len": run.start, **({"seq_len_kv": seen[0]} if call.bounds else {})}
-            parts.append(call.attend(at, q[:, run.here], k, v, own, listed))
-        o, rows = _joined(parts)
-    if of_q is not None:
-        o, *found = to_tokens(of_q, o, *(r.transpose(1, 2)[..., None] for r in rows.values()))
-        rows = {n: r[..., 0].transpose(1, 2) for n, r in zip(rows, found, strict=True)}
-    return o, rows
+        return call.attend(starts, q, k, v, custom)
+    if made := _with_own_gradients(call, starts, q, k, v, custom, placed, queries, keys):
+        return made
+    runs, listed = call.launched(queries)
+    ranges = [call.seen(run, listed) for run in runs]
+    of_runs = gather_ranges(call.needed(queries, keys), 1, ranges, k, v)
+    customs = _of_runs(custom, placed, keys, runs, ranges)
+    parts = []
+    for run, seen, (k, v), own in zip(runs, ranges, of_runs, customs, strict=True):
+        at = {**starts, "seq_len": run.start, **({"seq_len_kv": seen[0]} if call.bounds else {})}
+        parts.append(call.attend(at, q[:, run.here], k, v, own, listed))
+    return _joined(parts)
 
 
 def _with_own_gradients(
@@ -334,15 +351,6 @@ def _joined(parts: Sequence[tuple[Tensor, Rows]]) -> tuple[Tensor, Rows]:
         return parts[0]
     rows = {name: torch.cat([each[name] for _, each in parts], 2) for name in parts[0][1]}
     return torch.cat([o for o, _ in parts], 1), rows
-
-
-def _of_own_heads(q: Tensor, k: Tensor, v: Tensor, of_q: Tokens, of_k: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of some heads. Key heads that the ranks don't divide are repeated."""
-    times = of_k.ranks.size // math.gcd(k.shape[2], of_k.ranks.size)
-    if times > 1:
-        k, v = (t.repeat_interleave(times, 2) for t in (k, v))
-    k, v, q = to_heads((of_k, of_k, of_q), k, v, q)
-    return q, k, v
 
 
 def _rows_of_groups(

@@ -52,7 +52,7 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
     if maths.unfinished and forward.hopper:
         forward = forward.in_form(queries_ahead=False)
     if maths.beside_sends and forward.persistent:
-        forward, why_forward = forward.in_form(persistent=False), "copies to other GPUs take SMs beside it"
+        forward, why_forward = forward.in_form(persistent=False, queries_ahead=False), BESIDE_SENDS
     why: dict[KernelName, str] = {"forward": why_forward}
     backward, schedule = straight.backward, maths.backward_schedule
     if schedule is not None:
@@ -260,6 +260,7 @@ DROPPED = {(128, 128): 48}
 # none; backward windows 255 and 8, trees 255 and 40; with 32 queries 230 and 240, none.
 CROWDED_FORWARD, CROWDED_BACKWARD = Tile(128, 64, 128, 2), Tile(64, 64, 256, 2, Straight(shared_weights=True))
 NEEDS_REGISTERS = "its mask needs registers"
+BESIDE_SENDS = "copies to other GPUs take SMs beside it"
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others.
 BACKWARD = {

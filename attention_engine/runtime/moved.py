@@ -7,7 +7,7 @@ more: a call neither compiles for a number nor waits for one, and a CUDA graph r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from attention_engine.ir.program import QUERY_PLACES, STARTS, Program
 from attention_engine.passes.drop_weights import SEED
 from attention_engine.passes.starts import AXES, Moved, own_rows, with_starts
 from attention_engine.runtime import op, parts
+from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.captured import axes_now, check_captured, tensors_now
 from attention_engine.runtime.dropout import seed_tensor
@@ -49,12 +50,14 @@ class Portion:
     starts: int32 (1 or batch, 4), where its b, h, q_idx and kv_idx begin. moved: which of the axes "batch", "heads",
     "seq_len" and "seq_len_kv" do so elsewhere than at 0. whole: the sizes of these axes in the whole attention, which
     custom inputs have that come whole. places: int32 (queries,), where each query stands, in place of its start.
+    beside_sends: do sends to other GPUs take SMs while it runs forward?
     """
 
     starts: Tensor
     moved: tuple[str, ...]
     whole: Mapping[str, int]
     places: Tensor | None = None
+    beside_sends: bool = False
 
 
 def moved_of(program: Program, axes: Mapping[str, tuple[int | str, ...]], starts: Starts) -> Moved:
@@ -119,4 +122,18 @@ def prepare_portion(
     starts = part.moved, part.starts.shape[0] != 1, part.places is not None
     key = engine._key(backend, types, variant, axes_now(captured, held, known) if captured else (), starts)
     check_custom(ATTENTIONS[key].specs[: len(tensors)], tensors, q, k, part.whole)
+    if part.beside_sends:
+        key = beside_sends(key)
     return key, [*tensors, *seeds, *held, part.starts, *([] if part.places is None else [part.places])]
+
+
+def beside_sends(key: str) -> str:
+    """The key of the same attention, whose forward kernels run beside sends."""
+    found, one = f"{key} beside sends", ATTENTIONS[key]
+    if found not in ATTENTIONS:
+        assert isinstance(one, PairAttention)
+        maths, known = replace(one.maths, beside_sends=True), one.program_kernels
+        kernels = None if known is None else known.of(maths)
+        trained = None if one.trained is None else beside_sends(one.trained)
+        ATTENTIONS[found] = replace(one, key=found, maths=maths, program_kernels=kernels, trained=trained)
+    return found

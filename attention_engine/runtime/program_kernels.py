@@ -191,6 +191,11 @@ class ProgramKernels:
     _begun: set[int] = field(default_factory=set)  # of these kernels, those whose backward ones were begun
     _kept: Kept = field(default_factory=Kept)
 
+    def of(self, maths: Maths) -> ProgramKernels:
+        """The same of other maths."""
+        given = self.tiles, self.choose, self.hints
+        return ProgramKernels(maths, self.specs, self.interpret, self.device, self.deterministic, *given)
+
     def problem(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Problem:
         """What the kernels must be compiled for."""
         shapes = []

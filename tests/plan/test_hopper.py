@@ -226,6 +226,9 @@ def test_blocks_beside_sends_end_with_their_item():
     for beside in (False, True):
         forward = default_tiles(made.problem, replace(part, beside_sends=beside), made.target).forward
         assert forward.hopper and forward.persistent is not beside
+    ahead = kernels(mask=dilated(3))
+    forward = default_tiles(ahead.problem, replace(ahead.maths, beside_sends=True), ahead.target).forward
+    assert ahead.tiles.forward.queries_ahead and not (forward.persistent or forward.queries_ahead)
 
 
 def test_what_never_rescales_has_no_lazy_form():
