@@ -13,8 +13,9 @@ torchrun --nproc-per-node 2 -m benchmarks.distributed ...   the same
 | linear | Mamba-2 and gated linear attention by states |
 | graph | a call captured in a CUDA graph |
 
-"(0.93)" is T(one GPU) / (ranks T(ranks)): 1 is ideal. A rank's time is the slowest rank's median, with the host ahead
-and ranks begun together, by a sum of one number over all; one GPU's is the mean of those that all ranks find at once.
+"(0.93, 0.95)" is T(one GPU) / (ranks T(ranks)): 1 is ideal. T(ranks) is the slowest rank's median, with the host ahead
+and ranks begun together, by a sum of one number over all; T(one GPU) the mean of those that all ranks find at once, and
+the slowest of them, as GPUs of one host differ. One GPU's calls and all ranks' take turns.
 Backward is `torch.autograd.grad`.
 bf16, batch 1, 32 query and 8 key heads of 128. Who doesn't import, or refuses, says why and is left out.
 """
@@ -163,26 +164,38 @@ def shared(
     return both_ways(lambda *t: attention(*t, **custom), mine, d_o)
 
 
-def row(name: str, one: Mapping[str, float], many: Mapping[str, list[float]]) -> None:
+def row(name: str, one: Mapping[str, list[float]], many: Mapping[str, list[float]]) -> None:
     """Prints times and efficiencies of what ranks share."""
     ranks = dist.get_world_size()
-    text = "  ".join(f"{way} {max(ms):.2f} ms ({one[way] / ranks / max(ms):.3f})" for way, ms in many.items())
-    say(f"{name:<34}", text)
+    text = []
+    for way, ms in many.items():
+        found = (f"{each / ranks / max(ms):.3f}" for each in (statistics.mean(one[way]), max(one[way])))
+        text.append(f"{way} {max(ms):.2f} ms ({', '.join(found)})")
+    say(f"{name:<34}", "  ".join(text))
+
+
+def row_of_one(name: str, one: Mapping[str, list[float]]) -> None:
+    """Prints one GPU's times."""
+    text = (f"{way} {statistics.mean(ms):.2f} ms ({min(ms):.2f} to {max(ms):.2f})" for way, ms in one.items())
+    say(f"{name}, one GPU".ljust(34), "  ".join(text))
 
 
 def measure(
     timer: Timer, mesh: DeviceMesh, length: int, name: str, methods: Sequence[str]
-) -> dict[str, float]:  # fmt: skip
-    """One GPU, then all, by each method. One GPU's times."""
+) -> dict[str, list[float]]:  # fmt: skip
+    """One GPU, and all by each method, in turns. One GPU's times."""
     engine, custom = programs(length)[name]
     whole = drawn(length)
-    calls = both_ways(lambda *t: engine(*t, **custom), whole[:3], whole[3])
-    one = {way: statistics.mean(ms) for way, ms in timer.medians(calls).items()}
-    say(f"{name} {length}, one GPU".ljust(34), "  ".join(f"{way} {ms:.2f} ms" for way, ms in one.items()))
-    del calls
-    for method in methods:
-        row(f"{name} {length}, {method}", one, timer.medians(shared(engine, mesh, method, custom, whole)))
-        torch.cuda.empty_cache()
+    calls = {"one GPU": both_ways(lambda *t: engine(*t, **custom), whole[:3], whole[3])}
+    calls |= {method: shared(engine, mesh, method, custom, whole) for method in methods}
+    del whole
+    times = timer.medians({f"{who}, {way}": call for who, ways in calls.items() for way, call in ways.items()})
+    found = {who: {way: times[f"{who}, {way}"] for way in ways} for who, ways in calls.items()}
+    one = found.pop("one GPU")
+    row_of_one(f"{name} {length}", one)
+    for method, many in found.items():
+        row(f"{name} {length}, {method}", one, many)
+    torch.cuda.empty_cache()
     return one
 
 
@@ -213,7 +226,7 @@ def errors(mesh: DeviceMesh, names: Sequence[str], methods: Sequence[str]) -> No
             say(f"{name}, {method}: errors of o, dq, dk, dv over one GPU's", ratios)
 
 
-def peers(timer: Timer, mesh: DeviceMesh, length: int, one: Mapping[str, float]) -> None:
+def peers(timer: Timer, mesh: DeviceMesh, length: int, one: Mapping[str, list[float]]) -> None:
     """Other libraries' times for the causal case. one: one GPU's of ours."""
     for name, make in PEERS.items():
         try:
@@ -266,8 +279,8 @@ def linear(timer: Timer, mesh: DeviceMesh, length: int) -> None:
         engine, tensors, d_o = drawn_linear(kind, length)
         names = list(tensors)
         calls = both_ways(lambda *t, e=engine, n=names: e(**dict(zip(n, t, strict=True))), list(tensors.values()), d_o)
-        one = {way: statistics.mean(ms) for way, ms in timer.medians(calls).items()}
-        say(f"{kind} {length}, one GPU".ljust(34), "  ".join(f"{way} {ms:.2f} ms" for way, ms in one.items()))
+        one = timer.medians(calls)
+        row_of_one(f"{kind} {length}", one)
         del calls
         attention = ContextParallel(engine, mesh)
         mine = [attention.shard(t, TOKENS_AT[n]) if n in TOKENS_AT else t for n, t in tensors.items()]
@@ -277,7 +290,8 @@ def linear(timer: Timer, mesh: DeviceMesh, length: int) -> None:
         many = timer.medians(calls)
         row(f"{kind} {length}, states", one, many)
         total = dist.get_world_size() * sum(max(ms) for ms in many.values())
-        say(f"{kind} {length}, states: both ways ({sum(one.values()) / total:.3f})")
+        both = sum(map(statistics.mean, one.values()))
+        say(f"{kind} {length}, states: both ways ({both / total:.3f})")
         del calls, mine, tensors
         torch.cuda.empty_cache()
 
@@ -327,7 +341,7 @@ def run(args: argparse.Namespace) -> None:
     if "linear" in parts:
         linear_errors(mesh, lengths[:1])
     for length in [] if args.numbers else lengths:
-        one: dict[str, float] = {}
+        one: dict[str, list[float]] = {}
         if {"causal", "peers", "programs", "documents"} & set(parts):
             one = measure(timer, mesh, length, "causal", methods if "causal" in parts else ["gather"])
         if "peers" in parts:

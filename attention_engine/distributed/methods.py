@@ -172,7 +172,8 @@ class Call:
             at = [starts.get(axis, 0) for axis in AXES]
             self.starts[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
         moved = tuple(axis for axis in AXES if axis in starts)
-        return Portion(self.starts[known], moved, self.sizes, self._places(runs, q), self.beside_sends)
+        where = self.starts[known], moved, self.sizes, self._places(runs, q)
+        return Portion(*where, self.beside_sends, starts.get("seq_len_kv", 0))
 
     def _places(self, runs: Sequence[Run], q: Tensor) -> Tensor | None:
         """Where each query of these runs stands, made once."""

@@ -20,6 +20,7 @@ KV_IDX = var("kv_idx", [Axis.KEY], Type.INT, VarKind.INDEX)
 
 STARTS = "_starts"  # the custom input, int32 (1 or batch, 4), that says where a launch's b, h, q_idx and kv_idx start
 QUERY_PLACES = "_query_places"  # the custom input, int32 (queries,), that says where each query of a launch stands
+OF_QUERIES, OF_KEYS = "_of_queries_", "_of_keys_"  # and a custom input's name: a launch's own rows of it
 PLACES = "_packed_places"  # the same of packed sequences: where each begins and ends (packing.NUMBERS)
 
 PRODUCT = var("qk", PAIR)  # q . k, fp32, unscaled

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from attention_engine.errors import OptionsClash
 from attention_engine.frontend.custom_io import CustomSpec
-from attention_engine.ir.program import QUERY_PLACES, STARTS, Program
+from attention_engine.ir.program import OF_KEYS, OF_QUERIES, QUERY_PLACES, STARTS, Program
 from attention_engine.passes.drop_weights import SEED
-from attention_engine.passes.starts import AXES, Moved, own_rows, with_starts
+from attention_engine.passes.starts import AXES, Moved, copies_of, own_rows, with_starts
 from attention_engine.runtime import op, parts
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import ATTENTIONS
@@ -50,7 +51,8 @@ class Portion:
     starts: int32 (1 or batch, 4), where its b, h, q_idx and kv_idx begin. moved: which of the axes "batch", "heads",
     "seq_len" and "seq_len_kv" do so elsewhere than at 0. whole: the sizes of these axes in the whole attention, which
     custom inputs have that come whole. places: int32 (queries,), where each query stands, in place of its start.
-    beside_sends: do sends to other GPUs take SMs while it runs forward?
+    beside_sends: do sends to other GPUs take SMs while it runs forward? keys_from: where kv_idx starts, as the host
+    knows it.
     """
 
     starts: Tensor
@@ -58,13 +60,15 @@ class Portion:
     whole: Mapping[str, int]
     places: Tensor | None = None
     beside_sends: bool = False
+    keys_from: int = 0
 
 
 def moved_of(program: Program, axes: Mapping[str, tuple[int | str, ...]], starts: Starts) -> Moved:
     """Which indices of a program are moved, and which dimensions of custom inputs with these axes hold own rows."""
     assert starts is not None
     indices = tuple(index for index, axis in AXES.items() if axis in starts[0])
-    return Moved(indices, starts[1], own_rows(program, axes, indices), starts[2])
+    own = own_rows(program, axes, indices)
+    return Moved(indices, starts[1], own, starts[2], copies_of(program, axes, own) if starts[2] else frozenset())
 
 
 def moved(program: Program, specs: Sequence[CustomSpec], starts: Starts) -> tuple[Program, list[CustomSpec]]:
@@ -72,6 +76,9 @@ def moved(program: Program, specs: Sequence[CustomSpec], starts: Starts) -> tupl
     how = moved_of(program, {spec.name: spec.axes for spec in specs}, starts)
     found = [CustomSpec(spec.name, how.axes_of(spec.name, spec.axes)) for spec in specs]
     listed = [CustomSpec(QUERY_PLACES, ("seq_len",))] if how.listed else []
+    axes = {spec.name: spec.axes for spec in specs}
+    for copy in sorted(how.copies, key=lambda copy: copy.name):
+        listed.append(CustomSpec(copy.name, how.axes_of_copy(copy, axes[copy.of])))
     return with_starts(program, how), [*found, CustomSpec(STARTS, how.axes_of_starts), *listed]
 
 
@@ -124,7 +131,24 @@ def prepare_portion(
     check_custom(ATTENTIONS[key].specs[: len(tensors)], tensors, q, k, part.whole)
     if part.beside_sends:
         key = beside_sends(key)
-    return key, [*tensors, *seeds, *held, part.starts, *([] if part.places is None else [part.places])]
+    given = [*tensors, *seeds, *held]
+    if part.places is None:
+        return key, [*given, part.starts]
+    found = dict(zip(names, given, strict=True))
+    copies = [_copied(spec, found, part, k.shape[1]) for spec in ATTENTIONS[key].specs[len(given) + 2 :]]
+    return key, [*given, part.starts, part.places, *copies]
+
+
+def _copied(spec: CustomSpec, given: Mapping[str, Tensor], part: Portion, keys: int) -> Tensor:
+    """A launch's own rows of a custom input; what lies behind its end is 0, as reads there are."""
+    if spec.name.startswith(OF_QUERIES):
+        assert part.places is not None
+        return given[spec.name.removeprefix(OF_QUERIES)].index_select(spec.axes.index("seq_len"), part.places)
+    whole, dim = given[spec.name.removeprefix(OF_KEYS)], spec.axes.index("seq_len_kv")
+    there = max(min(keys, whole.shape[dim] - part.keys_from), 0)
+    found = whole.narrow(dim, part.keys_from if there else 0, there)
+    missing = [*whole.shape[:dim], keys - there, *whole.shape[dim + 1 :]]
+    return found if there == keys else torch.cat([found, found.new_zeros(missing)], dim)
 
 
 def beside_sends(key: str) -> str:

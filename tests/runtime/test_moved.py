@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from attention_engine import AttentionEngine
+from attention_engine import AttentionEngine, CustomIO, document_ids
 from attention_engine.errors import OptionsClash
-from attention_engine.ir.program import STARTS
+from attention_engine.ir.program import OF_KEYS, OF_QUERIES, QUERY_PLACES, STARTS
 from attention_engine.library import and_masks, causal, sliding_window
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.moved import Portion, call_portion
 from tests.cases import Shape
@@ -55,6 +56,43 @@ def test_each_batch_may_start_elsewhere(backend):
     d_o = torch.randn_like(found)
     for mine, theirs in zip(*(torch.autograd.grad(o, (q, k, v), d_o.to(o)) for o in (found, exact)), strict=True):
         assert (mine - theirs).abs().max() < 1e-5
+
+
+def of_documents(b, h, q_idx, kv_idx, custom):
+    """Ids and limits of both sides, limits by heads, and keys that are read beside their own index too."""
+    ids, keys, limits = custom["ids"], custom["keys"], custom["limits"]
+    near = keys[kv_idx] | keys[(kv_idx - 1).max(0)]
+    return (ids[b, q_idx] == ids[b, kv_idx]) & near & ((kv_idx <= limits[h, q_idx]) | (limits[h, kv_idx] == 30))
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+@pytest.mark.parametrize("first", [0, 16])
+def test_listed_queries_read_copies_of_integers_at_their_own_index(backend, first):
+    length, keys = 150, 170  # ids of keys behind the last query are 0
+    axes = {"ids": ("batch", "seq_len"), "limits": ("heads", "seq_len"), "keys": ("seq_len_kv",)}
+    ids = torch.cat([document_ids([0, 40, 9, 101]), document_ids([70, 80])])
+    custom = [ids, torch.arange(length).repeat(2, 1) + torch.tensor([[0], [25]]), torch.rand(keys) < 0.7]
+    engine = AttentionEngine(None, CustomIO(axes), None, of_documents, backend=backend)
+    q, k, v = (torch.randn(2, n, 2, 16, requires_grad=True) for n in (length, keys, keys))
+    places = torch.cat([torch.arange(20, 52), torch.arange(64, 96), torch.arange(110, 150)])
+    sizes = {"batch": 2, "heads": 2, "seq_len": length, "seq_len_kv": keys}
+    starts = torch.tensor([[0, 0, 0, first]], dtype=torch.int32)
+    part = Portion(starts, ("seq_len", "seq_len_kv"), sizes, places.int(), keys_from=first)
+    keep = torch.arange(keys) >= first
+    whole = AttentionEngine(
+        None, CustomIO({**axes, "keep": ("seq_len_kv",)}), None,
+        lambda b, h, q_idx, kv_idx, custom: of_documents(b, h, q_idx, kv_idx, custom) & custom["keep"][kv_idx],
+        backend="reference",
+    )  # fmt: skip
+    exact = whole(q, k, v, *custom, keep)[:, places]
+    found = call_portion(engine, part, q[:, places], k[:, first:], v[:, first:], custom)
+    assert (found - exact).abs().max() < 2e-6
+    d_o = torch.randn_like(found)
+    for mine, theirs in zip(*(torch.autograd.grad(o, (q, k, v), d_o) for o in (found, exact)), strict=True):
+        assert (mine - theirs).abs().max() < 1e-5
+    (attention,) = [ATTENTIONS[key] for key in engine._keys.values()]
+    copies = {of + name for of in (OF_QUERIES, OF_KEYS) for name in ("ids", "limits")} | {OF_KEYS + "keys"}
+    assert plan_tiles(attention.program.mask).reads - {STARTS, QUERY_PLACES} == copies | {"keys"}
 
 
 def test_no_start_compiles_anything_and_bounds_stay_bounds():
