@@ -19,11 +19,13 @@ from torch.compiler import is_compiling
 
 from attention_engine.distributed.cost import NODE
 from attention_engine.distributed.layout import Layout, order_of_gathered, order_of_sent
-from attention_engine.distributed.needs import Range, joined
+from attention_engine.distributed.needs import Range, joined, without
 
 COLLECTIVES: Any = torch.ops._c10d_functional
 WAIT: Any = COLLECTIVES.wait_tensor
 Sent: TypeAlias = tuple[Tensor, int]  # and to which rank, or from which
+Works: TypeAlias = list[dist.Work]
+WORTH = 32 << 20  # bytes of queries, keys and values for each rank: of fewer nothing is sent in turns
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Ranks:
         found: Tensor = COLLECTIVES.reduce_scatter_tensor(mine, "sum", self.size, self.group.group_name)
         return found
 
-    def begin_exchange(self, sends: Sequence[Sent], takes: Sequence[Sent]) -> list[dist.Work]:
+    def begin_exchange(self, sends: Sequence[Sent], takes: Sequence[Sent]) -> Works:
         """Contiguous tensors to other ranks, and from them; there after a wait for what is returned."""
         both = ((dist.isend, sends), (dist.irecv, takes))
         ops = [
@@ -75,11 +77,12 @@ class Ranks:
 @dataclass(frozen=True)
 class Tokens:
     """How a dimension of a tensor is shared: by which ranks, in which layout. needs: the tokens that each rank needs of
-    the sequence, beside its own; None: all."""
+    the sequence, beside its own; None: all. first: those of them that it needs before the others."""
 
     ranks: Ranks
     layout: Layout
     needs: Sequence[Sequence[Range]] | None = None
+    first: Sequence[Sequence[Range]] | None = None
 
     def padded(self, first: Tensor) -> Tensor:
         """As many tokens, along the first dimension, as the most of a rank: what follows says nothing."""
@@ -119,6 +122,13 @@ class Tokens:
         ends = [0, *(end for both in there for end in both), self.layout.length]
         return [slice(first, stop) for first, stop in zip(ends[::2], ends[1::2], strict=True) if first < stop]
 
+    def in_turns(self) -> list[Tokens]:
+        """Those that are needed first, then all others."""
+        if self.needs is None or self.first is None:
+            return [self]
+        later = [without(all_of_it, first) for all_of_it, first in zip(self.needs, self.first, strict=True)]
+        return [Tokens(self.ranks, self.layout, needs) for needs in (self.first, later)]
+
     def shared(self) -> list[tuple[slice, slice, list[int]]]:
         """This rank's tokens in parts, each with those other ranks that need it."""
         rank, found = self.ranks.rank, []
@@ -142,11 +152,25 @@ class Tokens:
 
 def all_of(tokens: Tokens, dim: int, *mine: Tensor) -> list[Tensor]:
     """All tokens of each tensor, in the order of the sequence: all are under way before the first is waited for."""
+    found, works = first_of(tokens, dim, *mine)
+    wait(works)
+    return found
+
+
+def first_of(tokens: Tokens, dim: int, *mine: Tensor) -> tuple[list[Tensor], Works]:
+    """The same, of which those that are needed first are there, and others after a wait for what is returned."""
     first = [t.movedim(dim, 0) for t in mine]
     if tokens.ranks.sends_directly:
-        return [t.movedim(0, dim) for t in _brought(tokens, first)]
+        whole, works = _brought(tokens, first)
+        return [t.movedim(0, dim) for t in whole], works
     gathered = [tokens.ranks.begin_gather(tokens.padded(t)) for t in first]
-    return [tokens.in_order(WAIT(t)).movedim(0, dim) for t in gathered]
+    return [tokens.in_order(WAIT(t)).movedim(0, dim) for t in gathered], []
+
+
+def wait(works: Works) -> None:
+    """What is launched from here on finds what they bring."""
+    for work in works:
+        work.wait()
 
 
 def sums_of(tokens: Tokens, dim: int, dtypes: Sequence[torch.dtype], *of_all: Tensor) -> list[Tensor]:
@@ -158,23 +182,26 @@ def sums_of(tokens: Tokens, dim: int, dtypes: Sequence[torch.dtype], *of_all: Te
     return [WAIT(t)[: tokens.own].movedim(0, dim).to(dtype) for t, dtype in zip(sums, dtypes, strict=True)]
 
 
-def _brought(tokens: Tokens, mine: Sequence[Tensor]) -> list[Tensor]:
-    """All tokens of tensors whose first dimension they are; zeros for those that this rank doesn't need. Its own are
-    copied meanwhile."""
-    ranks, mine, runs = tokens.ranks, [t.contiguous() for t in mine], tokens.of_rank(tokens.ranks.rank)
+def _brought(tokens: Tokens, mine: Sequence[Tensor]) -> tuple[list[Tensor], Works]:
+    """Tokens of tensors whose first dimension they are; zeros for those that this rank doesn't need. Its own are copied
+    meanwhile, the last tensor's when what is needed first is there: the rest is on its way before a kernel takes all
+    SMs."""
+    ranks, mine, me = tokens.ranks, [t.contiguous() for t in mine], tokens.ranks.rank
     whole = [t.new_empty(tokens.layout.length, *t.shape[1:]) for t in mine]
-    me = ranks.rank
-    sends = [(t[here], rank) for rank in ranks.others for t in mine for _, here in tokens.of_rank(me, rank)]
-    takes = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank, me)]
-    works = ranks.begin_exchange(sends, takes)
-    for all_of_it, own in zip(whole, mine, strict=True):
-        for there, here in runs:
+    works = []
+    for turn in tokens.in_turns():
+        sends = [(t[here], rank) for rank in ranks.others for t in mine for _, here in turn.of_rank(me, rank)]
+        takes = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in turn.of_rank(rank, me)]
+        works.append(ranks.begin_exchange(sends, takes))
+    now, *later = works
+    for n, (all_of_it, own) in enumerate(zip(whole, mine, strict=True)):
+        if n + 1 == len(mine):
+            wait(now)
+        for there, here in tokens.of_rank(me):
             all_of_it[there] = own[here]
         for there in tokens.unneeded:
             all_of_it[there] = 0
-    for work in works:
-        work.wait()
-    return whole
+    return whole, [work for each in later for work in each]
 
 
 def _sent_home(tokens: Tokens, whole: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -183,8 +210,7 @@ def _sent_home(tokens: Tokens, whole: Sequence[Tensor], dtypes: Sequence[torch.d
     came = {rank: [t.new_empty(tokens.own, *t.shape[1:]) for t in whole] for rank in ranks.others}
     sends = [(t[there], rank) for rank in ranks.others for t in whole for there, _ in tokens.of_rank(rank, me)]
     takes = [(t[here], rank) for rank in ranks.others for t in came[rank] for _, here in tokens.of_rank(me, rank)]
-    for work in ranks.begin_exchange(sends, takes):
-        work.wait()
+    wait(ranks.begin_exchange(sends, takes))
     found, shared = [], tokens.shared()
     for n, (mine, dtype) in enumerate(zip(whole, dtypes, strict=True)):
         total = mine.new_empty(tokens.own, *mine.shape[1:], dtype=dtype)

@@ -17,13 +17,14 @@ from attention_engine.distributed.block_gradients import (
     one_after_another,
     without,
 )
-from attention_engine.distributed.exchange import Tokens, all_of, sums_of
+from attention_engine.distributed.exchange import Tokens, Works, first_of, sums_of, wait
 from attention_engine.distributed.layout import Run
 from attention_engine.distributed.needs import Range
 from attention_engine.distributed.placements import Placement
 from attention_engine.reference.dense import compute_dtype
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import find
+from attention_engine.runtime.moved import beside_sends
 
 
 def gradients_of(key: str, wanted: Sequence[str], device: Any, deterministic: bool) -> BlockGradients | None:
@@ -69,11 +70,16 @@ class Gathered:
         return q, k, v, self.prepare(run.start, first, q, k, v, self.own(custom, run))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], coming: Works
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-        """The output and all rows of this rank's queries."""
-        attention = self.gradients.attention
-        found = [attention.forward(*self.given(run, q, k, v, custom), attention.key) for run in self.runs]
+        """The output and all rows of this rank's queries. coming: what brings the keys that the first run doesn't see,
+        beside it."""
+        attention, found = self.gradients.attention, []
+        for n, run in enumerate(self.runs):
+            key = beside_sends(attention.key) if n == 0 and coming else attention.key
+            found.append(attention.forward(*self.given(run, q, k, v, custom), key))
+            if n == 0:
+                wait(coming)
         rows = [one_after_another(each, 2) for each in zip(*(rows for _, rows in found), strict=True)]
         return one_after_another([output for output, _ in found], 1), rows
 
@@ -114,8 +120,8 @@ class GatheredFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Gathered, q: Tensor, k: Tensor, v: Tensor, *custom: Tensor) -> tuple[Tensor, ...]:
         ctx.dtypes = k.dtype, v.dtype
-        k, v = all_of(call.keys, 1, k, v)
-        output, rows = call.forward(q, k, v, custom)
+        (k, v), coming = first_of(call.keys, 1, k, v)
+        output, rows = call.forward(q, k, v, custom, coming)
         ctx.call, ctx.count = call, len(custom)
         ctx.save_for_backward(q, k, v, *custom, output, *rows)
         ctx.set_materialize_grads(False)

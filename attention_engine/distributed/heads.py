@@ -8,25 +8,20 @@ run beside, which would leave them no SM. Backward all groups are exchanged at o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention_engine.distributed.exchange import Sent, Tokens
+from attention_engine.distributed.exchange import Sent, Tokens, Works, wait
 
 GROUPS = 2  # of a rank's heads
-WORTH = 32 << 20  # bytes of queries, keys and values that a rank holds: fewer are sent before a second group would be
-Works: TypeAlias = list[dist.Work]
 
 
-def groups_of(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> int:
-    """In how many groups a rank's heads are exchanged. Query heads that share a key head are in one."""
-    size = sum(t.numel() * t.element_size() for t in (q, k, v))
-    divide = k.shape[2] % (ranks * GROUPS) == 0 and q.shape[2] % k.shape[2] == 0
-    return GROUPS if size >= WORTH and divide else 1
+def groups_of(query_heads: int, key_heads: int, ranks: int) -> int:
+    """In how many groups a rank's heads may be exchanged. Query heads that share a key head are in one."""
+    return GROUPS if key_heads % (ranks * GROUPS) == 0 and query_heads % key_heads == 0 else 1
 
 
 class _ToHeads:
@@ -86,11 +81,6 @@ def _begin(tokens: Tokens, each: Sequence[_ToHeads] | Sequence[_ToTokens]) -> Wo
     return tokens.ranks.begin_exchange(sends, takes)
 
 
-def _wait(works: Works) -> None:
-    for work in works:
-        work.wait()
-
-
 def _empty(of_heads: Tensor, tokens: Tokens, groups: int) -> Tensor:
     """For all heads of this rank's tokens."""
     batch, _, heads, dim = of_heads.shape
@@ -122,7 +112,7 @@ class Trip:
         if group == 0:
             for way in ways:
                 way.keep()
-        _wait(works)
+        wait(works)
         for way in self.coming[group + 1][0] if group + 1 in self.coming else []:
             way.keep()
 
@@ -140,7 +130,7 @@ class Trip:
     def finish(self) -> list[Tensor]:
         """What came home of all groups, (batch, own tokens, all heads, dim)."""
         for ways, works in self.going:
-            _wait(works)
+            wait(works)
             for way, whole in zip(ways, self.results, strict=True):
                 way.finish(whole)
         found, self.going, self.results = self.results, [], []
@@ -166,7 +156,7 @@ class _ToHeadsInGroups(torch.autograd.Function):
         for each, whole in zip(ways, found, strict=True):
             for way in each:
                 way.keep(whole)
-        _wait(works)
+        wait(works)
         for each, whole in zip(ways, found, strict=True):
             for way in each:
                 way.finish(whole)
@@ -188,7 +178,7 @@ class _ToTokensInGroups(torch.autograd.Function):
         works = _begin(ctx.tokens, ways)
         for way in ways:
             way.keep()
-        _wait(works)
+        wait(works)
         return None, *(way.found for way in ways)
 
 

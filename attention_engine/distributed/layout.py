@@ -47,6 +47,14 @@ class Layout:
     def __reduce__(self) -> Any:
         return Layout, (self.name, self.runs)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: each call looks up by its layouts."""
+        return hash((self.name, self.runs))
+
     @staticmethod
     def of_places(name: str, pieces: Sequence[Iterable[tuple[int, int]]]) -> Layout:
         """The layout in which each rank holds these pieces, (first, one past the last); neighbours become one run."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attention_engine.distributed.block_gradients import BlockGradients, wanted_of
-from attention_engine.distributed.exchange import Ranks, Tokens, gather, gather_ranges
+from attention_engine.distributed.exchange import WORTH, Ranks, Tokens, gather, gather_ranges
 from attention_engine.distributed.gathered import Gathered, GatheredFunction, gradients_of
 from attention_engine.distributed.heads import Trip, groups_of, to_heads, to_tokens
 from attention_engine.distributed.layout import Layout, Run
-from attention_engine.distributed.needs import KeptPieces, Range, needed_by, within
+from attention_engine.distributed.needs import KeptPieces, Range, first_by, needed_by, within
 from attention_engine.distributed.placements import Placement
 from attention_engine.distributed.ring import Ring, RingAttention, RingFunction
 from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
@@ -161,9 +161,22 @@ class Call:
         first = min(first, self.keys.length - 1) // ALIGNED * ALIGNED
         return first, max(stop, first + 1)
 
-    def needed(self, queries: Tokens, keys: Tokens) -> Tokens:
-        """Gathered keys, of which each rank gets those alone that it needs."""
-        return replace(keys, needs=needed_by(tuple(self.bounds), queries.layout, keys.layout, self.kept))
+    def in_turns(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Is there enough to send that some of it comes beside the first kernels? All ranks say the same."""
+        of_q, of_k, of_v = (t.shape[0] * t.shape[2] * t.shape[3] * t.element_size() for t in (q, k, v))
+        return of_q * self.queries.length + (of_k + of_v) * self.keys.length >= WORTH * self.split.size
+
+    def needed(self, queries: Tokens, keys: Tokens, in_turns: bool = False) -> Tokens:
+        """Gathered keys, of which each rank gets those alone that it needs, in turns those of its first launch first.
+        Collectives bring all."""
+        if not keys.ranks.sends_directly:
+            return keys
+        bounds, layouts = tuple(self.bounds), (queries.layout, keys.layout)
+        needs = needed_by(bounds, *layouts, self.kept)
+        if needs is None or self.kept is not None or not in_turns:
+            return replace(keys, needs=needs)
+        first = first_by(bounds, *layouts, FEW_RUNS if self.lists else queries.layout.length)
+        return replace(keys, needs=needs, first=first if first != needs else None)
 
     def portion(self, starts: Mapping[str, int], q: Tensor, runs: Sequence[Run] = ()) -> Portion:
         """What starts there. runs: the queries, where they are listed."""
@@ -220,7 +233,8 @@ def attend_together(
     times = ranks.size // math.gcd(k.shape[2], ranks.size)
     if times > 1:  # key heads that the ranks don't divide are repeated
         k, v = (t.repeat_interleave(times, 2) for t in (k, v))
-    groups = 1 if call.split.gather is not None else groups_of(q, k, v, ranks.size)
+    in_turns = call.split.gather is None and call.in_turns(q, k, v)
+    groups = groups_of(q.shape[2], k.shape[2], ranks.size) if in_turns else 1
     trip, found, names = Trip((of_k, of_k, of_q), groups), [], []
     for group, (of_keys, of_values, of_queries) in enumerate(to_heads(trip, k, v, q)):
         trip.arrive(group)
@@ -263,13 +277,11 @@ def _with_own_gradients(
     placed: Sequence[Placement], queries: Tokens, keys: Tokens,
 ) -> tuple[Tensor, Rows] | None:  # fmt: skip
     """The same as keys go round, or gathered with gradients in fp32. None where autograd makes them of gathered keys:
-    where they, or the rows, need what blocks of keys don't have, or where nothing has gradients."""
+    where they, or the rows, need what blocks of keys don't have."""
     engine, (runs, listed), count = call.engine, call.launched(queries), len(custom)
     given = [*custom, *call.held]
     names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
     follows = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *given))
-    if not (follows or call.split.goes_round):
-        return None
     if q.shape[0] != 1 and 1 in (k.shape[0], v.shape[0]):
         k, v = share_keys(q, k, v)
 
@@ -304,7 +316,13 @@ def _with_own_gradients(
         output, *rows = RingFunction.apply(ring, q, k, v, *given)  # type: ignore[no-untyped-call]
         row_names = attention.row_names
     else:
-        gathered = Gathered(call.needed(queries, keys), *behind, attention, names, lambda *block: prepare(*block)[1])
+        gathered = Gathered(
+            call.needed(queries, keys, call.in_turns(q, k, v)),
+            *behind,
+            attention,
+            names,
+            lambda *block: prepare(*block)[1],
+        )
         output, *rows = GatheredFunction.apply(gathered, q, k, v, *given)  # type: ignore[no-untyped-call]
         row_names = attention.attention.row_names[: attention.attention.returned]
     return output, dict(zip(row_names, rows, strict=False)) if call.returns_rows else {}

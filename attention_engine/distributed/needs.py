@@ -72,6 +72,30 @@ def needed_by(
     return None if all(each == ((0, keys.length),) for each in found) else tuple(found)
 
 
+@lru_cache(maxsize=64)
+def first_by(bounds: tuple[Bound, ...], queries: Layout, keys: Layout, most: int) -> tuple[tuple[Range, ...], ...]:
+    """The same of each rank's first launch: of its first run, or of all of them, where they are more than so many."""
+    found = []
+    for runs in queries.runs:
+        seen = [within(bounds, keys.length, run) for run in (runs[:1] if len(runs) <= most else runs)]
+        found.append(joined(each for each in seen if each[0] < each[1]))
+    return tuple(found)
+
+
+def without(ranges: Sequence[Range], others: Sequence[Range]) -> tuple[Range, ...]:
+    """What of the ranges is in none of the others; both in their order, and apart."""
+    found = []
+    for first, stop in ranges:
+        for begin, end in others:
+            if first < end and begin < stop:
+                if first < begin:
+                    found.append((first, begin))
+                first = max(first, end)
+        if first < stop:
+            found.append((first, stop))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Told:
     """A tensor that a mask read, as it was then."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine import library as lib
-from attention_engine.distributed import ContextParallel, Layout, heads, methods, needs
+from attention_engine.distributed import ContextParallel, Layout, methods, needs
 from attention_engine.distributed.exchange import Ranks
 from tests.distributed.attentions import BATCH, DIM, DIM_V, LENGTH, Shared, attentions
 
@@ -95,10 +95,8 @@ def compare_all(mesh, every: bool = True, once: bool = False) -> dict[str, float
                 short = patch.object(
                     methods, "ALIGNED", 8
                 )  # so that so short a sequence has keys that a run leaves out
-                worth = patch.object(
-                    heads, "WORTH", 0 if shift % 2 == 0 else heads.WORTH
-                )  # heads in two groups, or one
-                with short, worth, patch.object(Ranks, "nodes", 1 + (number + turn) % 2):  # sent directly, or not
+                in_turns = patch.object(methods, "WORTH", 0 if shift % 2 == 0 else methods.WORTH)
+                with short, in_turns, patch.object(Ranks, "nodes", 1 + (number + turn) % 2):  # sent directly, or not
                     mine = of_ranks(shared, mesh, method, balance, torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(mine[1][n], r) for n, r in rows.items())]
                 errors += [far(a, b) for a, b in zip(mine[2], grads, strict=True)]

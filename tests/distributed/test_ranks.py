@@ -233,7 +233,7 @@ def with_wrong_laws(mesh) -> dict[str, float]:
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         with (
             patch.object(owner, name, wrong(getattr(owner, name))),
-            patch.object(heads, "WORTH", 0),
+            patch.object(methods, "WORTH", 0),
             patch.object(methods, "FEW_RUNS", 1 if law == "places of queries" else 2),
             patch.object(Ranks, "nodes", 2 if law.endswith("nodes") else 1),
         ):
