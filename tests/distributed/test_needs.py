@@ -10,7 +10,7 @@ from attention_engine import AttentionEngine, CustomIO, create_mask, document_id
 from attention_engine import library as lib
 from attention_engine.distributed import Layout, needs
 from attention_engine.distributed.deal import deal
-from attention_engine.distributed.needs import Told, joined, needed_by
+from attention_engine.distributed.needs import Told, first_by, joined, needed_by, without
 from attention_engine.passes.tile_plan import plan_tiles
 
 LENGTH, RANKS = 1000, 4
@@ -84,6 +84,26 @@ def test_bounds_say_what_ranks_need_before_any_tensor_does(mask):
                 inside[first:stop] = True
             assert torch.equal(inside, keep[layout.places(rank)].any(0))
     assert needed_by((), layout, layout, None) is None
+
+
+@pytest.mark.parametrize("mask", [lib.causal, lib.sliding_window(200, 30)])
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_a_first_launch_sees_is_needed_first(mask, most):
+    """A rank's first run, or all that it has, where one launch lists them."""
+    bounds = plan_tiles(AttentionEngine(mask_mod=mask)._program.mask).bounds.bounds
+    keep = create_mask(mask, 1, 1, LENGTH, LENGTH)[0, 0]
+    layout = Layout.zigzag(LENGTH, RANKS)
+    for runs, ranges in zip(layout.runs, first_by(bounds, layout, layout, most), strict=True):
+        inside = torch.zeros(LENGTH, dtype=torch.bool)
+        for first, stop in ranges:
+            inside[first:stop] = True
+        seen = [keep[run.start : run.start + run.count].any(0) for run in (runs if len(runs) > most else runs[:1])]
+        assert torch.equal(inside, torch.stack(seen).any(0))
+
+
+def test_ranges_without_others():
+    assert without([(0, 10), (12, 20)], [(3, 5), (9, 13), (19, 30)]) == ((0, 3), (5, 9), (13, 19))
+    assert without([(0, 4)], []) == ((0, 4),) and without([(2, 4)], [(0, 9)]) == ()
 
 
 def test_what_a_tensor_said_holds_while_it_is_unwritten():
