@@ -18,7 +18,8 @@ from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Program
 from attention_engine.passes.maths import Maths
 from attention_engine.plan.attention import AttentionPlan, Tiles
-from attention_engine.plan.cached import Cache, CachedPlan
+from attention_engine.plan.cached import CachedPlan
+from attention_engine.plan.cached_buffers import Cache
 from attention_engine.plan.channels import ChannelPlan
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.plan.linear import LinearPlan

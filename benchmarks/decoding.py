@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_engine import AttentionEngine, OnlineFunc, SymbolScalar, Var, library, meta_tensor
 from attention_engine.arch import detect
+from attention_engine.plan.cached import MOST_JOINED
 from attention_engine.runtime.cached_shown import cached_kernels
 from benchmarks.serving_peers import peers
 from benchmarks.timing import Clock
@@ -74,6 +75,11 @@ class Shape:
     def whole(self) -> bool:
         """Are there so many requests that rows are not cut?"""
         return self.batch * self.kv_heads >= 128
+
+    @property
+    def joins(self) -> bool:
+        """Are rows so few that the last block of their parts joins them?"""
+        return self.queries * self.heads // self.kv_heads <= MOST_JOINED
 
     def __str__(self) -> str:
         more = f", {self.queries} queries" if self.queries > 1 else ""
@@ -155,10 +161,10 @@ def kernels(plan: Plan) -> list[Kernel]:
     found: dict[Kernel, None] = {}
     for shape, cases in plan.items():
         for program, page in cases:
-            key = (program, shape.heads, shape.kv_heads)
-            found |= {(*key, page, "decode"): None} if shape.whole else {(*key, page, "decode parts"): None}
-            if not shape.whole:
-                found[*key, 0, "combine"] = None
+            key = (program, shape.heads, shape.kv_heads, page)
+            found[*key, "decode" if shape.whole else "decode joined parts" if shape.joins else "decode parts"] = None
+            if not (shape.whole or shape.joins):
+                found[*key[:3], 0, "combine"] = None
     return list(found)
 
 

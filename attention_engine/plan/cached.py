@@ -7,7 +7,7 @@ or numbers of parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from attention_engine.arch import Arch
@@ -21,20 +21,19 @@ from attention_engine.passes.cached_places import at_own_rows
 from attention_engine.passes.derive_merge import derive_merge, merge_by_combine
 from attention_engine.passes.half_range import bound_weights, weights_fit
 from attention_engine.passes.schedule import ForwardSchedule, schedule_forward
-from attention_engine.passes.steps import ReduceStep
 from attention_engine.passes.tile_plan import plan_tiles
-from attention_engine.plan import attention_buffers as buffers
-from attention_engine.plan.buffers import BATCH, KEYS, QUERIES, Arguments, Buffer, Role, length
+from attention_engine.plan.buffers import Buffer, Role
+from attention_engine.plan.cached_buffers import PART_REQUESTS, PART_STARTS, Cache, Parts, dealing, joining, walk
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.launches import Launch, Step
 from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, HELD_BARRIERS, NO_STORAGE_SYNC, UNIFORM_GROUPS
 from attention_engine.plan.targets import Target, as_arch, places_of
 from attention_engine.plan.verify import verify_steps
 
-PARTS, PAGES, PAGES_OF_A_REQUEST = length("parts"), length("pages"), length("pages_of_a_request")
-PART_STARTS, PART_REQUESTS = "part_starts", "part_requests"
 MOST_PARTS = 128  # which the kernel that joins them holds as one tile
 ROWS = 64  # of a tile: what a warpgroup multiplies at once
+JOINED = 512  # entries of rows that a block joins at once
+MOST_JOINED = 8  # rows of a block that it joins itself: of 16 a block for each row is 2 % faster
 BUSY = 0.8  # of the GPU's SMs: where so many have work, a row is not cut
 NEAR_BEST = 0.85  # of the best share of an SM's time that numbers of parts leave it busy
 FEWEST_TILES = 4  # a row of fewer tiles is not cut
@@ -54,95 +53,6 @@ DEALT = (
 )
 LEAST_DEALT = 32  # tiles of a part that is dealt
 EXACT_SHAPES = ((64, 64, 128, 0), (64, 32, 128, 0), (64, 16, 128, 0), (32, 16, 64, 0))  # fp32 tiles are made in place
-
-
-@dataclass(frozen=True)
-class Cache:
-    """How keys and values lie, as far as kernels are made for it.
-
-    page: keys of a page; 0: each request's keys lie one after the other. shared: values are the first columns of keys.
-    starts: is it given where queries start? packed: do the queries of all requests lie one after the other, as many
-    of each as cu_seqlens_q says? dealt: are parts dealt to requests by their lengths, which the device knows?
-    """
-
-    page: int = 0
-    shared: bool = False
-    starts: bool = False
-    packed: bool = False
-    dealt: bool = False
-
-    def of_queries(self, found: Buffer) -> Buffer:
-        """A tensor of queries: packed ones are those of one batch."""
-        if not self.packed:
-            return found
-        return replace(found, shape=tuple(1 if size is BATCH else size for size in found.shape))
-
-
-def caches(problem: Problem, cache: Cache) -> Arguments:
-    """The caches of keys and of values."""
-    found = []
-    for name, dim in (("k", problem.dim), *([] if cache.shared else [("v", problem.dim_v)])):
-        if not cache.page:
-            found.append(buffers.strided(name, KEYS, problem.kv_heads, dim, problem))
-            continue
-        names = tuple(f"{name}_stride_{axis}" for axis in ("page", "key", "head"))
-        shape = (PAGES, cache.page, problem.kv_heads, dim)
-        found.append(Buffer(name, shape, problem.dtype, Role.GIVEN, strides=names, unit=problem.stride_unit))
-    return tuple(found)
-
-
-def places(cache: Cache) -> Arguments:
-    """Where keys and queries are."""
-    found = [Buffer("kv_lengths", (BATCH,), "int32", Role.GIVEN)]
-    if cache.page:
-        strides = ("page_table_stride",)  # tables are often a corner of a larger one
-        found.append(Buffer("page_table", (BATCH, PAGES_OF_A_REQUEST), "int32", Role.GIVEN, strides=strides))
-    if cache.starts:
-        found.append(Buffer("q_starts", (BATCH,), "int32", Role.GIVEN))
-    if cache.packed:
-        found.append(Buffer("cu_seqlens_q", (BATCH + 1,), "int32", Role.GIVEN))
-    return tuple(found)
-
-
-def results(problem: Problem, cache: Cache, rows: tuple[str, ...]) -> Arguments:
-    """The output and the returned rows."""
-    found = (buffers.output(problem), *(buffers.row(f"row_{name}", problem) for name in rows))
-    return tuple(map(cache.of_queries, found))
-
-
-def parts(problem: Problem, cache: Cache, states: tuple[str, ...]) -> Arguments:
-    """What parts leave: sums of weights times values, and states."""
-    one_of = 1 if cache.dealt else BATCH  # a part that was dealt has a place that says whose it is
-    rows = (PARTS, one_of, QUERIES, problem.heads)
-    found = (Buffer("part_o", (*rows, problem.dim_v)), *(Buffer(f"part_{name}", rows) for name in states))
-    return tuple(map(cache.of_queries, found))
-
-
-def dealing() -> Arguments:
-    """Of the kernel that deals parts to requests: each request's first part, and whose each part is."""
-    starts, requests = (BATCH + 1,), (PARTS,)
-    lengths = Buffer("kv_lengths", (BATCH,), "int32", Role.GIVEN)
-    return (lengths, Buffer(PART_STARTS, starts, "int32"), Buffer(PART_REQUESTS, requests, "int32"))
-
-
-def walk(problem: Problem, cache: Cache, schedule: ForwardSchedule, in_parts: bool) -> Arguments:
-    """Of the kernel that walks over a cache."""
-    given = (
-        cache.of_queries(buffers.strided("q", QUERIES, problem.heads, problem.dim, problem)), *caches(problem, cache),
-        *buffers.custom_inputs(problem), *places(cache), *(dealing()[1:] if cache.dealt else ()),
-    )  # fmt: skip
-    names = tuple(name for name, _ in schedule.rows)
-    return (*given, *(parts if in_parts else results)(problem, cache, names))
-
-
-def joining(problem: Problem, cache: Cache, merge: Merge) -> Arguments:
-    """Of the kernel that joins parts."""
-    rows = tuple(name for name, _ in merge.finals)
-    return (
-        *buffers.custom_inputs(problem), *places(replace(cache, page=0)),  # which lie apart, and nobody here reads
-        *(dealing()[1:2] if cache.dealt else ()),
-        *parts(problem, cache, merge.read), *results(problem, cache, rows),
-    )  # fmt: skip
 
 
 def shared_bytes(problem: Problem, cache: Cache, tile: Tile) -> int:
@@ -205,11 +115,21 @@ def comes_by_tma(problem: Problem, cache: Cache, target: Target) -> bool:
     return whole and fits and lies and problem.dtype != "float32"
 
 
+def joined_at_once(problem: Problem) -> int:
+    """How many rows the last block of their parts joins at once: their entries are a row of threads, 16 bytes each."""
+    return max(1, JOINED // padded(problem.dim_v))
+
+
+def joins_itself(problem: Problem, cache: Cache, tile: Tile) -> bool:
+    """Can the last block of a row's parts join them? A warp has a row, or several; not where their sums are wide."""
+    return padded(problem.dim_v) in (32, 64, 128) and tile.q == ROWS and not (cache.shared or cache.packed)
+
+
 def choose_parts(rows: int, keys: int, tile: Tile, target: Target) -> int:
     """How many parts each row is cut into, from shapes alone.
 
     rows: tiles of rows in all requests and key heads; keys: the most that a request may have. The least number that
-    leaves SMs nearly as busy as the best does: each part costs a little.
+    leaves SMs nearly as busy as the best does, as each part costs a little; and as many more as run at once with them.
     """
     tiles, sms = -(-keys // tile.kv), places_of(target)
     if rows >= BUSY * sms or tiles <= FEWEST_TILES:
@@ -220,7 +140,8 @@ def choose_parts(rows: int, keys: int, tile: Tile, target: Target) -> int:
         waves = rows * count / sms
         busy[count] = waves / -(-rows * count // sms)
     best = max(busy.values())
-    return next(count for count, share in busy.items() if share >= NEAR_BEST * best)
+    least = next(count for count, share in busy.items() if share >= NEAR_BEST * best)
+    return min(most, -(-rows * least // sms) * sms // rows)
 
 
 class CachedPlan:
@@ -265,12 +186,21 @@ class CachedPlan:
     @cached_property
     def whole(self) -> Launch:
         """The output and the rows, of whole rows."""
-        return self._walk("decode", schedule_forward(self.program), False)
+        return self._walk("decode", schedule_forward(self.program), None)
 
     @cached_property
     def part(self) -> Launch:
         """Parts of rows."""
         return self._part("decode parts", self.cache)
+
+    @cached_property
+    def joined(self) -> Launch | None:
+        """Parts of rows, of which the last joins all; None where another kernel does."""
+        if self.merge is None or not joins_itself(self.problem, self.cache, self.tile):
+            return None
+        return self._walk(
+            "decode joined parts", schedule_forward(self.merge.part_program), Parts(joined=self.merge, rows=self.tile.q)
+        )
 
     @cached_property
     def combine(self) -> Launch:
@@ -287,14 +217,16 @@ class CachedPlan:
 
     def _part(self, name: str, cache: Cache) -> Launch:
         assert self.merge is not None, "rows that are not cut have no parts"
-        return self._walk(name, schedule_forward(self.merge.part_program), True, cache)
+        return self._walk(name, schedule_forward(self.merge.part_program), Parts(self.overlaps), cache)
 
-    def _walk(self, name: str, schedule: ForwardSchedule, in_parts: bool, cache: Cache | None = None) -> Launch:
+    def _walk(
+        self, name: str, schedule: ForwardSchedule, of: Parts | None, cache: Cache | None = None
+    ) -> Launch:  # fmt: skip
         cache = cache or self.cache
-        arguments = walk(self.problem, cache, schedule, in_parts)
+        arguments = walk(self.problem, cache, schedule, of)
         made = [a.place for a in arguments if isinstance(a, Buffer) and a.role is Role.MADE]
         writes = frozenset(made) - {PART_STARTS, PART_REQUESTS}
-        given = (schedule, self.tile, cache, in_parts, in_parts and self.overlaps)
+        given = (schedule, self.tile, cache, of)
         by_hand = (UNIFORM_GROUPS, HELD_BARRIERS)
         if self.by_hand:
             return Launch(name, "cached.latent.latent", given, arguments, writes, by_hand)
@@ -310,10 +242,17 @@ class CachedPlan:
         given = (self.merge, MOST_PARTS, kind, self.overlaps)
         return Launch(name, "cached.combine.combine", given, arguments, writes)
 
-    def steps(self, count: int, dealt: bool = False) -> tuple[Step, ...]:
-        """What a call launches whose rows are cut into so many parts; dealt: all requests together have so many."""
+    def steps(self, count: int, dealt: bool = False, queries: int = 1) -> tuple[Step, ...]:
+        """What a call launches whose rows are cut into so many parts; dealt: all requests together have so many.
+        queries: of each request; where they are few, the last block of a row's parts joins them."""
         steps: tuple[Step, ...] = self.dealt if dealt else (self.whole,) if count == 1 else (self.part, self.combine)
+        if not dealt and count > 1 and self.joined is not None and self.joins(queries):
+            steps = (self.joined,)
         return checked(verify_steps, steps)
+
+    def joins(self, queries: int) -> bool:
+        """Does the last block of a row's parts join them, where each request has so many queries?"""
+        return self.joined is not None and queries * self.problem.group <= MOST_JOINED
 
     @property
     def may_deal(self) -> bool:
@@ -326,7 +265,8 @@ class CachedPlan:
         """What calls may launch, of any number of parts."""
         if self.merge is None:
             return self.steps(1)
-        return (*self.steps(1), *self.steps(2), *(self.steps(2, True) if self.may_deal else ()))
+        in_parts = dict.fromkeys([*self.steps(2), *self.steps(2, queries=MOST_JOINED + 1)])
+        return (*self.steps(1), *in_parts, *(self.steps(2, True) if self.may_deal else ()))
 
     def dealt_parts(self, batch: int, queries: int, keys: int, asked: int | None) -> int:
         """How many parts the requests of a call have together, which are dealt by lengths; 0: they are not. From shapes
@@ -354,12 +294,4 @@ class CachedPlan:
         blocks = -(-queries * self.problem.group // self.tile.q)
         blocks = max(blocks, batch) if self.cache.packed else batch * blocks
         rows = self.problem.kv_heads * blocks
-        found = choose_parts(rows, keys, self.tile, self.target)
-        pairs = self.reduces_more and not (self.by_tma or self.by_hand) and rows * found <= places_of(self.target)
-        return 2 * found if pairs and 2 * found <= MOST_PARTS and 4 * found <= -(-keys // self.tile.kv) else found
-
-    @cached_property
-    def reduces_more(self) -> bool:
-        """Is a tile reduced that is neither scores nor weights? A block then computes for longer than its keys take to
-        come, where it has an SM to itself: two of them share one better. Not where a warp of its own copies."""
-        return any(isinstance(s, ReduceStep) and s.source is not None for s in schedule_forward(self.program).steps)
+        return choose_parts(rows, keys, self.tile, self.target)

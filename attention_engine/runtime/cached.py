@@ -22,7 +22,8 @@ from attention_engine.ir.program import Program
 from attention_engine.passes.absent_pairs import leave_out_absent
 from attention_engine.passes.cached_places import STARTS, check_rows, densely, reads_rows
 from attention_engine.plan.buffers import own_length
-from attention_engine.plan.cached import Cache
+from attention_engine.plan.cached_buffers import Cache
+from attention_engine.plan.launches import Step
 from attention_engine.plan.targets import Target
 from attention_engine.reference.cached import Requests, attend_cached, attend_packed, gather, starts_of
 from attention_engine.runtime.arguments import MOST_PLANS, as_parameter, stride_steps, with_strides
@@ -153,6 +154,9 @@ class CachedAttention:
         dealt = kernels.plan.dealt_parts(*sizes)
         return (dealt, True) if dealt else (kernels.plan.parts_of(*sizes), False)
 
+    def _steps(self, call: CachedCall, kernels: CachedKernels) -> Sequence[Step]:
+        return kernels.plan.steps(*self._parts(call, kernels), call.q.shape[1])
+
     def _ready_for(self, call: CachedCall, kernels: CachedKernels, custom: Sequence[Tensor]) -> Ready:
         """The launches of a call of such shapes."""
         table, parts = 0 if call.table is None else call.table.shape[1], self._parts(call, kernels)
@@ -164,7 +168,7 @@ class CachedAttention:
             batch, queries = call.requests, call.q.shape[1]
             lengths = {"batch": batch, "q_length": queries, "kv_length": call.capacity, "parts": parts[0]}
             lengths |= {"pages": call.k.shape[0], "pages_of_a_request": table, **self._own_lengths(custom)}
-            steps = kernels.plan.steps(*parts)
+            steps = kernels.plan.steps(*parts, queries)
             found = self._ready[key] = Ready(steps, kernels.kernel, lengths, {}, call.q.device, self._kept)
         return found
 
@@ -194,7 +198,7 @@ class CachedAttention:
             given["cu_seqlens_q"] = ()
         own = [f"custom_{name}" for name in [*names, *([STARTS] if self.by_rows else [])]]
         given |= dict.fromkeys(own, ())
-        ready, steps = self._ready_for(call, kernels, custom), kernels.plan.steps(*self._parts(call, kernels))
+        ready, steps = self._ready_for(call, kernels, custom), self._steps(call, kernels)
         converts = any(parameter is not c for parameter, c in zip(custom, call.custom, strict=True))
         launch = launch_again(kernels, ready, steps, given, own, self.rows, converts)
         return with_starts(launch, call.q.shape[1], makes_starts) if self.by_rows else launch

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
@@ -16,22 +15,19 @@ from torch import Tensor
 
 from attention_engine.compiler import CachedKernels
 from attention_engine.frontend.captured import Captured
-from attention_engine.plan.buffers import buffers_of
+from attention_engine.plan.buffers import Role, buffers_of
 from attention_engine.plan.launches import Launch, Step, launches
-from attention_engine.runtime import gpu
 from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter
 from attention_engine.runtime.gpu import maker
 from attention_engine.runtime.inputs import signature
 from attention_engine.runtime.run import Ready
+from attention_engine.runtime.scratch import Scratch
 from attention_engine.runtime.seen import TensorGuards
 
 Given: TypeAlias = tuple[Any, ...]  # the tensors of a call at GIVEN, None where there is none, then custom inputs
 Direct: TypeAlias = Callable[[Given, bool], list[Tensor] | None]
 GIVEN = ("q", "k", "v", "kv_lengths", "page_table", "q_starts", "cu_seqlens_q", "out")
 KEYS, VALUES, OUT = map(GIVEN.index, ("k", "v", "out"))
-MOST_BYTES = 16 << 20  # of scratch memory that is kept for the next call
-MOST_SCRATCH = 64  # pieces of it
-_SCRATCH: dict[object, _Piece] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +108,11 @@ def launch_again(
     made = ["o", *[f"row_{name}" for name in rows]]
     of_all = [b for step in launches(steps) for b in buffers_of(step.arguments)]
     parts = [*dict.fromkeys(b.place for b in of_all if b.place.startswith("part_"))]
+    counters = [*dict.fromkeys(b.place for b in of_all if b.role is Role.ZEROED)]
     output, *row_likes = ready.results(made)
     make_output, *make_rows = (maker(x.shape, x.dtype, x.device) for x in (output, *row_likes))
-    scratch, rows_too = _Scratch([*row_likes, *ready.results(parts)]), len(row_likes)
-    places = [*GIVEN, *custom, *made, *parts]
+    scratch, rows_too = Scratch([*row_likes, *ready.results(parts)], ready.results(counters)), len(row_likes)
+    places = [*GIVEN, *custom, *made, *parts, *counters]
     numbers = [step for steps_of in given.values() for step in steps_of]
     runs = [(kernels.kernel(step).run, _arguments(step, places, given)) for step in launches(steps)]
     (first, of_first), *others = runs
@@ -188,69 +185,3 @@ def _arguments(launch: Launch, places: Sequence[str], given: Mapping[str, Sequen
         number += len(strides)
     found = [n for a in launch.arguments for n in (*steps.get(a.place, ()), places.index(a.place))]
     return itemgetter(*found)
-
-
-class _Piece:
-    """Scratch memory of a thread on a stream; another one where it was outgrown or dropped."""
-
-    __slots__ = ("memory",)
-
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
-
-
-class _Scratch:
-    """Memory for what parts leave, which a call's second launch reads and nobody else, and for rows not asked for.
-
-    It is kept: to allocate it takes longer than to launch. Launches of one thread on one stream follow each other, so
-    there is one piece for each thread and stream, for all calls. A graph gets memory of its own, as it may be replayed
-    beside others.
-    """
-
-    def __init__(self, likes: Sequence[Tensor]) -> None:
-        self.likes, self.sizes = likes, [-(-like.numel() // 4) * 4 for like in likes]
-        self.size = sum(self.sizes)
-        self.on_gpu = bool(likes) and likes[0].device.type == "cuda"
-        self.is_kept = 4 * self.size <= MOST_BYTES
-        self.device = (likes[0].device.index or 0) if self.on_gpu else -1
-        self.views: dict[object, tuple[_Piece, Tensor, list[Any]]] = {}
-
-    def __call__(self) -> list[Any]:
-        """The memory, on a GPU as kernels take it: to make a tensor so at each call takes as long as all else here."""
-        if not self.likes:
-            return []
-        stream = gpu.raw_stream(self.device) if self.on_gpu else 0
-        if not self.is_kept or (stream and gpu.captures()):  # nobody captures the stream that is 0
-            return [torch.empty_like(like) for like in self.likes]
-        key = (stream, get_ident())
-        found = self.views.get(key)
-        if found is None or found[0].memory is not found[1]:
-            found = self._views(key)
-        return found[2]
-
-    def _views(self, key: tuple[int, int]) -> tuple[_Piece, Tensor, list[Any]]:
-        piece = _SCRATCH.get((self.device, *key))
-        if piece is None:
-            if len(_SCRATCH) >= MOST_SCRATCH:
-                for dropped in _SCRATCH.values():
-                    dropped.memory = None
-                _SCRATCH.clear()
-            piece = _SCRATCH[self.device, *key] = _Piece()
-        memory = piece.memory
-        if memory is None or memory.numel() < self.size:
-            size = 1 << max(self.size - 1, 1).bit_length()  # what is outgrown, calls may hold: it is less than this
-            memory = piece.memory = torch.empty(size, device=self.likes[0].device)
-        if len(self.views) >= MOST_SCRATCH:
-            self.views.clear()
-        pieces = memory[: self.size].split(self.sizes)
-        views = [
-            p[: like.numel()].view(like.dtype).view(like.shape) for p, like in zip(pieces, self.likes, strict=True)
-        ]
-        found = self.views[key] = (piece, memory, [*map(_as_kernels_take, views)] if self.on_gpu else views)
-        return found
-
-
-def _as_kernels_take(tensor: Tensor) -> Any:
-    import tvm_ffi
-
-    return tvm_ffi.from_dlpack(tensor)

@@ -24,7 +24,8 @@ from attention_engine.tuner.problems import gpu_name
 if TYPE_CHECKING:
     from attention_engine.runtime.shown import Shown
 
-NAMES = ("decode", "decode parts", "combine", "deal", "decode dealt parts", "combine dealt parts")
+DEALT = ("deal", "decode dealt parts", "combine dealt parts")
+NAMES = ("decode", "decode joined parts", "decode parts", "combine", *DEALT)
 USUAL = (1, 1, 8192)  # requests, queries and keys of metas that don't say
 
 
@@ -69,7 +70,7 @@ def explain_cached(engine: Shown, kernels: CachedKernels) -> str:
     batch, queries, keys = lengths_of(engine._metas(), USUAL)
     queries = queries if queries < keys else 1  # of metas that were made for training
     rows = batch * problem.kv_heads * -(-queries * problem.group // tile.q)
-    count, places, tiles = plan.parts_of(batch, queries, keys, None), places_of(kernels.target), -(-keys // tile.kv)
+    count, tiles = plan.parts_of(batch, queries, keys, None), -(-keys // tile.kv)
     lies = f"pages of {cache.page}" if cache.page else "a row"
     lines = [
         f"{problem.dtype}, {batch} requests of {queries} queries and at most {keys} keys in {lies}, "
@@ -78,7 +79,7 @@ def explain_cached(engine: Shown, kernels: CachedKernels) -> str:
         f"{tile.stages} stages",
     ]  # fmt: skip
     dealt = plan.dealt_parts(batch, queries, keys, None)
-    lines.append(_parts_in_words(plan, dealt, count, tiles, rows, places))
+    lines.append(_parts_in_words(plan, dealt, count, queries, tiles, rows))
     if dealt:
         grid, held_parts = f"{dealt} x {problem.kv_heads} = {dealt * problem.kv_heads}", dealt
     else:
@@ -89,13 +90,14 @@ def explain_cached(engine: Shown, kernels: CachedKernels) -> str:
     states = 0 if plan.merge is None or held_parts == batch else len(plan.merge.read) + problem.dim_v
     between = queries * held_parts * problem.heads * states * 4
     lines.append(
-        f"bytes: {_spell(held)} of keys and values where all requests have {keys}, {_spell(between)} of parts between "
-        "the kernels"
+        f"bytes: {_spell(held)} of keys and values where all requests have {keys}, {_spell(between)} of parts until "
+        "they are joined"
     )
     return "\n".join([*lines, *(_of_kernel(name, kernel) for name, kernel in kernels.every.items())])
 
 
-def _parts_in_words(plan: CachedPlan, dealt: int, count: int, tiles: int, rows: int, places: int) -> str:
+def _parts_in_words(plan: CachedPlan, dealt: int, count: int, queries: int, tiles: int, rows: int) -> str:
+    places, joins = places_of(plan.target), plan.joins(queries)
     if isinstance(plan._merge, NoMerge):
         return f"parts: rows are not cut, as parts have no merge: {plan._merge}"
     if dealt:
@@ -106,10 +108,8 @@ def _parts_in_words(plan: CachedPlan, dealt: int, count: int, tiles: int, rows: 
     if count == 1:
         few = f"{tiles} tiles of keys are few" if tiles <= FEWEST_TILES else f"{rows} blocks are work for {places} SMs"
         return f"parts: rows are not cut, as {few} ({FEWEST_TILES} tiles or less, {BUSY:g} of the SMs or more)"
-    why = f"the least number that leaves {places} SMs busy"
-    if BUSY * places <= rows:
-        why = f"two blocks to an SM, as each computes for longer than its keys take to come, on {places} SMs"
-    return f"parts: {count} of each row, {why}; `combine` joins them"
+    who = "the last block of a row's parts" if joins else "`combine`"
+    return f"parts: {count} of each row, the least number that leaves {places} SMs busy; {who} joins them"
 
 
 def _spell(size: int) -> str:

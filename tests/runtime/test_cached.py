@@ -262,7 +262,8 @@ def test_a_seen_call_is_checked_where_its_tensors_differ():
 def test_kernels_of_caches_are_shown_and_listed():
     metas = (meta_tensor(None, 4, None, 32, dtype=torch.float16),) * 3
     engine = AttentionEngine(metas, mask_mod=causal)
-    of_parts, dealt = ["decode", "decode parts", "combine"], ["deal", "decode dealt parts", "combine dealt parts"]
+    of_parts = ["decode", "decode joined parts", "decode parts", "combine"]
+    dealt = ["deal", "decode dealt parts", "combine dealt parts"]
     for name in of_parts:
         assert f"def {name.replace(' ', '_')}(" in engine.source(name)
     assert list(cached_kernels(engine, None, page=16)) == [*of_parts, *dealt]

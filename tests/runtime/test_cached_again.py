@@ -1,14 +1,11 @@
 """Calls with a cache that passed every check once: launched again as they were, from memory that nobody else writes."""
 
-import threading
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, library
 from attention_engine.library import causal
-from attention_engine.runtime import cached, cached_again, gpu
+from attention_engine.runtime import cached, gpu
 
 
 @pytest.fixture
@@ -103,47 +100,6 @@ def test_calls_of_several_shapes_take_turns(checked):
             lengths = torch.full((len(q),), 33, dtype=torch.int32)
             engine.with_cache(q, k, v, slopes, kv_lengths=lengths, num_splits=2)
         assert len(checked) == (0 if round_ else 3)
-
-
-def test_kernels_are_handed_scratch_memory_as_they_take_it():
-    """On a GPU torch's tensors would be made so at each launch; a kernel's host code has them as DLPack has them."""
-    tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
-    taken = cached_again._as_kernels_take(tensor)
-    assert tuple(taken.shape) == (3, 4) and str(taken.dtype) == "float32"
-    tensor[1, 2] = -1
-    assert torch.equal(torch.from_dlpack(taken), tensor)  # the same memory
-
-
-def test_what_parts_leave_has_one_piece_of_memory_for_each_thread(monkeypatch):
-    monkeypatch.setattr(cached_again, "_SCRATCH", {})
-    small, large = (cached_again._Scratch([torch.empty(n), torch.empty(n, 5)]) for n in (7, 1 << 20))
-    first = [t.data_ptr() for t in small()]
-    assert first == [t.data_ptr() for t in small()] and first[1] - first[0] == 4 * 8
-    assert [t.shape for t in small()] == [(7,), (7, 5)]
-    found: list = []
-    thread = threading.Thread(target=lambda: found.extend(t.data_ptr() for t in small()))
-    thread.start()
-    thread.join()
-    assert not set(found) & set(first)
-    held = large()
-    assert held[0].data_ptr() != large()[0].data_ptr() and len(cached_again._SCRATCH) == 2  # too much to keep
-    wider = cached_again._Scratch([torch.empty(5000)])
-    (grown,) = wider()
-    assert grown.data_ptr() == small()[0].data_ptr() != first[0]
-
-
-def test_a_graph_has_scratch_memory_of_its_own(monkeypatch):
-    """Whether a stream is captured is asked of streams that can be: not of the one that is 0."""
-    monkeypatch.setattr(cached_again, "_SCRATCH", {})
-    scratch = cached_again._Scratch([torch.empty(7)])
-    scratch.on_gpu, asked, now = True, [], SimpleNamespace()
-    monkeypatch.setattr(cached_again, "_as_kernels_take", lambda tensor: tensor)
-    monkeypatch.setattr(gpu, "captures", lambda: asked.append(now) or now.captures)
-    monkeypatch.setattr(gpu, "raw_stream", lambda device: now.stream)
-    for now.stream, now.captures, is_kept in ((0, True, True), (5, False, True), (5, True, False)):
-        first, second = scratch()[0], scratch()[0]
-        assert is_kept is (first.data_ptr() == second.data_ptr())
-    assert len(asked) == 4
 
 
 def test_outputs_are_allocated_on_the_gpu_of_the_call(monkeypatch):

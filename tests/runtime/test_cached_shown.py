@@ -110,14 +110,20 @@ def test_explain_says_parts_grid_and_bytes():
     assert "decode: runs on the interpreter" in text
 
 
-def test_rows_of_much_maths_are_cut_where_a_block_would_have_an_sm_alone():
-    def parts(online, batch: int) -> str:
-        metas = tuple(meta_tensor(batch, m.heads, m.length, m.dim, dtype=torch.bfloat16) for m in METAS)
-        engine = AttentionEngine(metas, mask_mod=library.causal, online_func=online, device=arch.H100())
-        return next(line for line in engine.explain(cache_page=0).splitlines() if line.startswith("parts:"))
+def parts(heads: tuple[int, int], batch: int, queries: int) -> str:
+    metas = tuple(
+        meta_tensor(batch, h, length, 128, dtype=torch.bfloat16)
+        for h, length in ((heads[0], queries), (heads[1], 8192), (heads[1], 8192))
+    )
+    engine = AttentionEngine(metas, mask_mod=library.causal, online_func=Entropic(), device=arch.H100())
+    return next(line for line in engine.explain(cache_page=0).splitlines() if line.startswith("parts:"))
 
-    assert "not cut" in parts(library.OnlineSoftmax(), 16) and "parts: 2 of each row" in parts(Entropic(), 16)
-    assert "not cut" in parts(Entropic(), 32)  # two blocks share each SM without
+
+def test_explain_says_who_joins_parts():
+    assert "not cut" in parts((32, 8), 16, 1)
+    itself = "the last block of a row's parts joins them"
+    assert itself in parts((32, 8), 1, 1) and itself in parts((32, 8), 1, 2)
+    assert "`combine` joins them" in parts((32, 8), 1, 3)  # 12 rows a block
 
 
 def test_explain_says_why_rows_are_not_cut(monkeypatch):

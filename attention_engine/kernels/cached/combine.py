@@ -7,6 +7,7 @@ added, each times its part's factor, several parts side by side, and the program
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,22 +22,24 @@ from attention_engine.kernels.splice import Splice, name_value
 from attention_engine.kernels.tile_maths import REDUCE
 from attention_engine.passes.empty_rows import finite
 from attention_engine.passes.strength import use_exp2
-from attention_engine.plan import cached
+from attention_engine.plan import cached_buffers
+from attention_engine.plan.cached_buffers import Cache
 
 THREADS = 128
 SIDE_BY_SIDE = 16  # parts whose sums are read at once: few blocks run, and each would wait for one after the other
 STEPS = 20  # of a search among a million requests
+Place: TypeAlias = tuple[Any, Any, Any]
 OfRow: TypeAlias = tuple[Any, Any, tuple[Any, Any, Any]]  # its first part, how many, its other indices in parts
 LEAST = {"max": -3e38, "min": 3e38}
 
 
-def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache, overlaps: bool) -> Any:
+def combine(problem: Problem, merge: Merge, most: int, cache: Cache, overlaps: bool) -> Any:
     """The PrimFunc: (custom..., kv_lengths, [q_starts], part_o, part_<state>..., o, rows...).
 
     overlaps: it is launched while the parts are computed, and waits for them.
     """
     sizes = Sizes(problem)
-    parameters = sizes.declare(cached.joining(problem, cache, merge))
+    parameters = sizes.declare(cached_buffers.joining(problem, cache, merge))
     dim_v = padded(problem.dim_v)
 
     @T.macro
@@ -44,8 +47,7 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache, over
         batches = 1 if cache.packed else sizes.batch
         with T.Kernel(problem.heads, sizes.q, batches, threads=THREADS) as (head, query, owner):
             batch, place = find_place(cache, sizes, buffers, owner, query)
-            row = _Row(problem, merge, most, sizes, buffers, (batch, head, place), (owner, query, head))
-            factors = T.alloc_shared([most], FLOAT)
+            factors = T.alloc_shared([1, most], FLOAT)
             ahead = T.alloc_fragment([SIDE_BY_SIDE, dim_v], FLOAT)
             sums = T.alloc_fragment([SIDE_BY_SIDE, dim_v], FLOAT)
             output = T.alloc_fragment([dim_v], FLOAT)
@@ -54,13 +56,14 @@ def combine(problem: Problem, merge: Merge, most: int, cache: cached.Cache, over
                 T.pdl_sync()  # it was launched while the parts run: from here on all of them are there
             first, parts, holder = parts_of_request(cache, sizes, buffers, owner)
             of_row = first, parts, (holder, query, head)
+            row = one_row(problem, merge, most, sizes, buffers, (batch, head, place), (owner, query, head), holder)
             _bring_sums(ahead, buffers["part_o"], 0, of_row, problem.dim_v)
-            row.bring(of_row)
+            row.bring(first, parts)
             row.join()
             row.write_factors(factors, parts)
             for step in T.serial(T.ceildiv(parts, SIDE_BY_SIDE)):
                 for n, d in T.Parallel(SIDE_BY_SIDE, dim_v):
-                    sums[n, d] = sums[n, d] + factors[step * SIDE_BY_SIDE + n] * ahead[n, d]
+                    sums[n, d] = sums[n, d] + factors[0, step * SIDE_BY_SIDE + n] * ahead[n, d]
                 if (step + 1) * SIDE_BY_SIDE < parts:
                     _bring_sums(ahead, buffers["part_o"], (step + 1) * SIDE_BY_SIDE, of_row, problem.dim_v)
             T.reduce_sum(sums, output, dim=0)
@@ -77,16 +80,16 @@ def in_exp2(*roots: Expr) -> tuple[Expr, ...]:
     return use_exp2(*roots, differences=True)
 
 
-def parts_of_request(cache: cached.Cache, sizes: Sizes, buffers: Any, owner: Any) -> tuple[Any, Any, Any]:
+def parts_of_request(cache: Cache, sizes: Sizes, buffers: Any, owner: Any) -> tuple[Any, Any, Any]:
     """A request's first part, how many it has, and the second index of parts."""
     if not cache.dealt:
-        return 0, sizes.spell(cached.PARTS), owner
-    starts = buffers[cached.PART_STARTS]
+        return 0, sizes.spell(cached_buffers.PARTS), owner
+    starts = buffers[cached_buffers.PART_STARTS]
     first = name_value(starts[owner])
     return first, name_value(starts[owner + 1] - first), 0
 
 
-def find_place(cache: cached.Cache, sizes: Sizes, buffers: Any, owner: Any, query: Any) -> tuple[Any, Any]:
+def find_place(cache: Cache, sizes: Sizes, buffers: Any, owner: Any, query: Any) -> tuple[Any, Any]:
     """The request of a query, and its place there."""
     if not cache.packed:
         start = buffers["q_starts"][owner] if cache.starts else buffers["kv_lengths"][owner] - sizes.q
@@ -121,54 +124,67 @@ def _search(ends: Any, among: _Search, requests: Any, query: Any) -> None:
                 store(among.high, (among.low[0] + among.high[0]) // 2, 0)
 
 
-@dataclass
-class _Row:
-    """One row, its parts' states in tiles of one row, and what is known of the whole so far.
+def one_row(
+    problem: Problem, merge: Merge, most: int, sizes: Sizes, buffers: Any, at: Place, row: Place, holder: Any
+) -> JoinedRows:  # fmt: skip
+    """A row alone. at, row: as those of JoinedRows; holder: its first index in parts."""
+    of_parts = (holder, *row[1:])
+    return JoinedRows(problem, merge, (1, most), sizes, buffers, lambda _: at, lambda _: row, lambda _: of_parts)
 
-    at: batch, head and the query's place. row: its indices in parts. known: row values, each a fragment of one entry.
-    held: reductions of the merge, as the variables that hold them.
+
+@dataclass
+class JoinedRows:
+    """A few rows, their parts' states in tiles of these rows, and what is known of the whole so far.
+
+    shape: the rows, and the most parts. at: a row's batch, head and the place of its query. row: its first indices in
+    results; of_parts: in parts; exists: is it there? wait: of threads for what others wrote to shared memory, where
+    TileLang doesn't. known: row values, each a fragment of the rows. held: reductions of the merge, as the variables
+    that hold them.
     """
 
     problem: Problem
     merge: Merge
-    most: int
+    shape: tuple[int, int]
     sizes: Sizes
     buffers: Any
-    at: tuple[Any, Any, Any]
-    row: tuple[Any, Any, Any]
+    at: Callable[[Any], tuple[Any, Any, Any]]
+    row: Callable[[Any], tuple[Any, Any, Any]]
+    of_parts: Callable[[Any], tuple[Any, Any, Any]]
+    exists: Callable[[Any], Any] = lambda _: True
+    wait: Callable[[], None] = lambda: None
     parts: dict[Expr, Any] = field(default_factory=dict)
     known: dict[Expr, Any] = field(default_factory=dict)
     held: dict[Expr, Expr] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tile = T.alloc_fragment([1, self.most], FLOAT)
+        self.tile = T.alloc_fragment([*self.shape], FLOAT)
         self.parts = {
-            part_variable(name): named(f"part_of_{name}", T.alloc_fragment([1, self.most], FLOAT))
+            part_variable(name): named(f"part_of_{name}", T.alloc_fragment([*self.shape], FLOAT))
             for name in self.merge.read
         }
 
-    def bring(self, of_row: OfRow) -> None:
+    def bring(self, first: Any, parts: Any) -> None:
         """The parts' states."""
         initial = {state.name: finite(state.initial) for state in self.merge.program.states}
         for name in self.merge.read:
             source, target = self.buffers[f"part_{name}"], self.parts[part_variable(name)]
-            _bring(source, target, self.most, of_row, initial[name])
+            _bring(source, target, (first, parts), self.of_parts, initial[name])
 
-    def splice(self, values: dict[Expr, Any]) -> Splice:
-        """Splices at the row."""
-        batch, head, place = self.at
+    def splice(self, i: Any, values: dict[Expr, Any]) -> Splice:
+        """Splices at a row."""
+        batch, head, place = self.at(i)
         inside = ((batch, self.sizes.batch), (head, self.problem.heads))
-        at = {B: batch, H: head, Q_IDX: place, **{v: fragment[0] for v, fragment in self.known.items()}, **values}
+        at = {B: batch, H: head, Q_IDX: place, **{v: fragment[i] for v, fragment in self.known.items()}, **values}
         return Splice(at, reader(self.buffers, inside), self.problem.approximate)
 
     def _over_parts(self, target: Any, expr: Expr) -> None:
         def entry(i: Any, n: Any) -> None:
-            assign([(target, expr)], self.splice({v: f[i, n] for v, f in self.parts.items()}), i, n)
+            assign([(target, expr)], self.splice(i, {v: f[i, n] for v, f in self.parts.items()}), i, n)
 
-        over_pairs(1, self.most, entry)
+        over_pairs(*self.shape, entry)
 
     def join(self) -> None:
-        """The states of the whole row, one after the other."""
+        """The states of the whole rows, one after the other."""
         for name, expr in self.merge.states:
             (expr,) = in_exp2(expr)
             for node in topological(expr):
@@ -179,17 +195,17 @@ class _Row:
     def _reduce(self, node: Expr) -> None:
         self._over_parts(self.tile, substitute(node.args[0], self.held))
         found = var(f"joined{len(self.held)}", ROW)
-        fragment = named(f"joined{len(self.held)}", T.alloc_fragment([1], FLOAT))
+        fragment = named(f"joined{len(self.held)}", T.alloc_fragment([self.shape[0]], FLOAT))
         _reduce(str(node.arg), self.tile, fragment)
         self.held[node], self.known[found] = found, fragment
 
     def _keep(self, variable: Expr, expr: Expr) -> None:
-        fragment = named(variable.name, T.alloc_fragment([1], FLOAT))
+        fragment = named(variable.name, T.alloc_fragment([self.shape[0]], FLOAT))
 
         def entry(i: Any) -> None:
-            assign([(fragment, expr)], self.splice({}), i)
+            assign([(fragment, expr)], self.splice(i, {}), i)
 
-        over_rows(1, entry)
+        over_rows(self.shape[0], entry)
         self.known[variable] = fragment
 
     def write_factors(self, factors: Any, parts: Any) -> None:
@@ -201,47 +217,51 @@ class _Row:
         factor = substitute(factor, self.held)
 
         def entry(i: Any, n: Any) -> None:
-            (value,) = self.splice({v: f[i, n] for v, f in self.parts.items()})(factor)
-            store(factors, T.if_then_else(n < parts, T.cast(value, FLOAT), T.float32(0)), n)
+            (value,) = self.splice(i, {v: f[i, n] for v, f in self.parts.items()})(factor)
+            store(factors, T.if_then_else(n < parts, T.cast(value, FLOAT), T.float32(0)), i, n)
 
-        over_pairs(1, self.most, entry)
+        over_pairs(*self.shape, entry)
 
-    def _shared_rows(self, expr: Expr) -> dict[Expr, Any]:
-        """The row's values that it reads, where every thread can read them: TileLang finds no layout for several
-        fragments of one entry beside the output's."""
+    def shared_rows(self, expr: Expr) -> dict[Expr, tuple[Any, int]]:
+        """The rows' values that it reads, where every thread can read them: TileLang finds no layout for several
+        fragments of one entry beside the output's, nor for rows beside an output that is one row of threads."""
         read = [node for node in topological(expr) if node in self.known]
-        if len(read) < 2:
+        if len(read) < 2 and self.shape[0] == 1:
             return {}
-        values = T.alloc_shared([len(read)], FLOAT)
+        values = T.alloc_shared([max(len(read), 1), self.shape[0]], FLOAT)
         for place, variable in enumerate(read):
 
             def entry(i: Any, place: int = place, fragment: Any = self.known[variable]) -> None:
-                store(values, fragment[i], place)
+                store(values, fragment[i], place, i)
 
-            over_rows(1, entry)
-        return {variable: values[place] for place, variable in enumerate(read)}
+            over_rows(self.shape[0], entry)
+        return {variable: (values, place) for place, variable in enumerate(read)}
 
     def finish(self, output: Any) -> None:
         """The epilogue, on the sum of all parts."""
-        owner, query, head = self.row
         final, *rows = in_exp2(self.merge.output, *(row for _, row in self.merge.finals))
-        shared = self._shared_rows(final)
+        dim_v = padded(self.problem.dim_v)
+        shared = self.shared_rows(final)
+        self.wait()
 
-        def entry(d: Any) -> None:
-            (value,) = self.splice({OUTPUT: output[d], **shared})(final)
-            _store_inside(
-                d < self.problem.dim_v, self.buffers["o"], T.cast(value, self.problem.dtype), (owner, query, head, d)
-            )
+        def entry(x: Any) -> None:
+            i, d = (0, x) if self.shape[0] == 1 else (x // dim_v, x % dim_v)
+            row = self.row(i)
+            held = {v: values[place, i] for v, (values, place) in shared.items()}
+            (value,) = self.splice(i, {OUTPUT: output[x], **held})(final)
+            inside = T.And(self.exists(i), d < self.problem.dim_v)
+            _store_inside(inside, self.buffers["o"], T.cast(value, self.problem.dtype), (*row, d))
 
-        over_rows(padded(self.problem.dim_v), entry)
+        over_rows(self.shape[0] * dim_v, entry)
         for (name, _), row in zip(self.merge.finals, rows, strict=True):
             target = self.buffers[f"row_{name}"]
 
-            def row_entry(_: Any, row: Expr = row, target: Any = target) -> None:
-                (value,) = self.splice({})(row)
-                store(target, value, owner, head, query)
+            def row_entry(i: Any, row: Expr = row, target: Any = target) -> None:
+                owner, query, head = self.row(i)
+                (value,) = self.splice(i, {})(row)
+                _store_inside(self.exists(i), target, value, (owner, head, query))
 
-            over_rows(1, row_entry)
+            over_rows(self.shape[0], row_entry)
 
 
 @T.macro
@@ -251,10 +271,11 @@ def _store_inside(inside: Any, target: Any, value: Any, at: tuple[Any, ...]) -> 
 
 
 @T.macro
-def _bring(source: Any, target: Any, most: int, of_row: OfRow, initial: float) -> None:
-    base, parts, (owner, query, head) = of_row
-    for i, n in T.Parallel(1, most):
-        target[i, n] = T.if_then_else(n < parts, source[base + n, owner, query, head], T.float32(initial))
+def _bring(source: Any, target: Any, parts: tuple[Any, Any], row: Callable[[Any], Any], initial: float) -> None:
+    base, count = parts
+    for i, n in T.Parallel(*target.shape):
+        owner, query, head = row(i)
+        target[i, n] = T.if_then_else(n < count, source[base + n, owner, query, head], T.float32(initial))
 
 
 @T.macro

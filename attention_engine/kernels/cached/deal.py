@@ -13,8 +13,9 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Sizes, build, store
-from attention_engine.plan import cached
-from attention_engine.plan.cached import MOST_REQUESTS, PART_REQUESTS, PART_STARTS
+from attention_engine.plan import cached_buffers
+from attention_engine.plan.cached import MOST_REQUESTS
+from attention_engine.plan.cached_buffers import PART_REQUESTS, PART_STARTS
 
 RUN = 32  # requests whose sum is taken first
 RUNS = MOST_REQUESTS // RUN
@@ -27,7 +28,7 @@ def deal(problem: Problem, keys: int, least: int, most: int) -> Any:
     """The PrimFunc: (kv_lengths, part_starts, part_requests). keys: of a tile; least: tiles of a part; most: parts of a
     request."""
     sizes = Sizes(problem)
-    parameters = sizes.declare(cached.dealing())
+    parameters = sizes.declare(cached_buffers.dealing())
 
     @T.macro
     def body(buffers: Any) -> None:
@@ -36,7 +37,7 @@ def deal(problem: Problem, keys: int, least: int, most: int) -> Any:
             sums = T.alloc_shared([RUNS], "int32")
             total = T.alloc_var("int32", 0)
             parts = T.alloc_var("int32", 0)
-            places = sizes.spell(cached.PARTS)
+            places = sizes.spell(cached_buffers.PARTS)
             for b in T.Parallel(MOST_REQUESTS):
                 counts[b] = 0
                 if b < sizes.batch:

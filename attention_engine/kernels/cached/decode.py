@@ -1,9 +1,9 @@
 """A few queries a request against keys in a cache: a block has one part of the keys of a request and key head.
 
 Its tile's rows are the queries of all heads that share the key head (packed_rows.py), so that keys are read once. It
-leaves its rows' states and its sum of weights times values in fp32, which another kernel joins; or, where rows are not
-cut, their output. Lengths, tables and the number of parts are run-time values: the grid knows none of the lengths, and
-a block that has no key leaves states as they begin.
+leaves its rows' states and its sum of weights times values in fp32, which another kernel joins, or the last block of a
+row's parts (join.py); or, where rows are not cut, their output. Lengths, tables and the number of parts are run-time
+values: the grid knows none of the lengths, and a block that has no key leaves states as they begin.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, padded
+from attention_engine.kernels.cached.join import Join, join_if_last
 from attention_engine.kernels.cached.packed_rows import PackedMaths, Rows, of_heads
 from attention_engine.kernels.cached.sources import Source, bring
 from attention_engine.kernels.common import (
@@ -43,17 +44,18 @@ from attention_engine.kernels.tile_maths import ScoreTile, multiply_rows, needs_
 from attention_engine.kernels.tiles import either, is_partial, kv_range
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
-from attention_engine.plan import cached
+from attention_engine.plan import cached, cached_buffers
+from attention_engine.plan.cached_buffers import Cache, Parts
 from attention_engine.plan.forms import Tile
 
 
 def decode(
-    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cached.Cache, in_parts: bool, overlaps: bool
+    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: Cache, parts: Parts | None
 ) -> Any:  # fmt: skip
-    """The PrimFunc: (q, k, [v], custom..., kv_lengths, [page_table], [q_starts], then part_o, part_<state>... or o,
-    rows...)."""
+    """The PrimFunc: (q, k, [v], custom..., kv_lengths, [page_table], [q_starts], then part_o, part_<state>..., and if
+    they are joined done, o, rows...; or, without parts, o, rows...)."""
     sizes = Sizes(problem)
-    parameters = sizes.declare(cached.walk(problem, cache, schedule, in_parts))
+    parameters = sizes.declare(cached_buffers.walk(problem, cache, schedule, parts))
     of = Steps(problem, schedule, tile, cache, sizes)
     dim, dim_v = padded(problem.dim), cached.value_columns(problem, cache)
 
@@ -61,8 +63,8 @@ def decode(
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
         place, block, owner = at
         row_tiles = T.ceildiv(sizes.q * problem.group, tile.q)
-        parts = sizes.spell(cached.PARTS) if in_parts else 1
-        batch, part, parts = of.part(buffers, owner, place, parts)
+        count_of_all = 1 if parts is None else sizes.spell(cached_buffers.PARTS)
+        batch, part, parts_of_row = of.part(buffers, owner, place, count_of_all)
         kv_head, packed = of.rows(buffers, row_tiles, block, batch)
         q = Operand("q", problem, (tile.q, dim))
         k = Operand("k", problem, (tile.kv, dim))
@@ -78,7 +80,7 @@ def decode(
         of.bring_queries(q, buffers["q"], packed)
         T.fill(sums.sum, 0)
         maths.start()
-        begin, count = of.tiles(packed, part, parts)
+        begin, count = of.tiles(packed, part, parts_of_row)
         for step in loop(count, tile.stages):
             kv0 = (begin + step) * tile.kv
             bring(keys if v is not k else values, k, kv0)
@@ -96,10 +98,17 @@ def decode(
             else:
                 bring(values, v, kv0)
                 accumulate(weights, v, sums)
-        of.leave(buffers, maths, sums.sum, written, place if in_parts else None)
+        of.leave(buffers, maths, sums.sum, written, None if parts is None else place)
+        if parts is not None and parts.joined is not None:
+            join_if_last(Join(problem, parts.joined, sizes, buffers), packed, (batch, block))
 
-    over_all = bind(over_parts, of, tile.threads, in_parts, overlaps, walk)
-    return build("decode_parts" if in_parts else "decode", parameters, over_all)
+    over_all = bind(over_parts, of, tile.threads, parts, walk)
+    return build(name_of(parts), parameters, over_all)
+
+
+def name_of(parts: Parts | None) -> str:
+    """The kernel's name."""
+    return "decode" if parts is None else "decode_parts" if parts.joined is None else "decode_joined_parts"
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class Steps:
     problem: Problem
     schedule: ForwardSchedule
     tile: Tile
-    cache: cached.Cache
+    cache: Cache
     sizes: Sizes
 
     def hold(self, value: Any) -> Any:
@@ -122,7 +131,7 @@ class Steps:
         dealt come parts of the first request, behind its last, where it has no tiles."""
         if not self.cache.dealt:
             return owner, place, parts
-        starts, requests = buffers[cached.PART_STARTS], buffers[cached.PART_REQUESTS]
+        starts, requests = buffers[cached_buffers.PART_STARTS], buffers[cached_buffers.PART_REQUESTS]
         batch = name_value(T.max(requests[place], 0))
         first = name_value(starts[batch])
         return batch, place - first, name_value(starts[batch + 1] - first)
@@ -137,7 +146,7 @@ class Steps:
         kv_head, first = self.hold(block // row_tiles), self.hold(block % row_tiles * self.tile.q)
         longest = self.sizes.kv
         if self.cache.page:
-            longest = self.sizes.spell(cached.PAGES_OF_A_REQUEST) * self.cache.page
+            longest = self.sizes.spell(cached_buffers.PAGES_OF_A_REQUEST) * self.cache.page
         known = T.max(T.min(buffers["kv_lengths"][batch], longest), 0)  # nothing else is read, whatever a length says
         stop = self.hold(known)
         begins = buffers["q_starts"][batch] if self.cache.starts else buffers["kv_lengths"][batch] - queries
@@ -227,23 +236,22 @@ class Steps:
 
 @T.macro
 def over_parts(
-    of: Steps, threads: int, in_parts: bool, overlaps: bool, walk: Callable[[Any, tuple[Any, Any, Any]], None],
-    buffers: Any,
+    of: Steps, threads: int, parts: Parts | None, walk: Callable[[Any, tuple[Any, Any, Any]], None], buffers: Any
 ) -> None:  # fmt: skip
     """A block for each part of each tile of rows: walk(buffers, (place of the part, key head and tile, request))."""
     sizes, cache, problem = of.sizes, of.cache, of.problem
     row_tiles = T.ceildiv(sizes.q * problem.group, of.tile.q)
-    parts = sizes.spell(cached.PARTS) if in_parts else 1
+    count = 1 if parts is None else sizes.spell(cached_buffers.PARTS)
     batches = 1 if cache.dealt else sizes.batch
     blocks = problem.kv_heads * row_tiles
-    first = parts if cache.dealt else blocks  # heads that read the same pages run beside each other
-    then = blocks if cache.dealt else parts
+    first = count if cache.dealt else blocks  # heads that read the same pages run beside each other
+    then = blocks if cache.dealt else count
     with T.Kernel(first, then, batches, threads=threads) as (x, y, owner):
         at = (x, y, owner) if cache.dealt else (y, x, owner)
-        if overlaps:
+        if parts is not None and parts.overlaps:
             T.pdl_trigger()  # once all blocks run, those that join their parts may begin, and wait for them
         if cache.dealt:  # behind the last part there is nothing to do
-            if buffers[cached.PART_REQUESTS][at[0]] >= 0:
+            if buffers[cached_buffers.PART_REQUESTS][at[0]] >= 0:
                 walk(buffers, at)
         else:
             walk(buffers, at)

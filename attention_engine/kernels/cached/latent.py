@@ -32,7 +32,8 @@ from attention_engine.kernels.tile_maths import multiply_rows, needs_another, ro
 from attention_engine.kernels.tiles import either
 from attention_engine.kernels.warps import GROUP, ROWS_WHOLE, WARP, registers, thread_of_row
 from attention_engine.passes.schedule import ForwardSchedule
-from attention_engine.plan import cached
+from attention_engine.plan import cached_buffers
+from attention_engine.plan.cached_buffers import Cache, Parts
 from attention_engine.plan.forms import Tile
 
 LEFT = 1  # the named barrier on which the left group meets
@@ -40,18 +41,18 @@ COPYING, COMPUTING = registers(2 * GROUP)
 
 
 def latent(
-    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cached.Cache, in_parts: bool, overlaps: bool
+    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: Cache, parts: Parts | None
 ) -> Any:  # fmt: skip
     """The PrimFunc of decode.py: (q, k, custom..., kv_lengths, [page_table], [q_starts], then part_o, part_<state>...
     or o, rows...)."""
     sizes = Sizes(problem)
-    parameters = sizes.declare(cached.walk(problem, cache, schedule, in_parts))
+    parameters = sizes.declare(cached_buffers.walk(problem, cache, schedule, parts))
     steps = LatentSteps(problem, schedule, tile, cache, sizes)
 
     @T.macro
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
         memory = Memory.allocate(steps)
-        of, kv_head = part_at(steps, buffers, at, in_parts)
+        of, kv_head = part_at(steps, buffers, at, parts is not None)
         if T.get_thread_binding() >= 2 * GROUP:
             T.inc_max_nreg(COMPUTING)
             make_right(steps, buffers, memory, of)
@@ -64,8 +65,8 @@ def latent(
                 if T.get_thread_binding() < WARP:
                     copy_tiles(steps, buffers, memory, of, kv_head)
 
-    over_all = bind(over_parts, steps, 3 * GROUP, in_parts, overlaps, walk)
-    return build("decode_parts" if in_parts else "decode", parameters, over_all)
+    over_all = bind(over_parts, steps, 3 * GROUP, parts, walk)
+    return build("decode" if parts is None else "decode_parts", parameters, over_all)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Memory:
 def part_at(steps: LatentSteps, buffers: Any, at: tuple[Any, Any, Any], in_parts: bool) -> tuple[Part, Any]:
     """What the block there works on, and its head of keys."""
     place, block, owner = at
-    parts = steps.sizes.spell(cached.PARTS) if in_parts else 1
+    parts = steps.sizes.spell(cached_buffers.PARTS) if in_parts else 1
     batch, part, parts = steps.part(buffers, owner, place, parts)
     row_tiles = T.ceildiv(steps.sizes.q * steps.problem.group, steps.tile.q)
     kv_head, packed = steps.rows(buffers, row_tiles, block, batch)

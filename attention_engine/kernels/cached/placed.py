@@ -18,7 +18,8 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, padded
-from attention_engine.kernels.cached.decode import over_parts
+from attention_engine.kernels.cached.decode import name_of, over_parts
+from attention_engine.kernels.cached.join import Join, join_if_last
 from attention_engine.kernels.cached.latent import LEFT, LatentSteps, Part, bring_piece, clear_piece, part_at
 from attention_engine.kernels.cached.packed_rows import Rows
 from attention_engine.kernels.common import FLOAT, Sizes, build, named, where_partial
@@ -26,30 +27,33 @@ from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tile_maths import multiply_rows, needs_another
 from attention_engine.kernels.warps import GROUP, ROWS_WHOLE, SWIZZLED, WARP
 from attention_engine.passes.schedule import ForwardSchedule
-from attention_engine.plan import cached
+from attention_engine.plan import cached_buffers
+from attention_engine.plan.cached_buffers import Cache, Parts
 from attention_engine.plan.forms import Tile
 
 
 def placed(
-    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: cached.Cache, in_parts: bool, overlaps: bool
+    problem: Problem, schedule: ForwardSchedule, tile: Tile, cache: Cache, parts: Parts | None
 ) -> Any:  # fmt: skip
     """The PrimFunc of decode.py: (q, k, v, custom..., kv_lengths, [page_table], [q_starts], then part_o,
-    part_<state>... or o, rows...)."""
+    part_<state>..., [done, o, rows...], or o, rows...)."""
     sizes = Sizes(problem)
-    parameters = sizes.declare(cached.walk(problem, cache, schedule, in_parts))
+    parameters = sizes.declare(cached_buffers.walk(problem, cache, schedule, parts))
     steps = LatentSteps(problem, schedule, tile, cache, sizes)
 
     @T.macro
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
         memory = Memory.allocate(steps)
-        of, kv_head = part_at(steps, buffers, at, in_parts)
+        of, kv_head = part_at(steps, buffers, at, parts is not None)
         if T.get_thread_binding() >= GROUP:
             copy_tiles(steps, buffers, memory, of, kv_head)
         else:
             compute(steps, buffers, memory, of)
+        if parts is not None and parts.joined is not None:  # behind all of that, so that it lies where tiles lay
+            join(Join(problem, parts.joined, sizes, buffers, meet, True), of, at[1])
 
-    over_all = bind(over_parts, steps, GROUP + WARP, in_parts, overlaps, walk)
-    return build("decode_parts" if in_parts else "decode", parameters, over_all)
+    over_all = bind(over_parts, steps, GROUP + WARP, parts, walk)
+    return build(name_of(parts), parameters, over_all)
 
 
 @dataclass(frozen=True)
@@ -175,11 +179,24 @@ def compute(steps: LatentSteps, buffers: Any, memory: Memory, of: Part) -> None:
 
 
 @T.macro
+def join(how: Join, of: Part, block: Any) -> None:
+    """What those that compute do at last."""
+    if T.get_thread_binding() < GROUP:
+        join_if_last(how, of.rows, (of.batch, block))
+
+
+@T.macro
+def meet() -> None:
+    """The threads that compute wait for each other."""
+    T.sync_threads(LEFT, GROUP)
+
+
+@T.macro
 def bring_queries(target: Any, source: Any, packed: Rows, dtype: str) -> None:
     """The block's queries; 0 in rows that there are not."""
     bring_piece(target, 0, source, packed, dtype)
     T.fence_proxy_async()
-    T.sync_threads(LEFT, GROUP)
+    meet()
 
 
 @T.macro
@@ -187,4 +204,4 @@ def clear_rows(ring: Ring, stage: Any, keys: int, is_unseen: Callable[[Any], Any
     """0 in the rows of values that nobody sees."""
     clear_piece(ring.tiles, stage, keys, is_unseen)
     T.fence_proxy_async()
-    T.sync_threads(LEFT, GROUP)
+    meet()
