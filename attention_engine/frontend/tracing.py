@@ -82,6 +82,11 @@ def call(function: Callable[..., object], arguments: str, values: Sequence[objec
     count = len(placed)
     _check_place_of_custom(function, arguments, [p.name for p in placed], custom)
     more = placed[len(values)] if count > len(values) else None
+    if more is not None and more.name == "kv_idx" and "kv_idx" not in arguments:
+        raise WrongArity(
+            f"{place_of(function)} asks for kv_idx, and is called with ({arguments}), and one more, custom.\n"
+            "  What depends on the key belongs in score_mod, before a row's scores are reduced."
+        )
     if more is not None and custom is not None and (more.default is more.empty or more.name.startswith("custom")):
         values = [*values, custom]
     if count >= len(values) >= needed:

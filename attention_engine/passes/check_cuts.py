@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,9 +73,9 @@ def _check(program: Program, cuts: tuple[Cut, ...], where: str) -> None:
         draw = random.Random(seed)
         row = {n: _draw(n, draw, center, spread) for n in variables}
         values = [draw.gauss(0.0, 1.0) for _ in range(KEYS)]
-        whole = _run(program, CUTS[0], row, values)
+        whole = _run(program, CUTS[0], row, values, where)
         for cut in cuts:
-            _compare(whole, cut, _run(program, cut, row, values), where)
+            _compare(whole, cut, _run(program, cut, row, values, where), where)
 
 
 def _each_tile(program: Program) -> list[Expr]:
@@ -95,7 +96,9 @@ def _draw(node: Expr, draw: random.Random, center: float, spread: float) -> Valu
     return numbers if Axis.KEY in node.axes else numbers[1]
 
 
-def _run(program: Program, cut: Cut, row: Mapping[Expr, Value], values: list[float]) -> dict[str, float]:
+def _run(
+    program: Program, cut: Cut, row: Mapping[Expr, Value], values: list[float], where: str
+) -> dict[str, float]:  # fmt: skip
     """The output (of one channel) and the returned rows."""
     states: dict[Expr, Value] = {s.variable: max(min(s.initial, -LOWEST), LOWEST) for s in program.states}
     output = 0.0
@@ -105,6 +108,12 @@ def _run(program: Program, cut: Cut, row: Mapping[Expr, Value], values: list[flo
         weights, rescale, *updates = evaluate_all(roots, known, len(tile))
         if not isinstance(weights, list):  # the same for every key
             weights = [weights] * len(tile)
+        if output == 0 and math.isinf(rescale):
+            raise NotOnline(
+                f"{where}rescale is {rescale} where nothing was added yet, and 0 times it is NaN in each row.\n"
+                "  It is what the output so far is multiplied with: exp(old maximum - new maximum), which is 0 at "
+                "first."
+            )
         output = output * rescale + sum(w * values[j] for w, j in zip(weights, tile, strict=True))
         states = dict(zip(states, updates, strict=True))
     end = {**row, **states, OUTPUT: output}

@@ -290,6 +290,18 @@ def test_a_method_with_a_wrong_number_of_arguments():
     )
 
 
+def test_a_row_function_that_asks_for_keys_is_told_where_they_are():
+    class OfKeys(OnlineFunc):
+        @staticmethod
+        def online_fwd(scores, online_rowscales, b, h, q_idx, kv_idx):
+            return scores * kv_idx, {}, 1
+
+    assert message_of(WrongArity, online_func=OfKeys()) == (
+        f"{place(OfKeys.online_fwd)} asks for kv_idx, and is called with (scores, online_rowscales, b, h, q_idx), and "
+        "one more, custom.\n  What depends on the key belongs in score_mod, before a row's scores are reduced."
+    )
+
+
 def nothing(score, custom, b, h, q_idx, kv_idx):
     score * 2
 

@@ -48,6 +48,24 @@ class NoRescale(OnlineSoftmax):
         return weights, rows, 1
 
 
+class Inverted(OnlineSoftmax):
+    """Rescales by exp(new maximum - old maximum)."""
+
+    @staticmethod
+    def online_fwd(scores, online_rowscales, b, h, q_idx):
+        weights, rows, rescale = OnlineSoftmax.online_fwd(scores, online_rowscales, b, h, q_idx)
+        return weights, {**rows, "r": online_rowscales["r"] / rescale + weights.get_reduce("sum")}, 1 / rescale
+
+
+def test_a_rescale_the_other_way_round_is_refused_although_every_cut_gives_nan():
+    with pytest.raises(NotOnline) as caught:
+        check_online(trace(EXAMPLES["softmax"].score_mod, None, Inverted(), CustomIO()), where="Inverted: ")
+    assert str(caught.value) == (
+        "Inverted: rescale is inf where nothing was added yet, and 0 times it is NaN in each row.\n"
+        "  It is what the output so far is multiplied with: exp(old maximum - new maximum), which is 0 at first."
+    )
+
+
 class StaleSum(OnlineSoftmax):
     """Forgets to rescale the sum."""
 
