@@ -26,7 +26,8 @@ class CheckRow:
     number there.
 
     terms: of a tensor of few numbers that are sums of many terms, what eager's errors of those terms come to as a rule,
-    where they don't happen to cancel (check_terms.py). Else 0.
+    where they don't happen to cancel (check_terms.py). Else 0. undefined: at how many of its entries, and of how many,
+    float64 has NaN, so that nothing could be compared.
     """
 
     name: str
@@ -35,6 +36,7 @@ class CheckRow:
     worst: tuple[int, ...]
     numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)
     terms: float = 0.0
+    undefined: tuple[int, int] = (0, 0)
 
     @property
     def ratio(self) -> float:
@@ -43,8 +45,14 @@ class CheckRow:
         return 1.0 if self.error == yardstick else self.error / max(yardstick, 1e-300)
 
     def ok(self, limit: float) -> bool:
-        """Is our error within the limit?"""
-        return self.ratio <= limit or self.error < 1e-12
+        """Is our error within the limit, and was anything compared?"""
+        return not self.is_nan and (self.ratio <= limit or self.error < 1e-12)
+
+    @property
+    def is_nan(self) -> bool:
+        """Has float64 nothing but NaN?"""
+        nan, entries = self.undefined
+        return nan == entries > 0
 
 
 @dataclass(frozen=True)
@@ -109,9 +117,15 @@ class CheckReport:
 
     def _faults(self) -> list[str]:
         """The reason of each row that is not ok, and under them what to do."""
-        bad = [row for row in self.rows if not row.ok(self.limit)]
         lines, remedies = [], dict.fromkeys(["formula"] if any(not f.ok for f in self.formulas) else [])
-        for row in bad:
+        for row in self.rows:
+            nan, entries = row.undefined
+            if nan:
+                verdict, end = ("NOT ok", "") if row.is_nan else ("warning", ", which were not compared")
+                lines += [f"{verdict}: {row.name} is NaN in float64 at {nan} of {entries} entries{end}."]
+                remedies["infinite"] = None
+            if row.ok(self.limit) or row.is_nan:
+                continue
             ours, exact, eager = row.numbers
             place = f" at {row.worst}" if row.worst else ""
             lost = not math.isfinite(ours)
@@ -135,11 +149,12 @@ def check_row(name: str, ours: Tensor, exact: Tensor, eager: Tensor, terms: floa
     theirs = torch.where(finite, (eager - exact).abs(), zero)
     if distance.numel() == 0:
         return CheckRow(name, 0.0, 0.0, ())
+    undefined = int(exact.isnan().sum()), exact.numel()
     flat = int(distance.nan_to_num(nan=float("inf")).argmax())
     worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), distance.shape)) if distance.ndim else ()
     there = tuple(float(t.expand(distance.shape).reshape(-1)[flat]) for t in (ours, exact, eager))
     mean = float(theirs.nan_to_num(nan=float("inf")).mean())
-    return CheckRow(name, float(distance.mean()), mean, worst, (there[0], there[1], there[2]), terms)
+    return CheckRow(name, float(distance.mean()), mean, worst, (there[0], there[1], there[2]), terms, undefined)
 
 
 def spell_tensors(tensors: dict[str, Tensor]) -> str:

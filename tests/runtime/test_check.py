@@ -1,5 +1,7 @@
 """engine.check(): of programs, of what users write of the backward pass, of cuts, and in fp32 with tf32 allowed."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from attention_engine.errors import NotOnline
 from attention_engine.library import OnlineSoftmax
 from attention_engine.passes.check_cuts import KEYS, check_online, random_cuts
 from attention_engine.runtime import check, small_call
-from attention_engine.runtime.check_report import CheckReport, CheckRow
+from attention_engine.runtime.check_report import CheckReport, CheckRow, check_row
 from tests.merges import UNWRITTEN
 from tests.runtime.engines import BACKENDS, build, late, qkv
 from tests.runtime.test_gradients import BentByHand, ByHand, StraightThrough, Topped
@@ -218,6 +220,19 @@ def test_tensors_that_nobody_gives_are_drawn():
         bias=torch.ones(4)
     )
     assert report.ok and "q (1, 96, 4, 16) float32" in str(report)
+
+
+def test_what_is_nan_in_float64_too_is_told():
+    """Nothing can be compared there; an error of 0 is no praise."""
+    row = check_row("o", torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]).double(), torch.zeros(2))
+    assert row.ok(1.1) and row.undefined == (1, 2)
+    assert "\nwarning: o is NaN in float64 at 1 of 2 entries, which were not compared.\n" in str(
+        CheckReport((row,), 1.1)
+    )
+    report = AttentionEngine(score_mod=lambda s, c, b, h, i, j: (s - 1e4).log()).check(*torch.randn(3, 1, 8, 1, 16))
+    assert not report.ok
+    assert "\nNOT ok: o is NaN in float64 at 128 of 128 entries.\n" in str(report)
+    assert "\n  Look for a log, a division or a root of 0 in your functions" in str(report)
 
 
 def test_what_is_not_ok_has_a_reason_and_a_remedy(monkeypatch):
