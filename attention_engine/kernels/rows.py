@@ -24,10 +24,11 @@ from attention_engine.kernels.common import (
     store,
     window,
 )
+from attention_engine.kernels.delta import FEW, HALVES, sum_halves
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.warps import SPARE
+from attention_engine.kernels.warps import preparing
 from attention_engine.kernels.workspace import (
     FINISHED,
     PREPARED,
@@ -149,7 +150,10 @@ class _Before:
         of_delta = rows_of_delta(self.backward)
         self.write_rows(buffers, at, [named for named in self.backward.rows if named not in of_delta], None)
         if at.pair < self.pairs_before:
-            self.multiply(buffers, at.place.batch, at.place.head, at.row0, at.delta)
+            if self.sums is not None and self.sums.tile.in_order:
+                self.multiply_in_order(buffers, at)
+            else:
+                self.multiply(buffers, at.place.batch, at.place.head, at.row0, at.delta)
             self.write_rows(buffers, at, of_delta, at.delta)
 
     @macro_method
@@ -183,6 +187,18 @@ class _Before:
         T.reduce_sum(product, delta, dim=1)
 
     @macro_method
+    def multiply_in_order(self, buffers: Buffers, at: _RowsAt) -> None:
+        """The same to the last bit as blocks over keys make it for later ones (hopper/keys/spare_warps.py)."""
+        rows, dtype = [self.length, padded(self.problem.dim_v)], self.problem.dtype
+        batch, head = at.place.batch, at.place.head
+        output, gradient = T.alloc_shared(rows, dtype), T.alloc_shared(rows, dtype)
+        sums = T.alloc_fragment([self.length, HALVES], FLOAT)
+        T.copy(window(buffers["o"], batch, head, at.row0, *rows), output)
+        T.copy(window(buffers["do"], batch, head, at.row0, *rows), gradient)
+        sum_halves(sums, output, gradient, FEW)
+        T.reduce_sum(sums, at.delta, dim=1)
+
+    @macro_method
     def zero_sums(self, buffers: Buffers, sums: _SumsOfDq, at: _RowsAt) -> None:
         """The sums of these rows' dQ, unless the first block to add to them stores; a kernel placed by hand zeroes
         those of all but its first units. Its counters and tickets."""
@@ -195,7 +211,7 @@ class _Before:
         if by_hand and row < blocks.pairs and at.block == 0:
             listed = blocks.listed(buffers)
             _, pairs = listed.pairs_of(row)
-            buffers["counters"][1 + row, PREPARED] = -len(SPARE) * listed.of_a_unit
+            buffers["counters"][1 + row, PREPARED] = -len(preparing(sums.tile)) * listed.of_a_unit
             buffers["counters"][1 + row, FINISHED] = -pairs * listed.blocks
             buffers["counters"][0, 0] = 0
         if sums.tile.in_order:

@@ -13,6 +13,7 @@ from attention_engine.plan.forms import Tile
 
 WARP, GROUP = 32, 128  # threads
 SPARE = tuple(range(1, GROUP // WARP))  # the copying group's warps that copy nothing
+ORDERING = SPARE[0]  # the warp that keeps an order, where blocks add to dQ in one
 COMPUTE = 1  # the named barrier on which the computing threads meet
 TURN = 2  # the first of those on which each group waits for its turn to start products
 SWIZZLED = 64  # columns of a 16-bit tile that lie together in shared memory: 128 bytes
@@ -35,6 +36,11 @@ def registers(threads: int, copying: int = 24, making: int = 0, blocks: int = 1)
     all_threads = GROUP + threads + (GROUP if making else 0)
     started_with = REGISTERS_PER_SM // blocks // all_threads // 8 * 8
     return copying, min(240, (started_with * all_threads - GROUP * (copying + making)) // threads // 8 * 8)
+
+
+def preparing(tile: Tile) -> tuple[int, ...]:
+    """The spare warps that prepare for later blocks over keys."""
+    return tuple(warp for warp in SPARE if not (tile.in_order and warp == ORDERING))
 
 
 def thread_of_row(row: Any, copy: Any) -> tuple[Any, Any]:

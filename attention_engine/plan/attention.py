@@ -175,9 +175,9 @@ class AttentionPlan:
         if self.tile_plan.mapped:
             together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
-        if tile.in_order:  # spare warps say whose turn it is, and prepare nothing
+        if tile.in_order:
             together = pairs_in_order(tile, pairs, keys, places, self.tile_plan.later_is_longer)
-            ahead = -(-pairs // together)
+            ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
         turn = blocks_of_a_turn(tile, keys, places, together)
         return {TOGETHER: together, TURN: turn, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if finals else ahead}
 
@@ -201,9 +201,9 @@ class AttentionPlan:
     @cached_property
     def makes_delta(self) -> bool:
         """Do blocks over keys make delta, where no gradient arrives at returned rows, but for the first units'?"""
-        hopper = self.tiles.backward.hopper and not self.over_queries
-        hopper = hopper and not self.tiles.backward.in_order
-        return hopper and makes_delta(self.problem, self._backward, self._over_keys_schedule, self.custom_sums)
+        schedule, tile = self._over_keys_schedule, self.tiles.backward
+        hopper = tile.hopper and not self.over_queries
+        return hopper and makes_delta(self.problem, self._backward, schedule, self.custom_sums, tile)
 
     @cached_property
     def stores_dq(self) -> bool:

@@ -277,9 +277,9 @@ def over_keys(
     if tile.hopper:
         found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
         found += [Number(TURN)] if walks_turn(problem, tile, plan) else []
-        found += [Number(AHEAD)] if with_dq and not tile.in_order else []
-        if with_dq and not tile.in_order and makes_delta(problem, rows, schedule, summed):
-            found += [Number(MADE_BEFORE), output(problem, Role.GIVEN)]
+        makes = with_dq and makes_delta(problem, rows, schedule, summed, tile)
+        found += [Number(AHEAD)] if with_dq and (makes or not tile.in_order) else []
+        found += [Number(MADE_BEFORE), output(problem, Role.GIVEN)] if makes else []
         found += [dq(problem)] if persistent else []
     if with_dq:
         found += [workspace(problem, tile.row_pad), *([counters(problem)] if tile.hopper else [])]

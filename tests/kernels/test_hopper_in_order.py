@@ -7,6 +7,7 @@ import torch
 
 from attention_engine import AttentionEngine
 from attention_engine.library import OnlineSoftmax, causal_from, scale
+from attention_engine.plan.attention_buffers import MADE_BEFORE, TOGETHER
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import starts_latest_first
 from attention_engine.runtime import op
@@ -57,3 +58,23 @@ def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
     o = plain.attention(*exact, "softmax", score=plain.scaled(0.1), mask=keep)
     for mine, true in zip(found, torch.autograd.grad(o, exact, tensors["do"].double()), strict=True):
         assert (mine.double() - true).norm() < 2e-3 * true.norm()
+
+
+def test_who_makes_delta_changes_no_bit(chosen_tiles):
+    chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
+    shape = Shape(3, 100, 130, 2, 2, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    meta = shape.meta(torch.float16)
+    engine = AttentionEngine(
+        meta, None, scale(0.1), causal_from(0), OnlineSoftmax(), backend="interpret", deterministic=True
+    )
+    found = []
+    for first in (0, 2):  # the last of a batch, by the kernel before, or by blocks over keys
+        leaves = [tensors[n][first:].clone().requires_grad_() for n in "qkv"]
+        gradients = torch.autograd.grad(engine(*leaves), leaves, tensors["do"][first:].contiguous())
+        found.append([gradient[-1] for gradient in gradients])
+    (made,) = [k for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    several, one = (made.plan.numbers(batch, shape.q_len, shape.kv_len) for batch in (3, 1))
+    assert made.plan.makes_delta and several[MADE_BEFORE] * several[TOGETHER] <= 2 * 2 <= 2 * one[MADE_BEFORE]
+    for together, alone in zip(*found, strict=True):
+        assert torch.equal(together, alone)

@@ -54,8 +54,8 @@ class KeyForm(Form):
 
     @cached_property
     def prepares(self) -> bool:
-        """Do blocks prepare for later ones? Where they add to dQ in order, the kernel before has prepared all."""
-        return self.with_dq and not self.tile.in_order
+        """Do blocks prepare for later ones? Where they add to dQ in order, they make delta at most."""
+        return self.with_dq and (not self.tile.in_order or self.delta is not None)
 
     @cached_property
     def leaders(self) -> int:
@@ -106,7 +106,7 @@ class KeyForm(Form):
     @cached_property
     def delta(self) -> tuple[str, Expr] | None:
         """The row that delta is needed for, if blocks make it for later ones."""
-        if self.with_dq and not self.tile.in_order and makes_delta(self.problem, self.rows, self.schedule, self.summed):
+        if self.with_dq and makes_delta(self.problem, self.rows, self.schedule, self.summed, self.tile):
             return rows_of_delta(self.rows)[0]
         return None
 

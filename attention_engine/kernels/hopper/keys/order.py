@@ -33,7 +33,7 @@ from attention_engine.kernels.hopper.keys.items import KeyItem
 from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.tiles import PIECE, QueryWalk
-from attention_engine.kernels.warps import SPARE, WARP
+from attention_engine.kernels.warps import ORDERING, WARP
 
 NOBODY = 1 << 30  # a tile beyond all
 
@@ -70,7 +70,7 @@ class Order:
 def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, walk: QueryWalk) -> None:
     """A thread looks at the tickets of a block's steps, and raises them."""
     tickets, heads, block = buffers["tickets"], form.problem.heads, item.block
-    if T.get_thread_binding() == SPARE[0] * WARP:
+    if T.get_thread_binding() == ORDERING * WARP:
         after = first_tile_after(form, buffers, item)
         for step in T.serial(item.steps):
             visit = walk.at(step)

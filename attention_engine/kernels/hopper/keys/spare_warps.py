@@ -30,19 +30,19 @@ from tilelang.layout import Layout
 from attention_engine.ir.expr import Expr, Op, topological
 from attention_engine.ir.program import DELTA
 from attention_engine.kernels.common import FLOAT, Buffers, Place, named, reader, window
+from attention_engine.kernels.delta import FEW, HALVES, ROWS, sum_halves
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.notes import note_in, number_of, size_of
 from attention_engine.kernels.items import HeadTile, KeyBlocks, Shares
 from attention_engine.kernels.splice import name_value, take_for_granted
-from attention_engine.kernels.warps import SPARE, SPARE_START, WARP
+from attention_engine.kernels.warps import SPARE, SPARE_START, WARP, preparing
 from attention_engine.kernels.workspace import FINISHED, PREPARED, counter, take_sums_for_granted
 
 ZEROES, FEW_ZEROES = 256, 64  # that are written at once; wide heads leave room for few
 OF_HEAD, OF_TILE = number_of(HeadTile, "head"), number_of(HeadTile, "tile")
-ROWS, HALVES = 16, 2  # of o and dO that a warp takes at once: a thread has half a row
-# Numbers of 16 bits that a thread takes at once: few where it has few registers, or products would wait for each other
+# Numbers of 16 bits that a thread takes at once: FEW where it has few registers, or products would wait for each other
 # (ptxas C7512); many where it has at least ROOMY registers.
-FEW, MANY, ROOMY = 2, 8, 40
+MANY, ROOMY = 8, 40
 PROXY_FENCE = """
 #ifndef FENCE_PROXY_OF_MEMORY
 #define FENCE_PROXY_OF_MEMORY
@@ -80,13 +80,13 @@ class SpareRows:
     @staticmethod
     def allocate(form: KeyForm) -> SpareRows:
         """Made in the kernel."""
-        shape, warps, dtype = [ROWS, form.dim_v], range(len(SPARE)), form.problem.dtype
+        shape, warps, dtype = [ROWS, form.dim_v], range(len(preparing(form.tile))), form.problem.dtype
         copying_registers, _ = form.registers
         o, do = ([named(f"{n}_rows{w}", T.alloc_shared(shape, dtype)) for w in warps] for n in ("o", "do"))
         sums = [named(f"delta_row{w}", T.alloc_shared([ROWS], FLOAT)) for w in warps]
         target = [named("place", T.alloc_shared([size_of(Target)], "int32")) for _ in warps]
         T.annotate_layout({rows: Layout(shape, lambda i, d: i * shape[1] + d) for rows in o})  # as loads leave them
-        arrived = T.alloc_barrier(arrive_count=[WARP] * len(SPARE))
+        arrived = T.alloc_barrier(arrive_count=[WARP] * len(warps))
         return SpareRows(o, do, sums, target, arrived, FEW if copying_registers < ROOMY else MANY)
 
 
@@ -105,8 +105,8 @@ class SpareMemory:
         wide = max(form.problem.dim, form.problem.dim_v) > 128
         size = [FEW_ZEROES if wide else ZEROES]
         return SpareMemory(
-            zeroes=named("zeroes", T.alloc_shared(size, FLOAT)) if form.prepares else None,
-            at=[T.alloc_shared([size_of(HeadTile)], "int32") for _ in SPARE] if form.prepares else [],
+            zeroes=named("zeroes", T.alloc_shared(size, FLOAT)) if form.prepares and not form.tile.in_order else None,
+            at=[T.alloc_shared([size_of(HeadTile)], "int32") for _ in preparing(form.tile)] if form.prepares else [],
             rows=SpareRows.allocate(form) if form.persistent or form.delta is not None else None,
         )
 
@@ -114,12 +114,13 @@ class SpareMemory:
 @T.macro
 def start_spare(memory: SpareMemory) -> None:
     """Before the first block of keys."""
-    each_warp = list(range(len(SPARE)))
+    each_warp = list(range(len(memory.at)))
     if memory.rows is not None:
         for warp in each_warp:
             memory.rows.target[warp][PARITY] = 0
-    if T.get_thread_binding() < 2 * WARP:  # the first of them
-        T.fill(memory.zeroes, 0)
+    if memory.zeroes is not None:  # noqa: SIM102 - Python's condition, then the kernel's
+        if T.get_thread_binding() < 2 * WARP:  # the first of them
+            T.fill(memory.zeroes, 0)
     T.fence_proxy_async()
     T.sync_threads(SPARE_START, len(SPARE) * WARP)
 
@@ -214,28 +215,19 @@ def wait_for_rows(rows: SpareRows, warp: int, batch: Any, head: Any, q0: Any) ->
 def make_delta(
     work: SpareWork, buffers: Buffers, delta: tuple[str, Expr], warp: int, head_of_all: Any, tile_of_head: Any
 ) -> None:  # fmt: skip
-    """A spare warp's part of a tile's delta, ROWS at a time. Threads begin at columns of their own, or they would meet
-    in a bank of shared memory."""
+    """A spare warp's part of a tile's delta, ROWS at a time."""
     form, rows, (name, expr) = work.form, work.rows, delta
-    problem, tile, dim_v, parts = form.problem, form.tile, form.dim_v, form.tile.q // ROWS
+    problem, tile, dim_v, parts, warps = form.problem, form.tile, form.dim_v, form.tile.q // ROWS, preparing(form.tile)
     o, do, row, target = rows.o[warp], rows.do[warp], rows.sums[warp], note_in(Target, rows.target[warp])
-    word = rows.at_once
-    half_row, words = dim_v // HALVES, dim_v // HALVES // word
     sums, total = T.alloc_fragment([ROWS, HALVES], FLOAT), T.alloc_fragment([ROWS], FLOAT)
-    for turn in T.unroll(-(-(parts - warp) // len(SPARE)), unroll_factor=1):
+    for turn in T.unroll(-(-(parts - warp) // len(warps)), unroll_factor=1):
         batch = name_value(T.truncdiv(head_of_all, problem.heads))
         head = name_value(head_of_all - batch * problem.heads)
-        q0 = name_value(tile_of_head * tile.q + (turn * len(SPARE) + warp) * ROWS)
+        q0 = name_value(tile_of_head * tile.q + (turn * len(warps) + warp) * ROWS)
         T.tma_copy(window(buffers["o"], batch, head, q0, ROWS, dim_v), o, barrier=rows.arrived[warp])
         T.tma_copy(window(buffers["do"], batch, head, q0, ROWS, dim_v), do, barrier=rows.arrived[warp])
         wait_for_rows(rows, warp, batch, head, q0)
-        T.fill(sums, 0)
-        for number in T.unroll(words, unroll_factor=1):
-            for i, half in T.Parallel(ROWS, HALVES):
-                turned = (number + i * HALVES + half) % words
-                for x in T.unroll(word):
-                    d = half * half_row + turned * word + x
-                    sums[i, half] += T.cast(o[i, d], FLOAT) * T.cast(do[i, d], FLOAT)
+        sum_halves(sums, o, do, rows.at_once)
         T.reduce_sum(sums, total, dim=1)
         for i in T.Parallel(ROWS):
             row[i] = row_value(expr, total[i])
@@ -269,7 +261,8 @@ def prepare(work: SpareWork, buffers: Buffers, warp: int) -> None:
 @T.macro
 def prepare_tile(work: SpareWork, buffers: Buffers, warp: int, first_head: Any, head: Any, tile: Any) -> None:
     """Of one tile of queries of a unit's head."""
-    write_zeroes(work, buffers, warp, first_head + head, tile)
+    if work.memory.zeroes is not None:
+        write_zeroes(work, buffers, warp, first_head + head, tile)
     if work.form.delta is not None:  # noqa: SIM102 - Python's condition, then the kernel's
         if work.unit >= work.blocks.given:
             make_delta(work, buffers, work.form.delta, warp, first_head + head, tile)
@@ -308,9 +301,9 @@ def step_on(work: SpareWork, at: Any) -> None:
 def prepare_together(work: SpareWork, buffers: Buffers) -> None:
     """What the spare warps prepare beside a block of keys."""
     thread = T.get_thread_binding()
-    for warp in SPARE:
+    for number, warp in enumerate(preparing(work.form.tile)):
         if T.And(thread >= WARP * warp, thread < WARP * (warp + 1)):
-            prepare(work, buffers, warp - 1)
+            prepare(work, buffers, number)
 
 
 @T.macro
