@@ -168,9 +168,13 @@ def adds_in_order(tile: Tile, plan: TilePlan) -> Tile:
 
 def walks_over_listed_keys(problem: Problem, schedule: BackwardSchedule, plan: TilePlan, summed: CustomSums) -> bool:
     """Is the backward pass one over queries (kernels/hopper/queries.py): where a call lists blocks of whole tiles of
-    keys for blocks of whole tiles of queries, and its maths leaves registers for it."""
+    keys for blocks of whole tiles of queries, and its maths leaves registers for it. Not where each query head has keys
+    of its own, and blocks have whole tiles of 128: over keys, such a tile adds half as much to memory. Heads that share
+    keys read more than the L2 cache holds there (on an H100, four of them: 343 TFLOP/s for 437)."""
     blocks = plan.blocks
     if blocks is None or not plan.bounds_say_the_rest or blocks.q % LISTED.q or blocks.kv % LISTED.kv:
+        return False
+    if problem.group == 1 and blocks.kv % (2 * LISTED.kv) == 0:
         return False
     sums = (summed.of_keys, summed.diagonals, summed.scattered, summed.pairs, summed.by_rows)
     plain = (

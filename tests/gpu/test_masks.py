@@ -52,8 +52,8 @@ def test_lists_of_tiles_at_head_dim_128(score, mask, kv_heads, record_property):
 
 
 @pytest.mark.parametrize("size", [(128, 64), (64, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("lists", [1, 2, 4])
-def test_blocks_that_a_call_lists(lists, size):
+@pytest.mark.parametrize(("lists", "key_heads"), [(1, 2), (2, 2), (4, 2), (4, 4)])
+def test_blocks_that_a_call_lists(lists, key_heads, size):
     """Lists of unequal lengths, some empty; numbers of no block and repeated ones, which a GPU leaves out."""
     length = 2000
     rows, columns = -(-length // size[0]), -(-length // size[1])
@@ -62,7 +62,8 @@ def test_blocks_that_a_call_lists(lists, size):
     keep = dense(indices, counts, size, length, length, 4).cuda()
     indices = torch.cat([torch.full_like(indices[..., :1], columns + 3), indices[..., :1], indices], -1).cuda()
     counts = torch.where(counts > 0, counts + 2, 0).cuda()
-    q, k, v = (torch.randn(1, length, h, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (4, 2, 2))
+    heads = (4, key_heads, key_heads)
+    q, k, v = (torch.randn(1, length, h, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in heads)
     found = errors_of_lists(AttentionEngine(), (q, k, v), BlockList(indices, counts, size), keep)
     assert max(found) <= 1.1, found
 
