@@ -28,8 +28,8 @@ class Table:
 
 TABLES = {
     "head_dims": Table(("h100_dims_bf16",), "cudnn"),
-    "grouped": Table(("h100_grouped_bf16",), "flash_attention_4"),
-    "lengths": Table(("h100_softmax_peers_bf16",), "flash_attention_4"),
+    "grouped": Table(("h100_grouped_bf16", "h100_grouped_fp16"), "flash_attention_4"),
+    "lengths": Table(("h100_softmax_peers_bf16", "h100_softmax_peers_fp16"), "flash_attention_4"),
 }
 
 
