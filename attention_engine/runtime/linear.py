@@ -57,6 +57,7 @@ from attention_engine.runtime.linear_packed import (
     chunked_specs,
     cut_custom,
     find_chunks,
+    of_no_rows,
     of_rows,
     refuse_both,
     run_packed,
@@ -257,8 +258,8 @@ class LinearAttentionEngine(LinearShown):
         specs, attention = list(self.custom_io.in_order), ATTENTIONS[key]
         assert isinstance(attention, LinearAttention)
         final: Tensor | None
-        if starts.shape[0] == 1:
-            output, final = v[0] * 0, v.new_zeros(0, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        if starts.shape[0] == 1 or q.shape[1] == 0:
+            output, final = of_no_rows(q, k, v, decay, initial_state, starts.shape[0] - 1)
         else:
             chunks = find_chunks(starts, q.shape[1])
             valid = chunks.valid.view(chunks.count, -1).to(torch.float32)

@@ -23,6 +23,7 @@ from attention_engine.errors import NotYetSupported
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.linear import DECAY_LIMIT, LinearProgram
 from attention_engine.passes.pack_mods import VALID
+from attention_engine.reference.dense import compute_dtype
 from attention_engine.reference.linear import apply_decay_mod
 from attention_engine.runtime import op
 
@@ -168,6 +169,17 @@ def states_before(left: Tensor, decays: Tensor | None, initial: Tensor | None, c
         faded = (before - before[begins]).exp().to(dtype)
         found = found + faded[..., None] * initial[sequence].to(dtype)
     return found
+
+
+def of_no_rows(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, sequences: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `run_packed` gives where no sequence has a row, or where there is no sequence: states stay as they were."""
+    linked = sum(t[:0].sum() for t in (q, k, v, decay) if t is not None)  # whose gradients are 0, not missing
+    output = torch.zeros_like(v[0]) + linked
+    if initial is None:
+        initial = torch.zeros(sequences, v.shape[2], q.shape[3], v.shape[3], device=v.device)
+    return output, initial.to(compute_dtype(q))
 
 
 def run_packed(

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention_engine import CustomIO, LinearAttentionEngine, meta_tensor
 from attention_engine.errors import NotYetSupported, WrongIndex, WrongSequences, WrongShape
+from attention_engine.reference.dense import compute_dtype
 from tests.packed_cases import drawn, starts
 
 HEADS, DIM, DIM_V = 2, 16, 24
@@ -137,6 +138,22 @@ def test_no_sequences_and_only_empty_ones():
     assert not o.any() and last.shape == (0, HEADS, DIM, DIM_V)
     o, last = engine_of()(*inputs, initial_state=state, output_final_state=True, cu_seqlens=torch.tensor([0, 0, 0]))
     assert not o.any() and torch.equal(last, state)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("reference", torch.float64), ("interpret", torch.float32), ("interpret", torch.float16)]
+)
+def test_without_a_row_states_stay_as_they_were(backend, dtype):
+    given = [torch.zeros(0, 2, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+    decay, first = torch.zeros(0, 2, requires_grad=True), torch.randn(3, 2, 16, 16, requires_grad=True)
+    starts = torch.zeros(4, dtype=torch.int32)
+    o, state = LinearAttentionEngine(backend=backend)(
+        *given, decay, initial_state=first, output_final_state=True, cu_seqlens=starts
+    )
+    assert o.shape == (0, 2, 16) and o.dtype is dtype
+    assert torch.equal(state, first.to(state.dtype)) and state.dtype is compute_dtype(given[0])
+    gradients = torch.autograd.grad(o.sum() + state.sum(), [*given, decay, first])
+    assert (gradients[-1] == 1).all() and all(g.numel() == 0 for g in gradients[:-1])
 
 
 def test_mistakes_of_packed_linear_calls_are_named():
