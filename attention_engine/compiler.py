@@ -181,13 +181,6 @@ class _Launched:
         return {launch.name: self.kernel(launch) for launch in launches(steps)}
 
 
-def load_runtime_soon() -> None:
-    """Begins loading what compiled kernels call, once in a process, in a thread."""
-    from attention_engine.codegen.cache import load_runtime_soon
-
-    load_runtime_soon()
-
-
 def begin_all(kernels: Iterable[Kernel]) -> None:
     """Starts compiling kernels side by side; each is waited for where it is first called."""
     for kernel in kernels:

@@ -21,7 +21,6 @@ import os
 import platform
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -282,24 +281,17 @@ def load_runtime() -> None:
     import torch  # noqa: F401 - its libraries come first
     import tvm_ffi  # noqa: F401
 
-    found = importlib.util.find_spec("tilelang")
-    libraries = Path(found.origin).parent / "lib" if found is not None and found.origin else Path()
+    def library(package: str, name: str) -> str:
+        found = importlib.util.find_spec(package)
+        return str(Path(found.origin).parent / "lib" / name) if found is not None and found.origin else name
+
+    with contextlib.suppress(OSError):  # by the name that TileLang loads it by: else it is there twice, and proofs.py
+        ctypes.CDLL(library("z3", "libz3.so"))  # tells the other to be quick
     try:
         for name in ("libtvm_runtime.so", "libtilelang.so"):
-            ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+            ctypes.CDLL(library("tilelang", name), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     except OSError:
         load_tilelang()
-
-
-@functools.cache
-def load_runtime_soon() -> None:
-    """The same, begun in a thread, once: half of it is outside Python's lock. Who needs it later meets its errors."""
-
-    def load() -> None:
-        with contextlib.suppress(ImportError, OSError):
-            load_runtime()
-
-    threading.Thread(target=load, name="attention_engine_runtime", daemon=True).start()
 
 
 @dataclass(frozen=True)

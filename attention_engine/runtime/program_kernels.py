@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.arch import Arch, detect
-from attention_engine.compiler import Kernels, begin_all, load_runtime_soon
+from attention_engine.compiler import Kernels, begin_all
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import STAGED_UNIT, Problem
@@ -269,8 +269,6 @@ class ProgramKernels:
         if found is None:
             if len(self._bound) >= MOST_PLANS:
                 self._bound.clear()
-            if not self.interpret and q.is_cuda:
-                load_runtime_soon()  # while all of this is planned
             kernels = self.kernels(q, k, v, custom, wanted, finals is not None)
             found = self._bound[key] = Bound(kernels, q, k, v, custom, self._kept, finals)
         return found
