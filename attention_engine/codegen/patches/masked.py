@@ -131,35 +131,35 @@ def hides(condition: Expression, column: Any) -> bool:
 
 
 def _tells(condition: Expression, column: Any) -> bool:
-    """Whether it compares what grows with the column to what doesn't grow as much."""
+    """Whether it compares what grows with the column to a number that may be odd: no even one lies between columns
+    that begin a vector and the next."""
     from tvm import tirx
 
     node: Any = condition
     if isinstance(node, tirx.LT | tirx.LE | tirx.GT | tirx.GE):
-        left, right = _slope(node.a, column), _slope(node.b, column)
-        return left is not None and right is not None and left != right
+        found = _sum(node.a - node.b, column, 1)
+        return found is not None and found[0] != 0 and found[1]
     if isinstance(node, tirx.And | tirx.Or):
         return _tells(node.a, column) or _tells(node.b, column)
     bitwise = isinstance(node, tirx.Call) and getattr(node.op, "name", "") in ("tirx.bitwise_and", "tirx.bitwise_or")
     return bitwise and any(_tells(each, column) for each in node.args)
 
 
-def _slope(number: Expression, column: Any) -> int | None:
-    """How much a sum grows from one column to the next; None where that isn't known, or isn't the same for each."""
+def _sum(number: Any, column: Any, times: int) -> tuple[int, bool] | None:
+    """Of so many times a number: how much it grows from one column to the next, and may it be odd by what is not known
+    yet? None where it doesn't grow by the same at each column."""
     from tvm import tirx
 
-    node: Any = number
-    if isinstance(node, tirx.Var):
-        return int(node.same_as(column))
-    if isinstance(node, tirx.Add | tirx.Sub):
-        left, right = _slope(node.a, column), _slope(node.b, column)
-        if left is None or right is None:
-            return None
-        return left + right if isinstance(node, tirx.Add) else left - right
-    if isinstance(node, tirx.Mul) and isinstance(node.b, tirx.IntImm):
-        of_one = _slope(node.a, column)
-        return None if of_one is None else of_one * int(node.b)
-    return None if any(column.same_as(each) for each in tirx.analysis.undefined_vars(node)) else 0
+    if isinstance(number, tirx.Var | tirx.BufferLoad):
+        of_column = isinstance(number, tirx.Var) and number.same_as(column)
+        return (times, False) if of_column else (0, times % 2 == 1)
+    if isinstance(number, tirx.Add | tirx.Sub):
+        left = _sum(number.a, column, times)
+        right = _sum(number.b, column, times if isinstance(number, tirx.Add) else -times)
+        return None if left is None or right is None else (left[0] + right[0], left[1] or right[1])
+    if isinstance(number, tirx.Mul) and isinstance(number.b, tirx.IntImm):
+        return _sum(number.a, column, times * int(number.b))
+    return None if any(column.same_as(each) for each in tirx.analysis.undefined_vars(number)) else (0, False)
 
 
 PATCH = Patch(
