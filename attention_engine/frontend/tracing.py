@@ -328,6 +328,11 @@ def trace(
     if score_mod is not None:
         with without_reductions("a score_mod"):
             result = call(score_mod, SCORE_ARGUMENTS, [wrap(score), custom, *_indices()], None)
+        if is_number(result) and lift(result).dtype is Type.BOOL:
+            raise WrongResult(
+                f"{place_of(score_mod)} returned a condition, {lift(result)}, as the score. A mask is given as "
+                "mask_mod; the number of a condition is condition.float()."
+            )
         score = _number(score_mod, "the score", result)
     mask = None if mask_mod is None else _mask(mask_mod, custom)
     online = _OnlineTrace(online_func if online_func is not None else OnlineFunc(), custom)

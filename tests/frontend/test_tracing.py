@@ -306,6 +306,17 @@ def nothing(score, custom, b, h, q_idx, kv_idx):
     score * 2
 
 
+def a_mask(score, custom, b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def test_a_mask_as_score_mod_is_told_its_place():
+    assert message_of(WrongResult, score_mod=a_mask) == (
+        f"{place(a_mask)} returned a condition, kv_idx <= q_idx, as the score. A mask is given as mask_mod; the number "
+        "of a condition is condition.float()."
+    )
+
+
 def text(score, custom, b, h, q_idx, kv_idx):
     return "score"
 
