@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attention_engine.frontend.custom_io import CustomInputs
-from attention_engine.frontend.made import made_by, refuse
+from attention_engine.frontend.made import made_by, positive, refuse
 from attention_engine.frontend.online_func import OnlineFunc, Rows, SymbolScalar, Var
 from attention_engine.frontend.signatures import Index
 from attention_engine.frontend.symbols import Symbol, SymbolicTensor
@@ -217,7 +217,7 @@ def dilated(step: int) -> Mask:
     >>> create_mask(dilated(2), None, None, 3, 3)[0, 0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
     """
-    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % step == 0)
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % positive(step, "step") == 0)
 
 
 @made_by
@@ -227,7 +227,7 @@ def block_diagonal(size: int) -> Mask:
     >>> create_mask(block_diagonal(2), None, None, 3, 3)[0, 0].int().tolist()
     [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
-    return lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size
+    return lambda b, h, q_idx, kv_idx: q_idx // positive(size, "block") == kv_idx // size
 
 
 @made_by
@@ -237,7 +237,7 @@ def block_causal(size: int) -> Mask:
     >>> create_mask(block_causal(2), None, None, 3, 3)[0, 0].int().tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
-    return lambda b, h, q_idx, kv_idx: q_idx // size >= kv_idx // size
+    return lambda b, h, q_idx, kv_idx: q_idx // positive(size, "block") >= kv_idx // size
 
 
 @made_by
@@ -246,8 +246,7 @@ def neighbourhood(width: int, rows: int, columns: int) -> Mask:
 
     Args:
         width: of the image, in pixels.
-        rows: how far away a row may be.
-        columns: the same of a column.
+        rows, columns: how far away a row and a column may be.
 
     >>> create_mask(neighbourhood(2, 1, 0), None, None, 4, 4)[0, 0].int().tolist()
     [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
@@ -310,10 +309,10 @@ def _ask(mask: Mask, place: list[Index], custom: CustomInputs | None) -> Any:
 
 
 def _joined(masks: tuple[Mask, ...], join: Callable[[Index, Index], Index]) -> Mask:
-    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index, custom: CustomInputs | None) -> Any:
-        return functools.reduce(join, (_ask(m, [b, h, q_idx, kv_idx], custom) for m in masks))
-
-    return mask
+    refuse("no masks to join: give one or more.", not masks)
+    return lambda b, h, q_idx, kv_idx, custom: functools.reduce(
+        join, (_ask(m, [b, h, q_idx, kv_idx], custom) for m in masks)
+    )
 
 
 @made_by
@@ -396,5 +395,5 @@ def relative_bias(table: str, reach: int, factor: float = 1.0) -> Callable[..., 
     torch.Size([1, 8, 2, 16])
     """
     return lambda score, custom, b, h, q_idx, kv_idx: (
-        score * factor + custom[table][h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
+        score * factor + custom[table].of_length(2 * reach + 1)[h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
     )

@@ -155,6 +155,16 @@ class CustomRead(SymbolicTensor):
     def expr(self) -> Expr:  # type: ignore[override]
         return self._input.value()
 
+    def of_length(self, length: int) -> CustomRead:
+        """Itself; BadCustomInput where its last dimension is declared with another number of entries."""
+        last = self._input.spec.axes[-1]
+        if isinstance(last, int) and last != length:
+            raise BadCustomInput(
+                f"{where_from()}{self._input.called} is declared with {last} entries in its last dimension, and "
+                f"{length} are read: {self._input.spec.name!r}: (..., {length})."
+            )
+        return self
+
     def get_reduce(self, kind: str) -> Symbol:
         """The reduction over the keys of a row, where the value depends on the key."""
         return wrap(self.expr).get_reduce(kind)  # type: ignore[no-any-return]

@@ -70,6 +70,12 @@ def made_by(factory: Callable[Given, Mod]) -> Callable[Given, Mod]:
     return make
 
 
+def positive(number: Any, what: str) -> Any:
+    """The number, of which a factory counts or divides; UnknownOption where it is a number of 0 or less."""
+    refuse(f"a {what} of {number}: give 1 or more.", isinstance(number, int) and number < 1)
+    return number
+
+
 def refuse(says: str, *wrong: object) -> None:
     """UnknownOption where one of these comparisons is True; those of tensors and of symbols are not asked."""
     if any(each is True for each in wrong):

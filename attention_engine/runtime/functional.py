@@ -21,7 +21,7 @@ from attention_engine.runtime.finding import KEPT, Finder
 from attention_engine.runtime.inputs import check_ranks
 from attention_engine.runtime.masks import axes_of
 from attention_engine.runtime.module import AttentionEngine, WithRows
-from attention_engine.runtime.names import ELSEWHERE, nearest
+from attention_engine.runtime.names import ELSEWHERE, declared, nearest
 from attention_engine.runtime.recipes import Recipe
 
 Specs = tuple[tuple[str, tuple[AxisSpec, ...]], ...]  # custom inputs: names and axes
@@ -144,7 +144,7 @@ def _specs(
 ) -> Specs:
     """Names and axes of the custom inputs: as declared, else by the sizes of the call."""
     if custom_io is not None:
-        return tuple([(s.name, s.axes) for s in custom_io.in_order])
+        return tuple([(s.name, s.axes) for s in declared(custom_io, ("score_mod", "mask_mod")).in_order])
     if not custom:
         return ()
     check_ranks(layout if layout == "bhsd" else "bshd", q, k, v)

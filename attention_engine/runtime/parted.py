@@ -173,6 +173,8 @@ class Parted(Shown):
             BadInput: parts of other queries, or of other attentions.
             NoMerge: return_rowscales where only the user's `combine` joins parts.
         """
+        if isinstance(parts, Part):
+            raise BadInput("merge was given one part. Give a list of all: [part, ...].")
         parts = list(parts)
         _check_parts(parts)
         first, turned = parts[0], self.layout == "bshd"

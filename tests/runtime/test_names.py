@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, attention, errors, meta_tensor
-from attention_engine.library import causal, scale
+from attention_engine.library import (
+    and_masks,
+    block_causal,
+    block_diagonal,
+    causal,
+    dilated,
+    relative_bias,
+    scale,
+)
 
 METAS = (meta_tensor(None, 2, None, 16, dtype=torch.float32),) * 3
 ENGINES = (AttentionEngine, LinearAttentionEngine)
@@ -90,7 +98,35 @@ def test_functions_in_the_place_of_custom_inputs_are_told_their_names():
     )
 
 
+NUMBERS = {
+    "a step of 0": (lambda: AttentionEngine(mask_mod=dilated(0)), "a step of 0: give 1 or more."),
+    "blocks of 0": (lambda: AttentionEngine(mask_mod=block_diagonal(0)), "a block of 0: give 1 or more."),
+    "blocks below 0": (lambda: AttentionEngine(mask_mod=block_causal(-2)), "a block of -2: give 1 or more."),
+    "no masks": (and_masks, "no masks to join: give one or more."),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_mask_of_the_library_says_which_number_it_takes(name):
+    make, message = NUMBERS[name]
+    assert said(errors.UnknownOption, make) == message
+
+
+def test_a_relative_table_of_another_length_is_refused():
+    """Entries past its end would read 0, and a longer one would have another middle."""
+    for length in (5, 11):
+        message = said(errors.BadCustomInput, lambda length=length: AttentionEngine(
+            custom_io=CustomIO({"t": ("heads", length)}), score_mod=relative_bias("t", 4)))  # fmt: skip
+        assert message.endswith(
+            f"custom input 't' is declared with {length} entries in its last dimension, and 9 are read: 't': (..., 9)."
+        )
+    AttentionEngine(custom_io=CustomIO({"t": ("heads", 9)}), score_mod=relative_bias("t", 4))
+
+
 def test_a_dict_in_the_place_of_custom_inputs_is_told_the_class():
+    q = torch.zeros(1, 4, 2, 16)
+    message = said(errors.UnknownOption, lambda: attention(q, q, q, custom_io={"x": (1,)}))
+    assert message == "custom_io is {'x': (1,)}. Write CustomIO({'x': (1,)})."
     for engine in ENGINES:
         message = said(errors.UnknownOption, lambda engine=engine: engine(METAS, custom_io={"x": (1,)}))
         assert message == "custom_io is {'x': (1,)}. Write CustomIO({'x': (1,)})."

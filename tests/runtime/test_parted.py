@@ -379,6 +379,8 @@ def test_mistakes_are_named():
         engine.partial(q, k, v, kv_starts=torch.tensor(True))
     with pytest.raises(WrongShape, match=r"kv_starts is torch\.float32"):
         engine.partial(q, k, v, kv_starts=torch.zeros(BATCH))
+    with pytest.raises(BadInput, match=r"given one part. Give a list of all: \[part, ...\]"):
+        engine.merge(engine.partial(q, k, v))
     with pytest.raises(BadInput, match="no parts"):
         engine.merge([])
     part = engine.partial(q, k, v)
