@@ -15,7 +15,7 @@ torchrun --nproc-per-node 2 -m benchmarks.distributed ...   the same
 
 "(0.93, 0.95)" is T(one GPU) / (ranks T(ranks)): 1 is ideal. T(ranks) is the slowest rank's median, with the host ahead
 and ranks begun together, by a sum of one number over all; T(one GPU) the mean of those that all ranks find at once, and
-the slowest of them, as GPUs of one host differ. One GPU's calls and all ranks' take turns.
+the slowest of them, as GPUs of one host differ. Before each call GPUs rest: what ran before it costs clocks.
 Backward is `torch.autograd.grad`.
 bf16, batch 1, 32 query and 8 key heads of 128. Who doesn't import, or refuses, says why and is left out.
 """
@@ -47,6 +47,7 @@ from benchmarks.timing import Clock
 DEVICE, HEADS, KV_HEADS, DIM, DTYPE = "cuda", 32, 8, 128, torch.bfloat16
 MEAN = 8192  # tokens of a document
 AHEAD_CYCLES = 20_000_000  # ten milliseconds: so long may the host take for a call
+REST = 0.1  # seconds
 CHECKED = 2048  # tokens of what is compared with float64
 METHODS = ("gather", "heads", "ring")
 PARTS = ("causal", "peers", "programs", "documents", "linear", "graph")
@@ -70,6 +71,8 @@ class Timer:
     def once(self, call: Callable[[], object]) -> float:
         """Of one call on this rank, the host ahead of the device."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        time.sleep(REST)
         self.clock._flush.zero_()
         dist.barrier()
         torch.cuda._sleep(AHEAD_CYCLES)
@@ -183,19 +186,14 @@ def row_of_one(name: str, one: Mapping[str, list[float]]) -> None:
 def measure(
     timer: Timer, mesh: DeviceMesh, length: int, name: str, methods: Sequence[str]
 ) -> dict[str, list[float]]:  # fmt: skip
-    """One GPU, and all by each method, in turns. One GPU's times."""
+    """One GPU, then all, by each method. One GPU's times."""
     engine, custom = programs(length)[name]
     whole = drawn(length)
-    calls = {"one GPU": both_ways(lambda *t: engine(*t, **custom), whole[:3], whole[3])}
-    calls |= {method: shared(engine, mesh, method, custom, whole) for method in methods}
-    del whole
-    times = timer.medians({f"{who}, {way}": call for who, ways in calls.items() for way, call in ways.items()})
-    found = {who: {way: times[f"{who}, {way}"] for way in ways} for who, ways in calls.items()}
-    one = found.pop("one GPU")
+    one = timer.medians(both_ways(lambda *t: engine(*t, **custom), whole[:3], whole[3]))
     row_of_one(f"{name} {length}", one)
-    for method, many in found.items():
-        row(f"{name} {length}, {method}", one, many)
-    torch.cuda.empty_cache()
+    for method in methods:
+        row(f"{name} {length}, {method}", one, timer.medians(shared(engine, mesh, method, custom, whole)))
+        torch.cuda.empty_cache()
     return one
 
 

@@ -1,8 +1,8 @@
 """What a layer's attention takes on many GPUs, by method: arithmetic, from rates that were measured on H100s.
 
 Work is shared evenly. A launch ends with half of its SMs idle for the time of its longest item, so that a rank's two
-launches lose what one GPU's one doesn't. What is sent is not hidden behind kernels, but for a ring's. `method="auto"`
-follows these numbers.
+launches lose what one GPU's one doesn't. Forward and within a node, what a first launch or group of heads needs is sent
+before it, and the rest behind it; a ring's keys go behind kernels both ways. `method="auto"` follows these numbers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-RATES = (690e12, 565e12)  # products a second and GPU, forward and backward: 16-bit, head dim 128
-WITHIN, BETWEEN = 270e9, 45e9  # bytes a second and GPU: NVLink, by NCCL's sends; a NIC of 400 Gb/s
+RATES = (697e12, 582e12)  # products a second and GPU, forward and backward: 16-bit, head dim 128
+WITHIN, BETWEEN = 280e9, 45e9  # bytes a second and GPU: NVLink, by NCCL's sends; a NIC of 400 Gb/s
 MEMORY = 3e12  # bytes a second
 NODE = 8  # GPUs
 BLOCKS, QUERIES = 132, 128  # of a GPU; of a block
 PASSES = 4  # over what a collective brings: it is put in order, and padded
 PACKED = 2  # the same where heads are exchanged: they are packed, and joined
+GROUPS = 2  # in which a rank's heads are exchanged, where they divide and are worth it
+WORTH = 128 << 20  # bytes of queries, keys and values for each rank: fewer are sent at once, before kernels
 Seconds = tuple[float, float]  # forward, backward
+
+
+def groups_of(query_heads: int, key_heads: int, ranks: int) -> int:
+    """In how many groups a rank's heads may be exchanged. Query heads that share a key head are in one."""
+    return GROUPS if key_heads % (ranks * GROUPS) == 0 and query_heads % key_heads == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -54,28 +61,37 @@ class Sizes:
         return self.batch * self.length * self.kv_heads * (self.dim + self.dim_v)
 
     @property
+    def in_turns(self) -> bool:
+        """Is some of it sent beside the first kernels?"""
+        queries = self.batch * self.length * self.heads * self.dim
+        return self.spread == 1 and 2 * (queries + self.keys) >= WORTH * self.ranks
+
+    @property
     def others(self) -> float:
         """The part of a sequence that other ranks hold."""
         return 1 - 1 / self.ranks
 
 
 def gather(sizes: Sizes) -> Seconds:
-    """All keys to each rank; sums of their gradients home, in fp32."""
+    """All keys to each rank, in turns half of them before its first run; sums of their gradients home, in fp32."""
     link = WITHIN if sizes.spread == 1 else min(WITHIN, NODE * BETWEEN)  # a ring of NCCL's uses all NICs of a node
     forward, backward = sizes.ideal
     passes = 0 if sizes.spread == 1 else PASSES  # within a node tokens are sent to where they belong
-    forward += sizes.tail * (1 + 0.5 / sizes.ranks) + sizes.keys * 2 * (sizes.others / link + passes / MEMORY)
+    waited = 0.5 if sizes.in_turns else 1
+    sent = sizes.keys * 2 * (waited * sizes.others / link + passes / MEMORY)
+    forward += sizes.tail * (1 + 0.5 / sizes.ranks) + sent
     return forward, backward + sizes.keys * 4 * (sizes.others / link + max(passes, 1) / MEMORY)  # and are added up
 
 
 def heads(sizes: Sizes) -> Seconds:
-    """Tokens exchanged for heads: q, k and v, and o back; backward their gradients."""
+    """Tokens exchanged for heads, by groups: q, k and v, and o back; backward their gradients, at once."""
     kv_heads = math.lcm(sizes.kv_heads, sizes.ranks)  # which are repeated
     entries = (sizes.heads + kv_heads) * (sizes.dim + sizes.dim_v) * sizes.batch * sizes.length / sizes.ranks
     link = WITHIN if sizes.spread == 1 else BETWEEN
-    sent = entries * 2 * (sizes.others / link + PACKED / MEMORY)
+    packed, moved = (entries * 2 * each for each in (PACKED / MEMORY, sizes.others / link))
     forward, backward = sizes.ideal
-    return forward + sizes.tail + sent, backward + sent
+    waited = moved / (groups_of(sizes.heads, sizes.kv_heads, sizes.ranks) if sizes.in_turns else 1)
+    return forward + sizes.tail + packed + waited, backward + packed + moved
 
 
 def ring(sizes: Sizes) -> Seconds:
@@ -88,7 +104,7 @@ def ring(sizes: Sizes) -> Seconds:
     join = 8 * rows * sizes.dim_v / MEMORY  # a step's part is written, and read where all are added up
     add = (16 * own + 12 * rows * sizes.dim) / MEMORY  # to sums of dK and dV that came, and to dQ
     forward, backward = (ideal / sizes.ranks for ideal in sizes.ideal)
-    step, back = forward + 2 * sizes.tail / sizes.ranks + join, backward + add
+    step, back = forward + 4 * sizes.tail / sizes.ranks + join, backward + 8 * sizes.tail / sizes.ranks + add
     moved = 2 * own / link, 6 * own / link
     steps = sizes.ranks - 1
     return step + steps * max(step, moved[0]), back + steps * max(back, moved[1]) + 4 * own / link

@@ -25,7 +25,6 @@ COLLECTIVES: Any = torch.ops._c10d_functional
 WAIT: Any = COLLECTIVES.wait_tensor
 Sent: TypeAlias = tuple[Tensor, int]  # and to which rank, or from which
 Works: TypeAlias = list[dist.Work]
-WORTH = 32 << 20  # bytes of queries, keys and values for each rank: of fewer nothing is sent in turns
 
 
 @dataclass(frozen=True)
@@ -184,8 +183,8 @@ def sums_of(tokens: Tokens, dim: int, dtypes: Sequence[torch.dtype], *of_all: Te
 
 def _brought(tokens: Tokens, mine: Sequence[Tensor]) -> tuple[list[Tensor], Works]:
     """Tokens of tensors whose first dimension they are; zeros for those that this rank doesn't need. Its own are copied
-    meanwhile, the last tensor's when what is needed first is there: the rest is on its way before a kernel takes all
-    SMs."""
+    meanwhile; the last tensor's once what is needed first is there, so that the rest is on its way before a kernel
+    takes all SMs."""
     ranks, mine, me = tokens.ranks, [t.contiguous() for t in mine], tokens.ranks.rank
     whole = [t.new_empty(tokens.layout.length, *t.shape[1:]) for t in mine]
     works = []
@@ -195,12 +194,14 @@ def _brought(tokens: Tokens, mine: Sequence[Tensor]) -> tuple[list[Tensor], Work
         works.append(ranks.begin_exchange(sends, takes))
     now, *later = works
     for n, (all_of_it, own) in enumerate(zip(whole, mine, strict=True)):
-        if n + 1 == len(mine):
+        if n + 1 == len(mine) and later:
             wait(now)
         for there, here in tokens.of_rank(me):
             all_of_it[there] = own[here]
         for there in tokens.unneeded:
             all_of_it[there] = 0
+    if not later:
+        wait(now)
     return whole, [work for each in later for work in each]
 
 

@@ -1,8 +1,8 @@
 """Tokens exchanged for heads, and back, differentiable: each rank then has all tokens of some heads.
 
-A rank's heads are exchanged in groups, one after another, so that the first group's attention runs while the second is
-sent, and the first's output goes home while the second's runs. Copies and sends are begun before the kernels that they
-run beside, which would leave them no SM. Backward all groups are exchanged at once.
+A rank's heads may be exchanged in groups, one after another, so that the first group's attention runs while the second
+is sent, and the first's output goes home while the second's runs. A send takes the SMs that it finds free, so that
+copies run before each kernel which it is to run beside. Backward all groups are exchanged at once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention_engine.distributed.exchange import Sent, Tokens, Works, wait
-
-GROUPS = 2  # of a rank's heads
-
-
-def groups_of(query_heads: int, key_heads: int, ranks: int) -> int:
-    """In how many groups a rank's heads may be exchanged. Query heads that share a key head are in one."""
-    return GROUPS if key_heads % (ranks * GROUPS) == 0 and query_heads % key_heads == 0 else 1
 
 
 class _ToHeads:
@@ -107,14 +100,14 @@ class Trip:
 
     @torch.no_grad()
     def arrive(self, group: int) -> None:
-        """A group's tensors are there from here on. The next one's sends begin while its own heads are copied."""
+        """A group's tensors are there from here on. What is sent next begins while a last one of its own is copied."""
         ways, works = self.coming.pop(group)
         if group == 0:
-            for way in ways:
+            for way in [*ways, *(way for later, _ in self.coming.values() for way in later[1:])]:
                 way.keep()
         wait(works)
-        for way in self.coming[group + 1][0] if group + 1 in self.coming else []:
-            way.keep()
+        for later, _ in [*self.coming.values()][:1]:
+            later[0].keep()
 
     @torch.no_grad()
     def depart(self, group: int, tensors: Sequence[Tensor]) -> None:

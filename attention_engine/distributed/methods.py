@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from attention_engine.distributed.block_gradients import BlockGradients, wanted_of
-from attention_engine.distributed.exchange import WORTH, Ranks, Tokens, gather, gather_ranges
+from attention_engine.distributed.cost import WORTH, groups_of
+from attention_engine.distributed.exchange import Ranks, Tokens, gather, gather_ranges
 from attention_engine.distributed.gathered import Gathered, GatheredFunction, gradients_of
-from attention_engine.distributed.heads import Trip, groups_of, to_heads, to_tokens
+from attention_engine.distributed.heads import Trip, to_heads, to_tokens
 from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.needs import KeptPieces, Range, first_by, needed_by, within
 from attention_engine.distributed.placements import Placement

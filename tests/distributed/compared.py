@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine import library as lib
 from attention_engine.distributed import ContextParallel, Layout, methods, needs
+from attention_engine.distributed.cost import groups_of
 from attention_engine.distributed.exchange import Ranks
 from tests.distributed.attentions import BATCH, DIM, DIM_V, LENGTH, Shared, attentions
 
@@ -170,7 +171,22 @@ def compare_more(mesh) -> dict[str, float]:
         attention = ContextParallel(engine, mesh, method)
         mine = attention(*(attention.shard(t) for t in (q, k, v)), dropout_seed=7)
         found[f"dropout, {method}"] = far(attention.unshard(mine), engine(q, k, v, dropout_seed=7))
-    return found
+    return found | {"groups of heads": in_groups(mesh)}
+
+
+def in_groups(mesh) -> float:
+    """Eight heads, of each rank in two groups; an output and gradients."""
+    engine = AttentionEngine(mask_mod=lib.causal, backend="reference")
+    q, k, v, d_o = torch.randn(4, 2, LENGTH, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    attention = ContextParallel(engine, mesh, "heads")
+    results = []
+    with patch.object(methods, "WORTH", 0):
+        for call, split in ((engine, lambda t: t), (attention, attention.shard)):
+            leaves = [split(t).clone().requires_grad_() for t in (q, k, v)]
+            o = call(*leaves)
+            results.append([o.detach(), *torch.autograd.grad(o, leaves, split(d_o))])
+    assert groups_of(8, 8, mesh.size()) == 2 and groups_of(8, 1, mesh.size()) == 1
+    return max(far(attention.unshard(mine), exact) for exact, mine in zip(*results, strict=True))
 
 
 def compare_needs(mesh) -> dict[str, tuple[float, int, int]]:
