@@ -18,7 +18,7 @@ def default_linear_tiles(program: LinearProgram, problem: LinearProblem, target:
     if problem.dtype == "float32":
         return _fp32(problem)
     if isinstance(target, Arch) and not target.has_wgmma:
-        return _ampere(problem)
+        return _ampere(program, problem, target)
     return _hopper(program, problem)
 
 
@@ -29,17 +29,20 @@ def _fp32(problem: LinearProblem) -> LinearTiles:
     return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row))
 
 
-def _ampere(problem: LinearProblem) -> LinearTiles:
+def _ampere(program: LinearProgram, problem: LinearProblem, target: Arch) -> LinearTiles:
     """Chosen by what fits without spills; not timed.
 
     Compiled for sm_100a and sm_120a at head dims 128, walks with operands in registers, in chunks of 64, spill 16 to 64
-    bytes. In chunks of 32 from shared memory they have 177 to 210 registers.
+    bytes. In chunks of 32 from shared memory they have 177 to 210 registers. Where a mod bends tensors, each stands in
+    shared memory as it came too, and 64 KB have room for half the columns of a state.
     """
     row = LinearTile(64, 32, 64, 128, 0, heads=8)
     forward = LinearTile(64, problem.dim, 32, 128, 0)
     if 64 < padded(problem.dim) <= 128:
         forward = LinearTile(32, problem.dim, 32, 128, 0, in_registers=False)
-    return LinearTiles(forward, LinearTile(64, 64, 64, 128, 0), STEP, dict.fromkeys(ROLES, row))
+    half = _bends(program) and target.shared_memory_per_block <= 64 * 1024
+    states = LinearTile(64, 64, 32 if half else 64, 128, 0)
+    return LinearTiles(forward, states, STEP, dict.fromkeys(ROLES, row))
 
 
 def _hopper(program: LinearProgram, problem: LinearProblem) -> LinearTiles:
@@ -71,10 +74,14 @@ def _ahead(program: LinearProgram, problem: LinearProblem, row: LinearTile) -> L
     memory as it came too, two blocks don't fit an SM or registers spill.
     """
     loops = problem.dim_v <= row.inner and heads_a_block(problem, ROLES["dq"], row) > 1
-    bends = any(row_factor(program.mod(name)) is None for name in ("q", "k", "v"))
-    if not loops or bends or problem.q_heads != problem.k_heads:
+    if not loops or _bends(program) or problem.q_heads != problem.k_heads:
         return row
     return replace(row, stages=2, specialize=True, blocks=2)
+
+
+def _bends(program: LinearProgram) -> bool:
+    """Is a mod more than a factor of each token?"""
+    return any(row_factor(program.mod(name)) is None for name in ("q", "k", "v"))
 
 
 def _wide(problem: LinearProblem, whole: bool) -> LinearTiles:
