@@ -10,6 +10,7 @@ from tests import levels, levels_table
 
 pytest.importorskip("tilelang")
 from attention_engine.codegen.compile import find_nvcc
+from attention_engine.codegen.dialects import lower_as
 
 ROWS = levels.read()
 GPUS = list(dict.fromkeys(row.gpu for row in ROWS))
@@ -103,3 +104,11 @@ def test_jobs_are_found_by_their_names():
     assert len(set(every)) == len(every) > 100
     assert {j.family for j in every} == set(levels_table.FAMILIES)
     assert all(a != b for a, b in itertools.pairwise(every))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_mods_that_bend_tensors_fit_the_least_shared_memory(dim):
+    """Each tensor then stands there twice: with whole states a block of MI250 had 67328 bytes of 65536."""
+    gpu, job = arch.MI250(), levels.Job("linear", dim, "shifted")
+    kernel = job.kernels(gpu)["backward states"]
+    assert 0 < lower_as("hip", kernel.prim_func, gpu, kernel.configs).shared_bytes <= gpu.shared_memory_per_block
