@@ -17,6 +17,8 @@ NOT_SERVED = {
     "cache_leftpad": "Say it as a mask: AttentionEngine(mask_mod=...).with_cache, with kv_idx >= custom['pad'][b].",
 }
 
+NO_PAGE = 2**31 - 1  # what -1 becomes: an index that no cache has
+
 
 @overload
 def flash_attn_with_kvcache(
@@ -107,7 +109,8 @@ def _lengths(given: int | Tensor | None, q: Tensor, cache: Tensor, table: Tensor
 def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
     """Writes the newest keys (or values) of each request behind those that it has. Nothing waits for the GPU.
 
-    Each place needs room in the cache, and its page in the table: a CPU looks and raises WrongCache, a GPU doesn't.
+    Each place needs room in the cache, and its page in the table. A CPU looks and raises WrongCache. On a GPU a page
+    that is not there (-1) is an index out of bounds, which PyTorch's next call that waits for the GPU raises.
 
     Args:
         cache: (batch, most keys, heads, dim), or with a table (pages, keys of a page, heads, dim); written in place.
@@ -128,7 +131,7 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
         cache[requests, places] = new.to(cache.dtype)
     else:
         page = cache.shape[1]
-        pages = table.long().gather(1, torch.div(places, page, rounding_mode="floor"))
+        pages = table.gather(1, torch.div(places, page, rounding_mode="floor")).long() & NO_PAGE
         cache[pages, places % page] = new.to(cache.dtype)
 
 

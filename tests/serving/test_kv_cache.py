@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention_engine.errors import NotYetSupported, UnknownOption, WrongCache
-from attention_engine.serving import flash_attn_with_kvcache
+from attention_engine.serving import flash_attn_with_kvcache, kv_cache
 from attention_engine.serving.kv_cache import append
 
 
@@ -133,6 +133,15 @@ def test_keys_beyond_a_cache_and_for_no_page_are_written_nowhere():
         "before."
     )
     assert not cache.any() and not pages.any()
+
+
+def test_a_page_that_is_not_there_is_an_index_out_of_bounds_where_nobody_looks(monkeypatch):
+    """As on a GPU: -1 was the last page, another request's."""
+    monkeypatch.setattr(kv_cache, "_check_room", lambda *_: None)
+    pages, new = torch.zeros(3, 4, 1, 8), torch.ones(2, 1, 1, 8)
+    with pytest.raises(IndexError):
+        kv_cache.append(pages, new, torch.tensor([0, 4], dtype=torch.int32), torch.tensor([[0, 1], [1, -1]]).int())
+    assert not pages[2].any()
 
 
 def test_equal_options_share_an_engine():
