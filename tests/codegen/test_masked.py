@@ -1,34 +1,13 @@
 """The conditions of masks are hidden while TileLang lowers loops: it makes the same of them, by fewer questions."""
 
 import pytest
-import torch
 
 pytest.importorskip("tilelang")
 from tvm import tirx
 
-from attention_engine import AttentionEngine, arch, meta_tensor
-from attention_engine.codegen.compile import load_tilelang, lower_kernel
+from attention_engine.codegen.compile import load_tilelang
 from attention_engine.codegen.patches import masked
-
-
-class Reached(Exception):
-    """The kernel is not lowered further."""
-
-
-def at_loops(monkeypatch, name, look, **options):
-    """What `look` makes of a small kernel placed by hand when its loops are lowered, and of TileLang's pass."""
-    meta = meta_tensor(1, 1, 256, 64, dtype=torch.float16)
-    kernel = AttentionEngine((meta,) * 3, device=arch.H100(), **options)._source_kernel(name, "cuda")
-    made = []
-
-    def seen(module, whole):
-        made.append(look(module, whole))
-        raise Reached
-
-    with monkeypatch.context() as patch, pytest.raises(Reached):
-        patch.setattr(masked, "with_hidden", seen)
-        lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs)
-    return made[0]
+from tests.codegen.at_pass import at_pass
 
 
 def window(b, h, q, kv):
@@ -55,7 +34,7 @@ def test_loops_are_what_tilelang_makes_of_them(monkeypatch, name, mask, count):
         return with_hidden(module, whole).script(), whole(module).script()  # the nodes are new ones in each
 
     monkeypatch.setattr(masked.Hidden, "take", watched)
-    ours, theirs = at_loops(monkeypatch, name, look, mask_mod=mask)
+    ours, theirs = at_pass(monkeypatch, (masked, "with_hidden"), name, look, mask_mod=mask)
     assert hidden == [(count, True)]
     assert ours == theirs
 

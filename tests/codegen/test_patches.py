@@ -47,11 +47,10 @@ from attention_engine.codegen.patches import (  # noqa: E402
 from attention_engine.codegen.patches.scope import Patch, Scope, inside, replace  # noqa: E402
 from attention_engine.compiler import Kernel  # noqa: E402
 from tests.codegen import flash  # noqa: E402
+from tests.codegen.at_pass import at_pass, seconds  # noqa: E402
 from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
-from tests.codegen.test_layouts import at_layouts  # noqa: E402
-from tests.codegen.test_masked import at_loops  # noqa: E402
 
 RULES = (choices, ended_reads, swizzled)
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -352,18 +351,15 @@ def test_tilelang_runs_passes_that_change_nothing(monkeypatch):
 def test_tilelang_tries_masks_as_vectors(monkeypatch):
     """Loops of a forward kernel with a window take it twice as long as without the conditions, and more."""
 
-    def seconds(lower, module):
-        started = time.thread_time()
-        lower(module)
-        return time.thread_time() - started
-
     with_hidden = masked.with_hidden
 
     def look(module, whole):
         whole(module)  # the first asks TileLang for what it remembers
         return seconds(lambda given: with_hidden(given, whole), module), seconds(whole, module)
 
-    ours, theirs = at_loops(monkeypatch, "forward", look, mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < 100))
+    ours, theirs = at_pass(
+        monkeypatch, (masked, "with_hidden"), "forward", look, mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < 100)
+    )
     assert theirs > 1.5 * ours, f"{theirs:.2f} s and {ours:.2f} s"
 
 
@@ -406,18 +402,13 @@ def test_tilelang_imports_what_no_kernel_needs():
 def test_tilelang_searches_layouts_from_each_operation(monkeypatch):
     """Of a forward kernel it takes several times as long for all at once as for one after the other."""
 
-    def seconds(module, find):
-        started = time.thread_time()
-        find(module)
-        return time.thread_time() - started
-
     one_by_one = layouts.one_by_one
 
     def look(module, whole):
         one_by_one(module, whole)  # the first asks TileLang for what it remembers
-        return seconds(module, lambda given: one_by_one(given, whole)), seconds(module, whole)
+        return seconds(lambda given: one_by_one(given, whole), module), seconds(whole, module)
 
-    ours, theirs = at_layouts(monkeypatch, "forward", look)
+    ours, theirs = at_pass(monkeypatch, (layouts, "one_by_one"), "forward", look)
     assert theirs > 2 * ours, f"{theirs:.2f} s and {ours:.2f} s"
 
 
