@@ -7,6 +7,7 @@ copies run before each kernel which it is to run beside. Backward all groups are
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attention_engine.distributed.copies import copy, packed
 from attention_engine.distributed.exchange import Sent, Tokens, Works, wait
 
 
@@ -29,7 +31,7 @@ class _ToHeads:
         size, strides = (batch, tokens.layout.length, heads, dim), (heads * dim, batch * heads * dim, dim, 1)
         self.found = mine.new_empty_strided(size, strides)  # (batch, all tokens, the group's heads of this rank, dim)
         self.whole = self.found.movedim(1, 0)
-        sent = {rank: of_ranks[rank].contiguous() for rank in ranks.others}
+        sent = {rank: packed(of_ranks[rank]) for rank in ranks.others}
         self.sends: list[Sent] = [(sent[rank][here], rank) for rank in ranks.others for _, here in self.runs]
         self.takes: list[Sent] = [
             (self.whole[there], rank) for rank in ranks.others for there, _ in tokens.of_rank(rank)
@@ -38,7 +40,7 @@ class _ToHeads:
     def keep(self) -> None:
         """Copies what doesn't move."""
         for there, here in self.runs:
-            self.whole[there] = self.own[here]
+            copy(self.own[here], self.whole[there])
 
 
 class _ToTokens:
@@ -46,7 +48,7 @@ class _ToTokens:
 
     def __init__(self, of_heads: Tensor, tokens: Tokens, group: int, groups: int) -> None:
         """of_heads: (batch, all tokens, the group's heads of this rank, dim)."""
-        ranks, first = tokens.ranks, of_heads.movedim(1, 0).contiguous()
+        ranks, first = tokens.ranks, packed(of_heads.movedim(1, 0))
         self.first, self.runs, self.rank, self.heads = first, tokens.of_rank(ranks.rank), ranks.rank, first.shape[2]
         self.group, self.groups = group, groups
         self.came = {rank: first.new_empty(tokens.own, *first.shape[1:]) for rank in ranks.others}
@@ -60,12 +62,12 @@ class _ToTokens:
     def keep(self, whole: Tensor) -> None:
         """Brings own heads to where they belong."""
         for there, here in self.runs:
-            self._of_rank(whole, self.rank)[here] = self.first[there]
+            copy(self.first[there], self._of_rank(whole, self.rank)[here])
 
     def finish(self, whole: Tensor) -> None:
         """The same of what came."""
         for rank, came in self.came.items():
-            self._of_rank(whole, rank).copy_(came)
+            copy(came, self._of_rank(whole, rank))
 
 
 def _begin(tokens: Tokens, each: Sequence[_ToHeads] | Sequence[_ToTokens]) -> Works:
@@ -86,7 +88,7 @@ class Trip:
 
     def __init__(self, shared: Sequence[Tokens], groups: int) -> None:
         self.shared, self.groups = shared, groups
-        self.coming: dict[int, tuple[list[_ToHeads], Works]] = {}
+        self.coming: deque[tuple[list[_ToHeads], Works]] = deque()
         self.going: list[tuple[list[_ToTokens], Works]] = []
         self.results: list[Tensor] = []
 
@@ -95,19 +97,24 @@ class Trip:
         after `arrive`."""
         for group in range(self.groups):
             ways = [_ToHeads(t, of, group, self.groups) for t, of in zip(tensors, self.shared, strict=True)]
-            self.coming[group] = ways, _begin(self.shared[0], ways)
-        return [way.found for ways, _ in self.coming.values() for way in ways]
+            self.coming.append((ways, _begin(self.shared[0], ways)))
+        return [way.found for ways, _ in self.coming for way in ways]
 
     @torch.no_grad()
     def arrive(self, group: int) -> None:
-        """A group's tensors are there from here on. What is sent next begins while a last one of its own is copied."""
-        ways, works = self.coming.pop(group)
+        """A group's tensors are there from here on; groups arrive in order.
+
+        Copies of what doesn't move, of all groups, run beside the first group's sends. One tensor of each later group
+        is copied after them instead: the next sends begin beside that copy, before a kernel takes all SMs.
+        """
+        ways, works = self.coming.popleft()
         if group == 0:
-            for way in [*ways, *(way for later, _ in self.coming.values() for way in later[1:])]:
+            for way in [*ways, *(way for later, _ in self.coming for way in later[1:])]:
                 way.keep()
         wait(works)
-        for later, _ in [*self.coming.values()][:1]:
-            later[0].keep()
+        if self.coming:
+            first, *_ = self.coming[0][0]
+            first.keep()
 
     @torch.no_grad()
     def depart(self, group: int, tensors: Sequence[Tensor]) -> None:
