@@ -135,6 +135,16 @@ class OfRun:
         return total
 
 
+def arrived(
+    attention: PairAttention, made: Sequence[Tensor], arriving: Sequence[Tensor | None]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradient that arrives at the output, and those at rows that are returned, by name, where one does. made: the
+    output and all rows; arriving: at each of them."""
+    d_o, *d_rows = attention.arrived([], made, arriving[: 1 + attention.returned])
+    assert d_o is not None
+    return d_o, {n: d for n, d in zip(attention.row_names, d_rows, strict=False) if d is not None}
+
+
 def goes_block_by_block(maths: Maths, wanted: Sequence[str], by_kernels: bool) -> bool:
     """Do the gradients of a block of keys need nothing of other blocks but final rows and delta?
 

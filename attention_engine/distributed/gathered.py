@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from attention_engine.distributed.block_gradients import (
     BlockGradients,
+    arrived,
     goes_block_by_block,
     one_after_another,
     without,
@@ -20,7 +21,7 @@ from attention_engine.distributed.block_gradients import (
 from attention_engine.distributed.exchange import Tokens, Works, first_of, sums_of, wait
 from attention_engine.distributed.layout import Run
 from attention_engine.distributed.needs import Range
-from attention_engine.distributed.placements import Placement
+from attention_engine.distributed.placements import Placement, of_block
 from attention_engine.reference.dense import compute_dtype
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import find
@@ -51,15 +52,9 @@ class Gathered:
     prepare: Callable[..., list[Tensor]]
 
     def own(self, tensors: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """Custom inputs of a run and its keys, or of what has their shapes; those behind the declared ones are
-        whole."""
-        found, (first, stop) = list(tensors), self.seen[run]
-        for n, placement in enumerate(self.placed):
-            if placement.queries is not None:
-                found[n] = found[n].narrow(placement.queries, run.at, run.count)
-            if placement.columns is not None:
-                found[n] = found[n].narrow(placement.columns, first, stop - first)
-        return found
+        """Custom inputs of a run and its keys, or of what has their shapes."""
+        first, stop = self.seen[run]
+        return of_block(tensors, self.placed, run, first, stop - first)
 
     def given(
         self, run: Run, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]
@@ -133,10 +128,7 @@ class GatheredFunction(torch.autograd.Function):
         call: Gathered = ctx.call
         q, k, v, *rest = ctx.saved_tensors
         custom, made, attention = rest[: ctx.count], rest[ctx.count :], call.gradients.attention
-        d_o, *d_rows = attention.arrived([], made, arriving[: 1 + attention.returned])
-        assert d_o is not None
-        named = {n: d for n, d in zip(attention.row_names, d_rows, strict=False) if d is not None}
-        dq, of_all_k, of_all_v, found = call.backward(q, k, v, custom, made, d_o, named)
+        dq, of_all_k, of_all_v, found = call.backward(q, k, v, custom, made, *arrived(attention, made, arriving))
         dk, dv = sums_of(call.keys, 1, ctx.dtypes, of_all_k, of_all_v)
         of_custom = [found[n].to(t.dtype) if n in found else None for n, t in zip(call.names, custom, strict=True)]
         return None, dq.to(q.dtype), dk, dv, *of_custom

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention_engine.distributed.block_gradients import BlockGradients, wanted_of
+from attention_engine.distributed.block_gradients import BlockGradients, one_after_another, wanted_of
 from attention_engine.distributed.cost import WORTH, groups_of
-from attention_engine.distributed.exchange import Ranks, Tokens, gather, gather_ranges
+from attention_engine.distributed.exchange import Tokens, gather, gather_ranges
 from attention_engine.distributed.gathered import Gathered, GatheredFunction, gradients_of
 from attention_engine.distributed.heads import Trip, to_heads, to_tokens
 from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.needs import KeptPieces, Range, first_by, needed_by, within
-from attention_engine.distributed.placements import Placement
+from attention_engine.distributed.placements import Placement, of_block
 from attention_engine.distributed.ring import Ring, RingAttention, RingFunction
+from attention_engine.distributed.split import Split
 from attention_engine.errors import HeadsDoNotDivide, LengthsDiffer
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.starts import Dimension
@@ -26,97 +27,16 @@ from attention_engine.runtime.inputs import share_keys
 from attention_engine.runtime.module import AttentionEngine
 from attention_engine.runtime.moved import Portion, call_portion, prepare_portion
 
-METHODS = ("gather", "ring", "heads")
-PAIRS = tuple(pair for each in METHODS[:2] for pair in ((each, "heads"), ("heads", each)))  # on two dimensions
 AXES = ("batch", "heads", "seq_len", "seq_len_kv")
-SMALLEST_RING = 3  # ranks
 FEW_RUNS = 2  # of a rank, each a launch with the mask's bounds; of more one launch has all, with a map of tiles
 ALIGNED = 128  # keys: tiles of a part begin where those of the whole do
 Rows = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Split:
-    """Who shares a sequence. heads: ranks that exchange tokens for heads; gather: ranks that get all keys. With both,
-    each rank is one of either: those that exchange hold neighbours in a layout, and gather as one. ring: do keys go
-    round, one rank's at a time?"""
-
-    heads: Ranks | None
-    gather: Ranks | None
-    ring: bool = False
-
-    @property
-    def goes_round(self) -> bool:
-        """Do keys go round? Two ranks gather them: a ring of any size holds as many, those of two ranks, at once."""
-        return self.ring and self.gather is not None and self.gather.size >= SMALLEST_RING
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return math.prod(ranks.size for ranks in (self.heads, self.gather) if ranks is not None)
-
-    @property
-    def rank(self) -> int:
-        """Which of them this one is, in layouts."""
-        if self.gather is None or self.heads is None:
-            ranks = self.heads or self.gather
-            assert ranks is not None
-            return ranks.rank
-        return self.gather.rank * self.heads.size + self.heads.rank
-
-    @property
-    def groups(self) -> list[Ranks]:
-        """The groups that this rank is of, those that exchange first."""
-        return [ranks for ranks in (self.heads, self.gather) if ranks is not None]
-
-    def exchanged(self, layout: Layout) -> Tokens | None:
-        """How tokens are shared by those that exchange."""
-        if self.heads is None:
-            return None
-        if self.gather is None:
-            return Tokens(self.heads, layout)
-        return Tokens(self.heads, _groups(layout, self.heads.size)[1][self.gather.rank])
-
-    def gathered(self, layout: Layout) -> Tokens | None:
-        """How what those have is shared by those that gather."""
-        if self.gather is None:
-            return None
-        return Tokens(self.gather, layout if self.heads is None else _groups(layout, self.heads.size)[0])
-
-    def whole(self, tensor: Tensor, layout: Layout, dim: int) -> Tensor:
-        """All tokens of a tensor, in the order of the sequence."""
-        for tokens in (self.exchanged(layout), self.gathered(layout)):
-            if tokens is not None:
-                (tensor,) = gather(tokens, dim, tensor)
-        return tensor
-
-
-@lru_cache(maxsize=256)
-def _groups(layout: Layout, size: int) -> tuple[Layout, tuple[Layout, ...]]:
-    """A layout of groups of so many ranks; and how each group's ranks share what the group holds."""
-    ranks = [layout.runs[n : n + size] for n in range(0, layout.ranks, size)]
-    pieces = [[(run.start, run.start + run.count) for runs in group for run in runs] for group in ranks]
-    of_groups = Layout.of_places(layout.name, pieces)
-    shared = []
-    for group, held in zip(ranks, of_groups.runs, strict=True):
-        at = [[_at(held, run.start, run.count) for run in runs] for runs in group]
-        shared.append(Layout.of_places(layout.name, at))
-    return of_groups, tuple(shared)
-
-
-def _at(held: Sequence[Run], start: int, count: int) -> tuple[int, int]:
-    """Where a group's memory has these tokens."""
-    for run in held:
-        if run.start <= start < run.start + run.count:
-            first = run.at + start - run.start
-            return first, first + count
-    raise AssertionError("a group holds what its ranks hold")
-
-
-@dataclass(frozen=True)
 class Call:
-    """What a call is of: who shares it, the layouts of its queries and keys, the sizes of the whole attention; where
-    tensors of starts are kept, which are made once."""
+    """What a call is of: who shares it, the layouts of its queries and keys, the sizes of the whole attention. starts,
+    in_blocks: where tensors of starts, and attentions that run block by block, are kept, which are made once."""
 
     engine: AttentionEngine
     split: Split
@@ -124,7 +44,7 @@ class Call:
     keys: Layout
     sizes: Mapping[str, int]
     starts: dict[object, Tensor]
-    rings: dict[object, RingAttention | BlockGradients | None]
+    in_blocks: dict[object, RingAttention | BlockGradients | None]
     returns_rows: bool
     seed: Tensor | None  # of dropped weights
     bounds: Sequence[Bound]  # of the mask
@@ -178,6 +98,18 @@ class Call:
             return replace(keys, needs=needs)
         first = first_by(bounds, *layouts, FEW_RUNS if self.lists else queries.layout.length)
         return replace(keys, needs=needs, first=first if first != needs else None)
+
+    def by_blocks(self, key: str, wanted: Sequence[str] | None) -> RingAttention | BlockGradients | None:
+        """How the attention of this key runs as keys go round, or its gradients are made run by run; None where
+        it can't. wanted: the custom inputs that want gradients; None: no tensor does."""
+        known = key, None if wanted is None else tuple(wanted)
+        if known not in self.in_blocks:
+            asked = self.engine.device, self.engine.deterministic
+            if self.split.goes_round:
+                self.in_blocks[known] = RingAttention.of(key, wanted, *asked)
+            else:
+                self.in_blocks[known] = gradients_of(key, wanted or [], *asked)
+        return self.in_blocks[known]
 
     def portion(self, starts: Mapping[str, int], q: Tensor, runs: Sequence[Run] = ()) -> Portion:
         """What starts there. runs: the queries, where they are listed."""
@@ -236,14 +168,14 @@ def attend_together(
         k, v = (t.repeat_interleave(times, 2) for t in (k, v))
     in_turns = call.split.gather is None and call.in_turns(q, k, v)
     groups = groups_of(q.shape[2], k.shape[2], ranks.size) if in_turns else 1
+    call = replace(call, beside_sends=groups > 1)
     trip, found, names = Trip((of_k, of_k, of_q), groups), [], []
     for group, (of_keys, of_values, of_queries) in enumerate(to_heads(trip, k, v, q)):
         trip.arrive(group)
         heads = of_queries.shape[2]
         first = (ranks.rank * groups + group) * heads
         own = _own_heads(call, custom, placed, first, heads)
-        beside = replace(call, beside_sends=groups > 1)
-        o, rows = _attend(beside, {"heads": first}, of_queries, of_keys, of_values, own, placed)
+        o, rows = _attend(call, {"heads": first}, of_queries, of_keys, of_values, own, placed)
         found.append([o, *(r.transpose(1, 2)[..., None] for r in rows.values())])
         trip.depart(group, [t.detach() for t in found[-1]])
         names = [*rows]
@@ -255,8 +187,8 @@ def _attend(
     call: Call, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
     placed: Sequence[Placement],
 ) -> tuple[Tensor, Rows]:  # fmt: skip
-    """The same of tokens that no longer move: gradients of gathered keys are added up in fp32, each on the rank that
-    holds it."""
+    """This rank's output and rows, of the heads that it has: keys are gathered, or go round. Gradients of keys are
+    added up in fp32, each on the rank that holds it."""
     queries, keys = call.split.gathered(call.queries), call.split.gathered(call.keys)
     if queries is None or keys is None:
         return call.attend(starts, q, k, v, custom)
@@ -277,8 +209,8 @@ def _with_own_gradients(
     call: Call, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],
     placed: Sequence[Placement], queries: Tokens, keys: Tokens,
 ) -> tuple[Tensor, Rows] | None:  # fmt: skip
-    """The same as keys go round, or gathered with gradients in fp32. None where autograd makes them of gathered keys:
-    where they, or the rows, need what blocks of keys don't have."""
+    """The same where keys go round, or where gradients of gathered keys are made run by run. None where autograd makes
+    them instead: where they, or the rows, need what blocks of keys don't have."""
     engine, (runs, listed), count = call.engine, call.launched(queries), len(custom)
     given = [*custom, *call.held]
     names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
@@ -297,36 +229,27 @@ def _with_own_gradients(
     if not call.split.goes_round:
         seen |= _widened(seen, keys.layout.length)
     (run, *_), (first, _) = runs, seen[runs[0]]
-    key, _ = prepare(run.start, first, q[:, run.here], k[:, :1], v[:, :1], _of_one_key(given, placed, run))
-    known = key, None if wanted is None else tuple(wanted)
-    if known not in call.rings:
-        asked = engine.device, engine.deterministic
-        if call.split.goes_round:
-            call.rings[known] = RingAttention.of(key, wanted, *asked)
-        else:
-            call.rings[known] = gradients_of(key, wanted or [], *asked)
-    attention = call.rings[known]
+    key, _ = prepare(run.start, first, q[:, run.here], k[:, :1], v[:, :1], of_block(given, placed, run, 0, 1))
+    attention = call.by_blocks(key, wanted)
     if attention is None:
         return None
     for n, placement in enumerate(placed):
         if placement.keys is not None:
             (given[n],) = gather(keys, placement.keys, given[n])
-    behind = runs, seen, placed
+    of_call = runs, seen, placed
+
+    def behind(*block: Any) -> list[Tensor]:
+        return prepare(*block)[1]
+
     if isinstance(attention, RingAttention):
-        ring = Ring(keys, *behind, attention, names, lambda *block: prepare(*block)[1])
+        ring = Ring(keys, *of_call, attention, names, behind)
         output, *rows = RingFunction.apply(ring, q, k, v, *given)  # type: ignore[no-untyped-call]
-        row_names = attention.row_names
     else:
-        gathered = Gathered(
-            call.needed(queries, keys, call.in_turns(q, k, v)),
-            *behind,
-            attention,
-            names,
-            lambda *block: prepare(*block)[1],
-        )
+        needed = call.needed(queries, keys, call.in_turns(q, k, v))
+        gathered = Gathered(needed, *of_call, attention, names, behind)
         output, *rows = GatheredFunction.apply(gathered, q, k, v, *given)  # type: ignore[no-untyped-call]
-        row_names = attention.attention.row_names[: attention.attention.returned]
-    return output, dict(zip(row_names, rows, strict=False)) if call.returns_rows else {}
+    returned = attention.attention.row_names[: attention.attention.returned]
+    return output, dict(zip(returned, rows, strict=False)) if call.returns_rows else {}
 
 
 def _widened(seen: Mapping[Run, Range], length: int) -> dict[Run, Range]:
@@ -335,17 +258,6 @@ def _widened(seen: Mapping[Run, Range], length: int) -> dict[Run, Range]:
     run = max(seen, key=lambda run: seen[run][1] - seen[run][0])
     first, stop = seen[run]
     return {run: (0, length)} if 2 * (stop - first) >= length else {}
-
-
-def _of_one_key(custom: Sequence[Tensor], placed: Sequence[Placement], run: Run) -> list[Tensor]:
-    """Custom inputs of a run of queries and any one key: what kernels are known by asks for no more."""
-    found = list(custom)
-    for n, placement in enumerate(placed):
-        if placement.queries is not None:
-            found[n] = found[n].narrow(placement.queries, run.at, run.count)
-        if placement.columns is not None:
-            found[n] = found[n].narrow(placement.columns, 0, 1)
-    return found
 
 
 def _of_runs(
@@ -367,10 +279,8 @@ def _of_runs(
 
 def _joined(parts: Sequence[tuple[Tensor, Rows]]) -> tuple[Tensor, Rows]:
     """Outputs of runs one after another, and their rows, (batch, heads, queries)."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = {name: torch.cat([each[name] for _, each in parts], 2) for name in parts[0][1]}
-    return torch.cat([o for o, _ in parts], 1), rows
+    rows = {name: one_after_another([each[name] for _, each in parts], 2) for name in parts[0][1]}
+    return one_after_another([o for o, _ in parts], 1), rows
 
 
 def _rows_of_groups(

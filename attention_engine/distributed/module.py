@@ -18,9 +18,11 @@ from attention_engine.distributed.block_gradients import BlockGradients
 from attention_engine.distributed.deal import deal
 from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import Layout
-from attention_engine.distributed.methods import METHODS, PAIRS, Call, Split, attend_together
+from attention_engine.distributed.methods import Call, attend_together
+from attention_engine.distributed.needs import KeptPieces
 from attention_engine.distributed.placements import Placement, placements
 from attention_engine.distributed.ring import RingAttention
+from attention_engine.distributed.split import METHODS, PAIRS, Split
 from attention_engine.distributed.states import attend_by_states
 from attention_engine.errors import LengthNotInLayout, OptionsClash, UnknownOption, as_given
 from attention_engine.ir.program import H
@@ -104,7 +106,7 @@ class ContextParallel(torch.nn.Module):
         self._layouts: dict[int, Layout] = {}  # by length, the newest last
         self._agreed: set[object] = set()
         self._starts: dict[object, Tensor] = {}
-        self._rings: dict[object, RingAttention | BlockGradients | None] = {}
+        self._in_blocks: dict[object, RingAttention | BlockGradients | None] = {}
         self._found: Known | None = None
         self.key = f"ContextParallel {next(NUMBERS)}"  # by which compiled graphs find it
         compiled.KNOWN[self.key] = self
@@ -230,18 +232,26 @@ class ContextParallel(torch.nn.Module):
         of_q, of_k = self.layout_of(q.shape[1], "q"), self.layout_of(k.shape[1], "k")
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
         placed, bounds, own_heads, lists = self._known_of(engine)
-        split, starts, rings = self._split_of(q, k, v, of_q), self._starts, self._rings
-        names = [*engine.custom_io.specs, *(one.name for one in engine._captured)]
-        kept = of_q.kept if of_q.length == of_k.length else None
-        given = dict(zip(names, (*tensors, *held), strict=True))
-        kept = kept if kept is not None and kept.holds(engine._program.mask, given) else None
-        known = bounds, own_heads, lists, held, None if is_capturing(q.device) else kept
-        call = Call(engine, split, of_q, of_k, sizes, starts, rings, returns_rows, seed, *known)
+        split = self._split_of(q, k, v, of_q)
+        kept = self._kept_by(of_q, of_k, (*tensors, *held))
+        call = Call(
+            engine, split, of_q, of_k, sizes, self._starts, self._in_blocks, returns_rows, seed, bounds, own_heads,
+            lists, held, None if is_capturing(q.device) else kept,
+        )  # fmt: skip
         call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
         self.agree(of_q, of_k, kept is not None, [q, k, v], tensors, placed)
         return attend_together(call, q, k, v, tensors, placed)
+
+    def _kept_by(self, of_q: Layout, of_k: Layout, tensors: Sequence[Tensor]) -> KeptPieces | None:
+        """What the layout knows of the keys that its queries may see, where it was dealt by these very tensors."""
+        assert isinstance(self.engine, AttentionEngine)
+        names = [*self.engine.custom_io.specs, *(one.name for one in self.engine._captured)]
+        given, kept = dict(zip(names, tensors, strict=True)), of_q.kept
+        if kept is None or of_q.length != of_k.length or not kept.holds(self.engine._program.mask, given):
+            return None
+        return kept
 
     def rows_of(self, device: torch.device) -> tuple[int, bool]:
         """How many rows a call returns, and whether kernels make them."""

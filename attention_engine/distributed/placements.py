@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attention_engine.distributed.layout import Run
 from attention_engine.errors import WrongCustomShape
 from attention_engine.frontend.custom_io import CustomSpec
 from attention_engine.ir.program import KV_IDX, Q_IDX, Program
@@ -49,6 +50,20 @@ class Placement:
             f"custom input {self.spec.name!r} has shape {tuple(tensor.shape)}. Its axes {self.spec.axes} ask for "
             f"{expected}: it comes {why}."
         )
+
+
+def of_block(
+    tensors: Sequence[Tensor], placed: Sequence[Placement], run: Run, first: int, count: int
+) -> list[Tensor]:  # fmt: skip
+    """Custom inputs, or what has their shapes, of a run of this rank's queries and of `count` keys from `first` on.
+    Those behind the declared ones are whole."""
+    found = list(tensors)
+    for n, placement in enumerate(placed):
+        if placement.queries is not None:
+            found[n] = found[n].narrow(placement.queries, run.at, run.count)
+        if placement.columns is not None:
+            found[n] = found[n].narrow(placement.columns, first, count)
+    return found
 
 
 def placements(program: Program, specs: Sequence[CustomSpec]) -> list[Placement]:

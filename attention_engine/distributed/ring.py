@@ -17,13 +17,14 @@ from torch.autograd.function import once_differentiable
 
 from attention_engine.distributed.block_gradients import (
     BlockGradients,
+    arrived,
     goes_block_by_block,
     one_after_another,
     without,
 )
 from attention_engine.distributed.exchange import Ranks, Tokens
 from attention_engine.distributed.layout import Run
-from attention_engine.distributed.placements import Placement
+from attention_engine.distributed.placements import Placement, of_block
 from attention_engine.errors import NoMerge
 from attention_engine.passes.derive_merge import derive_merge
 from attention_engine.passes.maths import analyse_part
@@ -67,11 +68,6 @@ class RingAttention:
             program_kernels = ProgramKernels(part, attention.specs, known.interpret, device, deterministic)
         gradients = None if wanted is None else BlockGradients.of(attention, wanted, device, deterministic)
         return RingAttention(attention, PartRunner(merge, attention.specs, program_kernels), gradients)
-
-    @property
-    def row_names(self) -> list[str]:
-        """Of the rows that are returned."""
-        return self.attention.row_names[: self.attention.returned]
 
     def join(self, parts: Sequence[Part], custom: Sequence[Tensor]) -> Part:
         """These parts as one."""
@@ -170,14 +166,8 @@ class Ring:
         return found
 
     def own(self, tensors: Sequence[Tensor], block: Block) -> list[Tensor]:
-        """Custom inputs of a block, or of what has their shapes; those behind the declared ones are whole."""
-        found = list(tensors)
-        for n, placement in enumerate(self.placed):
-            if placement.queries is not None:
-                found[n] = found[n].narrow(placement.queries, block.run.at, block.run.count)
-            if placement.columns is not None:
-                found[n] = found[n].narrow(placement.columns, block.first, block.count)
-        return found
+        """Custom inputs of a block, or of what has their shapes."""
+        return of_block(tensors, self.placed, block.run, block.first, block.count)
 
     def given(self, block: Block, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Given:
         """q, k, v of a block, and what comes behind them."""
@@ -264,10 +254,7 @@ class RingFunction(torch.autograd.Function):
         ring: Ring = ctx.ring
         q, k, v, *custom = ctx.saved_tensors[: ctx.count]
         made, attention = ctx.saved_tensors[ctx.count :], ring.attention.attention
-        d_o, *d_rows = attention.arrived([], made, arriving[: 1 + attention.returned])
-        assert d_o is not None
-        named = {n: d for n, d in zip(attention.row_names, d_rows, strict=False) if d is not None}
-        dq, dk, dv, found = ring.backward(q, k, v, custom, made, d_o, named)
+        dq, dk, dv, found = ring.backward(q, k, v, custom, made, *arrived(attention, made, arriving))
         leaves = zip((q, k, v), (dq, dk, dv), strict=True)
         of_custom = [
             found[name].to(t.dtype) if want else None

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attention_engine import AttentionEngine, CustomIO
 from attention_engine import library as lib
-from attention_engine.distributed import ContextParallel, Layout, methods, needs
+from attention_engine.distributed import ContextParallel, Layout, methods, needs, split
 from attention_engine.distributed.cost import groups_of
 from attention_engine.distributed.exchange import Ranks
 from tests.distributed.attentions import BATCH, DIM, DIM_V, LENGTH, Shared, attentions
@@ -68,7 +68,7 @@ def of_ranks(shared: Shared, mesh, method: str, balance, dtype, backend: str, d_
     attention.places(LENGTH)
     own = {"pair": 2, "gate": 2, "keys": 1}  # the dimension of this rank's tokens
     custom = [attention.shard(t, own[n]) if n in own else t for n, t in zip(shared.axes, whole[3:], strict=True)]
-    with patch.object(methods, "SMALLEST_RING", 2):
+    with patch.object(split, "SMALLEST_RING", 2):
         o, rows = attention(*(attention.shard(t, 1) for t in whole[:3]), *custom, return_rowscales=True)
     rows = {n: r for n, r in rows.items() if "lse" in rows}
     d_rows = {name: attention.shard(d_rows[name], 2) for name in rows}
@@ -90,7 +90,7 @@ def compare_all(mesh, every: bool = True, once: bool = False) -> dict[str, float
     for number, (name, shared) in enumerate(attentions().items()):
         o, rows, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         for turn, (layout, balance) in enumerate(layouts(mesh.size()).items()):
-            for shift, method in enumerate(methods.METHODS):
+            for shift, method in enumerate(split.METHODS):
                 if (not every and (number + shift) % 3 != turn) or (once and number // 3 % 3 != shift):
                     continue
                 short = patch.object(
@@ -115,7 +115,7 @@ def compare_kernels(mesh, every: bool = True) -> dict[str, tuple[float, float]]:
         shared = attentions()[name]
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         one = of_one(shared, torch.float32, "interpret")
-        ways = [(method, "auto") for method in methods.METHODS]
+        ways = [(method, "auto") for method in split.METHODS]
         if name == "sinks, window":
             ways.append(("gather", layouts(mesh.size())["dealt"]))  # of three runs, which one launch lists
         else:
@@ -161,7 +161,7 @@ def compare_more(mesh) -> dict[str, float]:
         o, _, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         for shape in ((2, 1), (1, 2)):
             of_two = init_device_mesh("cpu", shape, mesh_dim_names=("between", "within"))
-            for method in methods.PAIRS[2 * (name == "sinks, window") :][:2]:
+            for method in split.PAIRS[2 * (name == "sinks, window") :][:2]:
                 mine = of_ranks(shared, of_two, method, "zigzag", torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(a, b) for a, b in zip(mine[2], grads, strict=True))]
                 found[f"{name}, {shape}, {method}"] = max(errors)
@@ -181,10 +181,10 @@ def in_groups(mesh) -> float:
     attention = ContextParallel(engine, mesh, "heads")
     results = []
     with patch.object(methods, "WORTH", 0):
-        for call, split in ((engine, lambda t: t), (attention, attention.shard)):
-            leaves = [split(t).clone().requires_grad_() for t in (q, k, v)]
+        for call, own in ((engine, lambda t: t), (attention, attention.shard)):
+            leaves = [own(t).clone().requires_grad_() for t in (q, k, v)]
             o = call(*leaves)
-            results.append([o.detach(), *torch.autograd.grad(o, leaves, split(d_o))])
+            results.append([o.detach(), *torch.autograd.grad(o, leaves, own(d_o))])
     assert groups_of(8, 8, mesh.size()) == 2 and groups_of(8, 1, mesh.size()) == 1
     return max(far(attention.unshard(mine), exact) for exact, mine in zip(*results, strict=True))
 
@@ -239,7 +239,7 @@ def compare_nodes(mesh, every: bool = True) -> dict[str, float]:
         shared = attentions()[name]
         o, rows, grads, d_o, d_rows = of_one(shared, torch.float64, "reference")
         for layout in ("contiguous", "zigzag") if every else ("zigzag",):
-            for method in methods.PAIRS:
+            for method in split.PAIRS:
                 mine = of_ranks(shared, nodes, method, layout, torch.float64, "reference", d_o, d_rows)
                 errors = [far(mine[0], o), *(far(mine[1][n], r) for n, r in rows.items())]
                 errors += [far(a, b) for a, b in zip(mine[2], grads, strict=True)]

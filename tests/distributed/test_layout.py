@@ -9,8 +9,9 @@ from attention_engine.distributed import Layout
 from attention_engine.distributed.deal import kept_pairs
 from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import order_of_gathered, order_of_sent
-from attention_engine.distributed.methods import ALIGNED, Call, Split
+from attention_engine.distributed.methods import ALIGNED, Call
 from attention_engine.distributed.placements import placements
+from attention_engine.distributed.split import Split
 from attention_engine.errors import LengthNotInLayout
 from attention_engine.passes.tile_plan import plan_tiles
 
