@@ -1,29 +1,33 @@
 """What is known of every kernel of the library's programs on each GPU, though none of those need be here.
 
-    python -m tests.levels --gpu B200 RTX5090 -n 2    compiles for GPUs; what it found is added to docs/levels.csv
+    python -m tests.levels -n 2                       makes what docs/levels.csv lacks, or has of another text
+    python -m tests.levels --gpu B200 RTX5090 -n 2    the same for these GPUs alone; a new one's name adds it
+    python -m tests.levels --stale                    lists what that would make, in a minute and without nvcc
+    python -m tests.levels --mark                     marks it in docs/levels.csv, and writes the page's table
     python -m tests.levels --write                    the table of docs/limits.md, made of docs/levels.csv
 
 A job is a program, a direction and a head dim: `--only "backward 128 softmax"` takes those whose name holds the text.
 A row of docs/levels.csv is a kernel: its job, its GPU, and its level there: "compiles" (nvcc made it, with so many
 registers a thread, bytes spilled, and bytes of shared memory a block), "lowers" (TileLang made the text: HIP for AMD's
-GPUs, Python of the CuTe DSL for "A100 by CuTe"), or "refused", and why.
+GPUs, Python of the CuTe DSL for "A100 by CuTe"), "refused", and why, or "unmade", which nobody looked at. A row ends
+with a digest of the kernel's text, and with "changed" where that has another one now.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import csv
+import functools
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,13 +39,15 @@ from attention_engine.compiler import Kernel
 from attention_engine.errors import AttentionEngineError, NotLowered
 from tests import levels_table, linear_cases
 from tests.kernels.together import compile_together
+from tests.levels_rows import Level, Place, Row, digest, read, write
 
 DTYPE_OF_DIM = {64: torch.float16, 128: torch.bfloat16}
 HEADS, LENGTH = (4, 2, 2), 256
+TOGETHER = 2  # kernels that one call of nvcc makes
 BY_CUTE = " by CuTe"
+GPUS = ("A100", "RTX4090", "B200", "RTX5090", "MI300X", "MI250", f"A100{BY_CUTE}")
 SHARED = tempfile.TemporaryDirectory()
-Level: TypeAlias = Literal["compiles", "lowers", "refused"]
-Found: TypeAlias = tuple[Level, int, int, int, str]  # what a row ends with
+Found: TypeAlias = tuple[Level, int, int, int, str]  # what is made of a kernel
 
 
 @dataclass(frozen=True)
@@ -139,39 +145,53 @@ def jobs(*wanted: str) -> list[Job]:
     return list(dict.fromkeys(job for text in wanted or [""] for job in every if text in str(job)))
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is known of a kernel."""
-
-    gpu: str
-    family: str
-    dim: int
-    program: str
-    dtype: str
-    kernel: str
-    level: Level
-    registers: int = 0
-    spilled: int = 0
-    shared: int = 0
-    why: str = ""
+def order(place: Place) -> tuple[int, int]:
+    """Where the rows of a GPU and a job stand in a file: GPUs of this file first, jobs by families and head dims."""
+    gpu, *_ = place
+    every = _places()
+    return (GPUS.index(gpu) if gpu in GPUS else len(GPUS)), every.get(Job(*place[1:]), len(every))
 
 
-def rows(name: str, job: Job) -> list[Row]:
-    """What is made of a job's kernels for a GPU of that name."""
-    gpu, dtype = _gpu(name), str(DTYPE_OF_DIM[job.dim]).removeprefix("torch.")
-    common = name, job.family, job.dim, job.program, dtype
-    suffix = BY_CUTE if name.endswith(BY_CUTE) else ""
+@functools.cache
+def _places() -> dict[Job, int]:
+    return {job: n for n, job in enumerate(jobs())}
+
+
+def looked_at(name: str, job: Job, known: Sequence[Row] = ()) -> list[Row]:
+    """The rows of a job's kernels on a GPU of that name: those known before, marked if their kernel has another text
+    now, and "unmade" ones of kernels that have none."""
+    common = _common(name, job)
     try:
-        kernels = job.kernels(gpu)
+        kernels = job.kernels(_gpu(name))
     except AttentionEngineError as error:
         return [Row(*common, "all", "refused", why=_line(str(error)))]
+    before = {row.kernel: row for row in known}
+    return [before.get(each, Row(*common, each, "unmade")).beside(digest(kernels[each])) for each in sorted(kernels)]
+
+
+def made(name: str, job: Job, wanted: Collection[str] = ()) -> list[Row]:
+    """Rows of these kernels of a job, or of all, made for a GPU of that name."""
+    gpu, common = _gpu(name), _common(name, job)
+    kernels = {each: kernel for each, kernel in job.kernels(gpu).items() if not wanted or each in wanted}
+    found = _made_once(name, gpu, kernels)
+    return [Row(*common, each, *found[each], digest(kernels[each])) for each in sorted(kernels)]
+
+
+def _common(name: str, job: Job) -> tuple[str, str, int, str, str]:
+    """What all rows of a job begin with."""
+    return name, job.family, job.dim, job.program, str(DTYPE_OF_DIM[job.dim]).removeprefix("torch.")
+
+
+def _made_once(name: str, gpu: Arch, kernels: Mapping[str, Kernel]) -> dict[str, Found]:
+    """What is made of kernels: here, or for another job of this run, as many have the same."""
+    suffix = BY_CUTE if name.endswith(BY_CUTE) else ""
     places = {kernel: Path(SHARED.name) / f"{each._key.digest}{suffix}" for kernel, each in kernels.items()}
     wanted = {place: kernels[kernel] for kernel, place in places.items() if not place.exists()}
     for place, found in _made(name, gpu, wanted):
         part = place.with_name(f"{os.getpid()} {place.name}")
         part.write_text(json.dumps(found))
         part.replace(place)
-    return [Row(*common, kernel, *json.loads(place.read_text())) for kernel, place in places.items()]
+    return {kernel: tuple(json.loads(place.read_text())) for kernel, place in places.items()}
 
 
 def _made(name: str, gpu: Arch, kernels: Mapping[Path, Kernel]) -> Iterable[tuple[Path, Found]]:
@@ -209,65 +229,83 @@ def _line(words: str) -> str:
     return (lines or ["no words"])[-1][:200]
 
 
-def tell(given: tuple[str, Job]) -> tuple[str, Job, list[Row] | str]:
-    """What a process answers."""
-    try:
-        return *given, rows(*given)
-    except Exception as error:  # noqa: BLE001 - the others go on
-        return *given, f"{type(error).__name__}: {_line(str(error))}"
-
-
-def read(path: Path = levels_table.PATH) -> list[Row]:
-    """The rows of a file."""
-    with path.open(newline="") as file:
-        found = csv.reader(file)
-        return [Row(r[0], r[1], int(r[2]), *r[3:7], *map(int, r[7:10]), r[10]) for r in found]  # type: ignore[arg-type]
-
-
 def page(found: list[Row]) -> str:
     """docs/limits.md with the table of these rows."""
     asked = collections.Counter(job.family for job in jobs())
     return levels_table.with_table(levels_table.PAGE.read_text(), found, asked)
 
 
-def write(found: Iterable[Row], file: TextIO) -> None:
-    """Adds rows to a file."""
-    csv.writer(file, lineterminator="\n").writerows(vars(row).values() for row in found)
-    file.flush()
-
-
 def read_arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", nargs="+", default=[], help=f'of attention_engine.arch; "A100{BY_CUTE}"')
+    parser.add_argument("--gpu", nargs="+", default=GPUS, help=f'of attention_engine.arch; "A100{BY_CUTE}"')
     parser.add_argument("--only", nargs="+", default=[], help="jobs whose name holds one of these")
     parser.add_argument("-n", type=int, default=1, help="processes")
-    parser.add_argument("--seconds", type=float, default=1e9, help="takes no answer after so many")
-    parser.add_argument("--to", type=Path, default=levels_table.PATH, help="where rows are added; -: standard output")
+    parser.add_argument("--seconds", type=float, default=1e9, help="makes no other row after so many")
+    parser.add_argument("--to", type=Path, default=levels_table.PATH, help="the file of the rows")
+    parser.add_argument("--stale", action="store_true", help="list the rows that are not there or of another text")
+    parser.add_argument("--mark", action="store_true", help="mark them in the file, and write the page's table")
     parser.add_argument("--write", action="store_true", help="write the table of docs/limits.md")
     return parser.parse_args()
 
 
+def answers(ask: Callable[..., list[Row]], asked: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Row]:
+    """What processes find, each answer as it comes."""
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        for given, found in pool.imap_unordered(functools.partial(_tell, ask), asked):
+            if isinstance(found, str):
+                print(f"# {given[0]} {given[1]}: {found}", flush=True)
+            else:
+                yield from found
+
+
+def _tell(ask: Callable[..., list[Row]], given: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Row] | str]:
+    """What a process answers."""
+    try:
+        return given, ask(*given)
+    except Exception as error:  # noqa: BLE001 - the others go on
+        return given, f"{type(error).__name__}: {_line(str(error))}"
+
+
+def tasks(stale: Iterable[Row]) -> list[tuple[str, Job, tuple[str, ...]]]:
+    """Kernels to make, a few of a job at a time: nvcc takes ten seconds for each."""
+    by_place: dict[Place, list[str]] = collections.defaultdict(list)
+    for row in stale:
+        by_place[row.place].append(row.kernel)
+    return [
+        (place[0], Job(*place[1:]), tuple(names[n : n + TOGETHER]))
+        for place, names in by_place.items()
+        for n in range(0, len(names), TOGETHER)
+    ]
+
+
 def main() -> int:
-    args = read_arguments()
+    args, started = read_arguments(), time.perf_counter()
     if args.write:
         levels_table.PAGE.write_text(page(read()))
         return 0
-    known = {(r.gpu, r.family, r.dim, r.program) for r in read(args.to)} if args.to.exists() else set()
-    asked = [(n, j) for j in jobs(*args.only) for n in args.gpu if (n, j.family, j.dim, j.program) not in known]
-    started = time.perf_counter()
-    pool = multiprocessing.get_context("fork").Pool(args.n)
-    for name, job, found in pool.imap_unordered(tell, asked):
-        if isinstance(found, str):
-            print(f"# {name} {job}: {found}", flush=True)
-        elif str(args.to) == "-":
-            write(found, sys.stdout)
-        else:
-            with args.to.open("a", newline="") as file:
-                write(found, file)
+    known: dict[Place, list[Row]] = collections.defaultdict(list)
+    for row in read(args.to):
+        known[row.place].append(row)
+    asked = [
+        (name, job, known[name, job.family, job.dim, job.program]) for name in args.gpu for job in jobs(*args.only)
+    ]
+    found = list(answers(looked_at, asked, args.n))
+    stale = [row for row in found if not row.current]
+    if args.stale:
+        print(*(f"{row}\n" for row in stale), sep="", end="")
+        return int(bool(stale))
+    places = {row.place for row in found}
+    rows = {(r.place, r.kernel): r for r in [*(r for r in read(args.to) if r.place not in places), *found]}
+    write(rows.values(), args.to, order)
+    for row in answers(made, [] if args.mark else tasks(stale), args.n):
+        print(row, flush=True)
+        rows[row.place, row.kernel] = row
+        write(rows.values(), args.to, order)
         if time.perf_counter() - started > args.seconds:
             break
-    pool.terminate()
+    if args.to == levels_table.PATH:
+        levels_table.PAGE.write_text(page(read()))
     return 0
 
 

@@ -42,17 +42,22 @@ def _refusals(rows: list[Any]) -> list[str]:
 
 def _cell(rows: list[Any], asked: int) -> str:
     """Of how many problems it is known; how many of their kernels have which level; the most that one takes."""
-    if not rows:
+    problems = {(row.program, row.dim) for row in rows if row.level != "unmade"}
+    if not problems:
         return "not looked at"
-    parts = [f"{len({(row.program, row.dim) for row in rows})} of {asked} problems"]
+    parts = [f"{len(problems)} of {asked} problems"]
     for level in ("compiles", "lowers", "refused"):
         found = [row for row in rows if row.level == level]
         if found:
             parts.append(f"{level}: {len(found)} of {len(rows)} kernels")
+    if unmade := sum(row.level == "unmade" for row in rows):
+        parts.append(f"not looked at: {unmade}")
+    if changed := sum(bool(row.changed) for row in rows):
+        parts.append(f"as they were before a change: {changed}")
     compiled = [row for row in rows if row.level == "compiles"]
     if compiled:
         parts.append(f"spills: {sum(row.spilled > 0 for row in compiled)}")
         parts.append(f"at most {max(row.registers for row in compiled)} registers")
-    if kept := [row for row in rows if row.level != "refused"]:
+    if kept := [row for row in rows if row.level in ("compiles", "lowers")]:
         parts.append(f"at most {max(row.shared for row in kept) / 1024:.1f} KB of shared memory")
     return "; ".join(parts)
