@@ -312,6 +312,24 @@ def test_a_reshaped_tile_is_the_same_memory() -> None:
     assert torch.equal(y, x.view(32, 4))
 
 
+def test_a_parameter_is_viewed_in_a_shape_that_the_call_gives() -> None:
+    rows, columns = T.dynamic("rows"), T.dynamic("columns")
+
+    @T.prim_func
+    def main(X: T.Tensor((rows, columns), "float32"), Y: T.Tensor((rows, columns), "float32")):
+        with T.Kernel(1, threads=32):
+            flat = T.view(Y, [rows * columns])
+            for i in T.Parallel(32):
+                T.atomic_add(flat[columns + i], X[0, i])
+
+    x, y = torch.randn(3, 32), torch.ones(3, 32)
+    Interpreter(main)(x, y)
+    assert torch.equal(y[1], 1 + x[0])
+    assert torch.equal(y[[0, 2]], torch.ones(2, 32))
+    with pytest.raises(ValueError, match="has shape"):
+        Interpreter(main)(x, torch.ones(2, 32))
+
+
 def test_safe_values_stand_for_what_lies_outside() -> None:
     @T.prim_func
     def main(X: T.Tensor((10,), "float32"), Y: T.Tensor((16,), "float32")):

@@ -25,6 +25,7 @@ class Arguments:
         self._values: list[Binding] = []
         self._lengths: list[Binding] = []
         self._checks: list[Binding] = []
+        self._views: list[Binding] = []
         declared = []
         for position, parameter in enumerate(prim_func.params):
             buffer = buffers.get(handle_of(parameter))
@@ -35,7 +36,8 @@ class Arguments:
                 declared.append((position, buffer))
         for position, buffer in declared:  # after all lengths have slots: one buffer's may stand in another's shape
             info = compiler.declare(buffer)
-            self._values.append(_tensor(compiler, info, position, len(buffer.shape)))
+            self._values.append(_tensor(info, position, len(buffer.shape)))
+            self._views.append(_views(compiler, info.slot))
             shape = [compiler.value(length) for length in buffer.shape]
             strides = [compiler.value(stride) for stride in buffer.strides]
             self._checks.append(_layout_check(position, info.name, shape, strides))
@@ -52,7 +54,7 @@ class Arguments:
         """Put the arguments of a call into its frame; raises ValueError for those which do not fit."""
         if len(arguments) != self._count:
             raise ValueError(f"the kernel takes {self._count} arguments, {len(arguments)} were given")
-        for binding in (*self._values, *self._lengths, *self._checks):
+        for binding in (*self._values, *self._lengths, *self._checks, *self._views):
             binding(frame, arguments)
 
 
@@ -66,8 +68,8 @@ def _scalar(slot: int, position: int, dtype: str) -> Binding:
     return bind
 
 
-def _tensor(compiler: BufferCompiler, info: BufferInfo, position: int, rank: int) -> Binding:
-    slot, dtype, make_views = info.slot, STORAGE[info.dtype], compiler.make_views
+def _tensor(info: BufferInfo, position: int, rank: int) -> Binding:
+    slot, dtype = info.slot, STORAGE[info.dtype]
     who = f"argument {position} (`{info.name}`)"
 
     def bind(frame: Frame, arguments: Sequence[Any]) -> None:
@@ -79,7 +81,13 @@ def _tensor(compiler: BufferCompiler, info: BufferInfo, position: int, rank: int
         if tensor.dtype != dtype or tensor.device.type != "cpu":
             raise ValueError(f"{who} is {tensor.dtype} on {tensor.device}; the interpreter takes {dtype} on cpu")
         frame[slot] = tensor.detach()
-        make_views(frame, slot)
+
+    return bind
+
+
+def _views(compiler: BufferCompiler, slot: int) -> Binding:
+    def bind(frame: Frame, arguments: Sequence[Any]) -> None:
+        compiler.make_views(frame, slot)
 
     return bind
 

@@ -70,7 +70,7 @@ class BufferCompiler:
         self.axes: list[Lanes] = []  # the open loops of the parallel nest
         self.rank = 0  # the lane axes of the whole nest
         self.masked = False  # within a condition that differs between lanes
-        self.views: dict[int, list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]] = {}
+        self.views: dict[int, list[tuple[int, Callable[[Frame, torch.Tensor], torch.Tensor]]]] = {}
         self._view_slots: dict[tuple[object, ...], int] = {}
         self._variables: dict[int, Code] = {}
         self._places: dict[int, Place] = {}
@@ -194,15 +194,17 @@ class BufferCompiler:
         if info is not None:
             return info
         owner = self._owners.get(handle_of(node.data))
-        lengths = [self.expression(length).const for length in node.shape]
         dtype = str(node.dtype)
-        if owner is None or owner.private or None in lengths or dtype not in STORAGE:
+        if owner is None or owner.private or dtype not in STORAGE:
             raise NotInterpretable(f"the buffer `{node.name}`, which is no parameter and is not allocated")
-        shape, count = tuple(lengths), math.prod(lengths)
-        info = BufferInfo(self.new_slot(), str(node.name), owner.scope, dtype, shape, owner.outside)
+        known = [self.expression(length).const for length in node.shape]
+        lengths = [self.value(length) for length in node.shape]
+        known_shape = None if None in known else tuple(known)
+        info = BufferInfo(self.new_slot(), str(node.name), owner.scope, dtype, known_shape, owner.outside)
 
-        def make(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.view(-1).view(STORAGE[dtype])[:count].view(shape)
+        def make(frame: Frame, tensor: torch.Tensor) -> torch.Tensor:
+            shape = tuple(length(frame) for length in lengths)
+            return tensor.view(-1).view(STORAGE[dtype])[: math.prod(shape)].view(shape)
 
         self.views.setdefault(owner.slot, []).append((info.slot, make))
         self._buffers[handle_of(node)] = info
@@ -235,9 +237,9 @@ class BufferCompiler:
         return allocate
 
     def make_views(self, frame: Frame, slot: int) -> None:
-        """Make, at run time, the views of a buffer whose tensor is new."""
+        """Make, at run time, the views of a buffer whose tensor is new; all lengths are bound."""
         for view_slot, make in self.views.get(slot, ()):
-            frame[view_slot] = make(frame[slot])
+            frame[view_slot] = make(frame, frame[slot])
             self.make_views(frame, view_slot)
 
     def note_safe_values(self, annotations: Annotations) -> None:
@@ -298,7 +300,7 @@ class BufferCompiler:
         if slot is None:
             slot = self._view_slots[info.slot, rank, layout] = self.new_slot()
             steady = Window(BufferInfo(0, info.name, info.scope, info.dtype, info.shape, info.outside), spans, rank)
-            self.views.setdefault(info.slot, []).append((slot, lambda tensor: steady.locate([tensor])[0]))
+            self.views.setdefault(info.slot, []).append((slot, lambda _, tensor: steady.locate([tensor])[0]))
         return Whole(info, slot, rank)
 
     def private_length(self, info: BufferInfo) -> int:

@@ -119,7 +119,14 @@ class InRegisters(PairOperands):
 
 class Crossing(InRegisters):
     """The same where dK is made while the next step begins. Its operand lies in shared memory: registers would be too
-    few for it and the next step's products (ptxas C7512)."""
+    few for it and the next step's products (ptxas C7512). dV is issued before threads meet: its operand is a
+    thread's own."""
+
+    @macro_method
+    def hand_gradients_on(self, at: Step) -> None:
+        """The gradients of products lie in shared memory; `issue_results` lets threads meet."""
+        T.copy(self.gradients, self.gradients_packed)
+        T.copy(self.gradients_packed, self.gradients_shared[at.number % 2, :, :])
 
     def gradients_for_dk(self, at: Step) -> Any:
         """The operand of dK."""

@@ -2,7 +2,8 @@
 
 Order of a step (hopper/backward.py says why): products q . k; gradients of weights, on their way while the weights are
 made; gradients of products; then dV, dQ and dK are issued together, and dQ is added to its sums while dK is made. Of
-packed sequences dK is made on while the next step begins.
+packed sequences dV is issued before the others, as it waits for no other thread, and dK is made on while the next step
+begins.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from attention_engine.kernels.hopper.chances import Bits
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.neighbours import at_ends, clear_neighbours, keep_own_dq
 from attention_engine.kernels.hopper.keys.order import first_tile_after
 from attention_engine.kernels.hopper.keys.pair_operands import Step
 from attention_engine.kernels.key_sums import sum_keys
@@ -39,7 +41,13 @@ from attention_engine.kernels.splice import hold_value
 from attention_engine.kernels.tiles import QueryWalk
 from attention_engine.kernels.unseen import clear_keys
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP
-from attention_engine.kernels.workspace import take_sums_for_granted, workspace_offset
+from attention_engine.kernels.workspace import (
+    add_at,
+    hold_place,
+    take_place_for_granted,
+    take_sums_for_granted,
+    workspace_offset,
+)
 from attention_engine.passes.within_sequences import KEYS
 
 
@@ -112,37 +120,6 @@ def clear_behind(form: KeyForm, item: KeyItem, place: Place, kv0: Any, tiles: tu
 
 
 @T.macro
-def at_ends(work: Work, q0: Any, act: Callable[[], None]) -> None:
-    """Acts where a tile of queries has rows of a neighbouring sequence, too."""
-    ends = work.item.ends
-    if T.Or(q0 < ends.first_query, q0 + work.form.tile.q > ends.last_query):
-        act()
-
-
-@T.macro
-def clear_neighbours(work: Work, at: Step) -> None:
-    """Rows of neighbours, of queries and of gradients of the output, become 0: their pairs have weight 0, and a product
-    with what they may hold, NaN, has not."""
-    form, memory, ends = work.form, work.memory, work.item.ends
-    q0 = at.q0
-    T.sync_threads(COMPUTE, form.tile.threads)  # no product reads them any more
-    for tile in (memory.queries.tile, memory.output_gradients.tile):
-        for i, piece in T.Parallel(form.tile.q, int(tile.shape[2]) // 8):
-            if T.Or(q0 + i < ends.first_query, q0 + i >= ends.last_query):
-                for d in T.vectorized(8):
-                    tile[at.stage, i, piece * 8 + d] = T.cast(0, form.problem.dtype)
-
-
-@T.macro
-def keep_own_dq(work: Work, q0: Any) -> None:
-    """Nothing is added to neighbours' dQ, also where a key holds NaN."""
-    form, dq, ends = work.form, work.memory.results.dq, work.item.ends
-    for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
-        query = q0 + (j if form.transposes_dq else i)
-        dq[i, j] = T.if_then_else(T.And(query >= ends.first_query, query < ends.last_query), dq[i, j], 0)
-
-
-@T.macro
 def start_results(form: KeyForm, memory: KeyMemory) -> None:
     """All sums begin at 0."""
     tile, results = form.tile, memory.results
@@ -176,11 +153,10 @@ def take_step(work: Work, step: Any) -> None:
         visit = walk.at(step)
     head = visit.head
     q0 = visit.start
-    row = None
+    sums = None
     if form.with_dq:
-        row = work.first_row + (head - item.kv_head * form.problem.group)
-        row = row if form.holds_row else hold_value(row)
-        take_sums_for_granted(work.buffers, row, q0 * form.dim, tile.q * form.dim)
+        sums = sums_of_step(work, head, q0)
+        take_step_for_granted(work, sums, q0)
     place = place_of(work, head)
     staged = {row_variable(n): Stage(memory.rows[n], stage) for n in form.row_names}
     chosen = None if memory.chances is None else bind(bits_of_step, work, step)
@@ -192,7 +168,7 @@ def take_step(work: Work, step: Any) -> None:
         memory.chances.hand_back(work.thread, item.round.steps + step)
     sum_pairs_of_keys(work, at)
     if form.within:
-        at_ends(work, q0, bind(clear_neighbours, work, at))
+        at_ends(form, item.ends, q0, bind(clear_neighbours, form, memory, item.ends, at))
     pairs.hand_gradients_on(at)
     issue_results(work, at)
     sum_pairs_of_diagonals(work, at)
@@ -200,20 +176,40 @@ def take_step(work: Work, step: Any) -> None:
     if work.thread % WARP == 0:
         T.barrier_arrive(memory.output_gradients.empty[stage])
     if form.within:
-        at_ends(work, q0, bind(keep_own_dq, work, q0))
+        at_ends(form, item.ends, q0, bind(keep_own_dq, form, memory.results.dq, item.ends, q0))
     if form.with_dq:
         if memory.order is not None:
             memory.order.wait(step)
         if form.tile.stores_first:
-            store_or_add(work, row, q0)
+            store_or_add(work, sums, q0)
+        elif form.within:
+            add_at(work.buffers, sums, memory.results.dq, tile, form.dim, form.vectors)
         else:
-            add_to_sums_of_dq(work, row, q0)
+            add_to_sums_of_dq(work, sums, q0)
         if memory.order is not None:
             memory.order.hand_on(work.thread)
     if not form.crosses:
         T.wait_wgmma(0)
         if work.thread % WARP == 0:
             T.barrier_arrive(queries.empty[stage])
+
+
+def sums_of_step(work: Work, head: Any, q0: Any) -> Any:
+    """Where the sums of a step's dQ stand: their row, or, of packed sequences, the first one's place among all."""
+    form = work.form
+    row = work.first_row + (head - work.item.kv_head * form.problem.group)
+    if form.within:
+        return hold_place(work.buffers, row, q0 * form.dim)
+    return row if form.holds_row else hold_value(row)
+
+
+def take_step_for_granted(work: Work, sums: Any, q0: Any) -> None:
+    """Spares the guards of a step's sums."""
+    form, size = work.form, work.form.tile.q * work.form.dim
+    if form.within:
+        take_place_for_granted(work.buffers, sums, size)
+    else:
+        take_sums_for_granted(work.buffers, sums, q0 * form.dim, size)
 
 
 def bits_of_step(work: Work, step: Any) -> Callable[[Any, Any], Any]:
@@ -275,7 +271,11 @@ def issue_results(work: Work, at: Step) -> None:
     """What a step adds to dV, its dQ, and what it adds to dK are on their way."""
     form, memory, pairs, results = work.form, work.memory, work.memory.pairs, work.memory.results
     k, queries, output_gradients = memory.keys.tile, memory.queries, memory.output_gradients
+    if form.crosses:
+        T.fence_proxy_async()
     T.wgmma_gemm(pairs.weights_for_dv(at), output_gradients.tile[at.stage, :, :], results.dv, policy=form.policy)
+    if form.crosses:
+        T.sync_threads(COMPUTE, form.tile.threads)
     if form.with_dq:
         if form.transposes_dq:
             T.wgmma_gemm(
