@@ -26,11 +26,12 @@ from tilelang.ir import get_stmt_span  # noqa: E402
 from tilelang.language.eager import builder, utils  # noqa: E402
 from tvm import ir, tirx  # noqa: E402
 
-from attention_engine import AttentionEngine, arch, meta_tensor  # noqa: E402
+from attention_engine import AttentionEngine, arch, library, meta_tensor  # noqa: E402
 from attention_engine.codegen import patches  # noqa: E402
 from attention_engine.codegen.compile import lower_kernel  # noqa: E402
 from attention_engine.codegen.patches import (  # noqa: E402
     PATCHES,
+    carried,
     choices,
     ended_reads,
     idle,
@@ -52,7 +53,7 @@ from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 
-RULES = (choices, ended_reads, swizzled)
+RULES = (carried, choices, ended_reads, swizzled)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -301,6 +302,17 @@ def test_tilelang_adds_up_where_each_number_of_a_swizzled_tile_stands(monkeypatc
     kernel = engine._source_kernel("backward", "cuda")
     cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
     assert "gradients_out) + ((((" in cuda and rule(cuda).count(" ^ ((i_") == 1
+
+
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
+def test_tilelang_works_out_where_sums_stand_at_each_addition(monkeypatch):
+    rule = carried.with_carried_sums
+    monkeypatch.setattr(printed, rule.__name__, lambda cuda: cuda)
+    engine = AttentionEngine((meta_tensor(None, 2, None, 128, dtype=torch.float16),) * 3, mask_mod=library.causal)
+    engine._note_call(((2, 128),) * 3, torch.float16)
+    kernel = engine._all_kernels(arch.H100(), [], packed="alike")["backward"]
+    cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
+    assert cuda.count("AtomicAddx4((&(") == 1 and rule(cuda).count("add_four(place_") == 1
 
 
 def test_tilelang_includes_more_than_a_kernel_needs():

@@ -18,7 +18,7 @@ the addresses that the step's first row values wait for. The backward pass asks 
 changed with other parts of the kernel, by 6 % of its time. Its copying threads, of which each has 24 registers, read
 the index at each use: what is worked out of it is then not held over their loops, for which products would wait for one
 another (ptxas C7512). Stores to a swizzled tile, whose places are made of the index, find them by turned bits
-(swizzled.py).
+(swizzled.py), and additions to sums keep their address (carried.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from attention_engine.codegen.patches.carried import with_carried_sums
 from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
 from attention_engine.codegen.patches.scope import Patch, Undo
@@ -37,7 +38,7 @@ from attention_engine.codegen.patches.swizzled import with_turned_bits
 FLAGS = ["-DATTENTION_ENGINE_PRINTED=4"]  # in the compiler's cache key: another text is another kernel
 UNIFORM_FLAGS = ["-DATTENTION_ENGINE_UNIFORM_GROUPS=1"]
 HELD_FLAGS = ["-DATTENTION_ENGINE_HELD_BARRIERS=1"]
-THREAD_FLAGS = ["-DATTENTION_ENGINE_HELD_THREADS=2"]
+THREAD_FLAGS = ["-DATTENTION_ENGINE_HELD_THREADS=3"]
 ONE_CHAIN_FLAGS = ["-DATTENTION_ENGINE_ONE_CHAIN=1"]
 CHAINS = 4
 
@@ -86,7 +87,7 @@ def rewriting(
     asked = {
         with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, in_chains: not one_chain,
         with_uniform_groups: uniform_groups, with_held_barriers: held_barriers, with_held_threads: held_threads,
-        with_turned_bits: held_threads,
+        with_turned_bits: held_threads, with_carried_sums: held_threads,
     }  # fmt: skip
     _ours.rules = [rule for rule, wanted in asked.items() if wanted]
     try:

@@ -2,8 +2,8 @@
 
 Order of a step (hopper/backward.py says why): products q . k; gradients of weights, on their way while the weights are
 made; gradients of products; then dV, dQ and dK are issued together, and dQ is added to its sums while dK is made. Of
-packed sequences dV is issued before the others, as it waits for no other thread, and dK is made on while the next step
-begins.
+packed sequences dV is issued before the others, as it waits for no other thread, and dK is made and additions leave
+while the next step begins.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.program import row_variable
+from attention_engine.kernels import workspace
 from attention_engine.kernels.common import Buffers, Corners, Place, Stage, block_values, reader, window
 from attention_engine.kernels.diagonals import (
     Diagonal,
@@ -41,13 +42,6 @@ from attention_engine.kernels.splice import hold_value
 from attention_engine.kernels.tiles import QueryWalk
 from attention_engine.kernels.unseen import clear_keys
 from attention_engine.kernels.warps import COMPUTE, GROUP, ROWS_WHOLE, WARP
-from attention_engine.kernels.workspace import (
-    add_at,
-    hold_place,
-    take_place_for_granted,
-    take_sums_for_granted,
-    workspace_offset,
-)
 from attention_engine.passes.within_sequences import KEYS
 
 
@@ -92,6 +86,8 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     clear_behind(form, item, Place(item.b, kv_head, only_head if form.within else {}, own_read), kv0, unseen)
     tile_after = first_tile_after(form, buffers, item) if form.tile.stores_first else None
     work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread, tile_after)
+    if form.crosses:
+        await_queries(work, 0)
     for step in T.serial(item.steps):
         take_step(work, step)
     if form.crosses:
@@ -141,7 +137,8 @@ def take_step(work: Work, step: Any) -> None:
     stage, turn = item.round.stage(step, tile.stages)
     if memory.entries is None:
         visit = walk.at(step)
-    T.barrier_wait(queries.full[stage], turn)
+    if not form.crosses:
+        T.barrier_wait(queries.full[stage], turn)
     T.wgmma_gemm(
         memory.keys.tile, queries.tile[stage, :, :], pairs.products, transpose_B=True, policy=form.policy,
         clear_accum=True,
@@ -183,7 +180,7 @@ def take_step(work: Work, step: Any) -> None:
         if form.tile.stores_first:
             store_or_add(work, sums, q0)
         elif form.within:
-            add_at(work.buffers, sums, memory.results.dq, tile, form.dim, form.vectors)
+            workspace.add_at(work.buffers, sums, memory.results.dq, tile, form.dim, form.vectors)
         else:
             add_to_sums_of_dq(work, sums, q0)
         if memory.order is not None:
@@ -194,12 +191,22 @@ def take_step(work: Work, step: Any) -> None:
             T.barrier_arrive(queries.empty[stage])
 
 
+@T.macro
+def await_queries(work: Work, step: Any) -> None:
+    """Queries of a step, if there is one, are there. Of packed sequences they are waited for before the additions of
+    the step before: behind them, ptxas has the wait's branch wait until they have left, and so the first products."""
+    queries, item = work.memory.queries, work.item
+    if step < item.steps:
+        stage, turn = item.round.stage(step, work.form.tile.stages)
+        T.barrier_wait(queries.full[stage], turn)
+
+
 def sums_of_step(work: Work, head: Any, q0: Any) -> Any:
     """Where the sums of a step's dQ stand: their row, or, of packed sequences, the first one's place among all."""
     form = work.form
     row = work.first_row + (head - work.item.kv_head * form.problem.group)
     if form.within:
-        return hold_place(work.buffers, row, q0 * form.dim)
+        return workspace.hold_place(work.buffers, row, q0 * form.dim)
     return row if form.holds_row else hold_value(row)
 
 
@@ -207,9 +214,9 @@ def take_step_for_granted(work: Work, sums: Any, q0: Any) -> None:
     """Spares the guards of a step's sums."""
     form, size = work.form, work.form.tile.q * work.form.dim
     if form.within:
-        take_place_for_granted(work.buffers, sums, size)
+        workspace.take_place_for_granted(work.buffers, sums, size)
     else:
-        take_sums_for_granted(work.buffers, sums, q0 * form.dim, size)
+        workspace.take_sums_for_granted(work.buffers, sums, q0 * form.dim, size)
 
 
 def bits_of_step(work: Work, step: Any) -> Callable[[Any, Any], Any]:
@@ -268,7 +275,7 @@ def sum_pairs_of_diagonals(work: Work, at: Step) -> None:
 
 @T.macro
 def issue_results(work: Work, at: Step) -> None:
-    """What a step adds to dV, its dQ, and what it adds to dK are on their way."""
+    """What a step adds to dV, its dQ, and what it adds to dK are on their way. The next step's queries are there."""
     form, memory, pairs, results = work.form, work.memory, work.memory.pairs, work.memory.results
     k, queries, output_gradients = memory.keys.tile, memory.queries, memory.output_gradients
     if form.crosses:
@@ -286,6 +293,8 @@ def issue_results(work: Work, at: Step) -> None:
                 pairs.gradients_for_dq(at), k, results.dq, transpose_A=True, policy=form.dq_policy, clear_accum=True
             )  # fmt: skip
     T.wgmma_gemm(pairs.gradients_for_dk(at), queries.tile[at.stage, :, :], results.dk, policy=form.policy)
+    if form.crosses:
+        await_queries(work, at.number + 1)
 
 
 @T.macro
@@ -299,7 +308,7 @@ def store_or_add(work: Work, row: Any, q0: Any) -> None:
         for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
             query, d = (j, i) if form.transposes_dq else (i, j)
             work.buffers["workspace"][
-                row, q0 * form.dim + workspace_offset(query, d, form.tile, form.dim, form.vectors)
+                row, q0 * form.dim + workspace.workspace_offset(query, d, form.tile, form.dim, form.vectors)
             ] = dq[i, j]
     else:
         add_to_sums_of_dq(work, row, q0)
@@ -313,7 +322,7 @@ def add_to_sums_of_dq(work: Work, row: Any, q0: Any) -> None:
         query, d = (j, i) if form.transposes_dq else (i, j)
         T.atomic_add(
             work.buffers["workspace"][
-                row, q0 * form.dim + workspace_offset(query, d, form.tile, form.dim, form.vectors),
+                row, q0 * form.dim + workspace.workspace_offset(query, d, form.tile, form.dim, form.vectors),
             ],
             dq[i, j],
         )  # fmt: skip
