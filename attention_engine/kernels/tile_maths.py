@@ -37,7 +37,13 @@ from attention_engine.passes.steps import KEEP, OTHER, TILE, ReduceStep, RowStep
 from attention_engine.passes.strength import split_casts
 from attention_engine.plan.forms import Tile
 
+Held = Callable[[Any, Any], dict[Expr, Any]]
 REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
+
+
+def nothing_held(i: Any, j: Any) -> dict[Expr, Any]:
+    """Of a mask that reads no variables."""
+    return {}
 
 
 def row_variables(schedule: ForwardSchedule) -> list[Expr]:
@@ -143,11 +149,11 @@ class TileMaths:
     def _row(self, i: Any) -> dict[Expr, Any]:
         return {**{variable: fragment[i] for variable, fragment in self.rows.items()}, **self.of_row(i)}
 
-    def _keep(self, place: Place, i: Any, j: Any, kv0: Any) -> Any:
+    def _keep(self, place: Place, i: Any, j: Any, kv0: Any, held: Held = nothing_held) -> Any:
         inside = kv0 + j < self.stop
         if self.schedule.mask is None:
             return inside
-        (keep,) = place.splice(self.query(i), kv0 + j, self.of_row(i))(self.schedule.mask)
+        (keep,) = place.splice(self.query(i), kv0 + j, {**self.of_row(i), **held(i, j)})(self.schedule.mask)
         return both(inside, keep)
 
     def _over_pairs(
@@ -204,12 +210,12 @@ class TileMaths:
 
         self._by_ends(kv0, start)
 
-    def mask(self, kv0: Any) -> None:
-        """Masked pairs hold the fill."""
+    def mask(self, kv0: Any, held: Held = nothing_held) -> None:
+        """Masked pairs hold the fill. held: values of variables at a pair of the tile, which the mask reads."""
         fill = -T.infinity(FLOAT) if self.schedule.fill == -math.inf else T.float32(self.schedule.fill)
 
         def entry(place: Place, i: Any, j: Any) -> None:
-            store(self.scores, T.if_then_else(self._keep(place, i, j, kv0), self.scores[i, j], fill), i, j)
+            store(self.scores, T.if_then_else(self._keep(place, i, j, kv0, held), self.scores[i, j], fill), i, j)
 
         self._over_pairs(kv0, [] if self.schedule.mask is None else [self.schedule.mask], entry)
 

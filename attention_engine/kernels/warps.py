@@ -79,6 +79,13 @@ def output_fits(problem: Problem, tile: Tile) -> bool:
     return 2 * (tile.q * (dim + dim_v) + tile.stages * tile.kv * (dim + dim_v)) <= SHARED_BYTES
 
 
+def shared_bytes_left(problem: Problem, tile: Tile, blocks: int = 1) -> int:
+    """Bytes that a forward block's tiles leave of shared memory, where so many blocks share an SM."""
+    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    beside = tile.q * dim_v if tile.persistent and output_fits(problem, tile) else 0
+    return SHARED_BYTES // blocks - 2 * (tile.q * dim + beside + tile.stages * tile.kv * (dim + dim_v))
+
+
 def keeps_queries_ahead(problem: Problem, tile: Tile) -> bool:
     """Can that tile be a second one of queries?"""
     return tile.persistent and problem.dim == problem.dim_v and output_fits(problem, tile)

@@ -7,11 +7,13 @@ reads the notes and brings them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.kernels.common import Buffers, window
+from attention_engine.kernels.common import Buffers, where_partial, window
 from attention_engine.kernels.hopper.barriers import Ring
 from attention_engine.kernels.hopper.forward_form import ForwardForm
 from attention_engine.kernels.hopper.forward_steps import ForwardMemory
@@ -19,16 +21,29 @@ from attention_engine.kernels.hopper.notes import note_in, size_of, values_of
 from attention_engine.kernels.hopper.query_tiles import NO_ITEM, NO_MORE, QueryNote
 from attention_engine.kernels.items import Deal, Item, Round, at_least_one
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import KeyWalk
+from attention_engine.kernels.tiles import KeyWalk, Visit, either
 from attention_engine.kernels.warps import WARP
 from attention_engine.plan.attention_buffers import DEALT
 
 
 @T.macro
-def copy_tile(source: Any, ring: Ring, stage: Any) -> None:
-    """Brings a tile to a stage, of which nobody reads the tile before any more."""
+def copy_tile(source: Any, ring: Ring, stage: Any, beside: Callable[[], None] | None = None) -> None:
+    """Brings a tile to a stage, of which nobody reads the tile before any more. beside: what else the warp does before
+    it says that the tile is there."""
     T.tma_copy(source, ring.tile[stage, :, :], barrier=ring.full[stage])
+    if beside is not None:
+        beside()
     T.barrier_arrive(ring.full[stage])
+
+
+def bring_sides(
+    form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item, visit: Visit, step: Any
+) -> None:  # fmt: skip
+    """Brings what a step's mask reads by its keys alone, where the mask will be asked."""
+    if memory.sides is not None:
+        kv0 = visit.start
+        partial = either(visit.is_partial(kv0), kv0 + form.tile.kv > form.sizes.kv)
+        where_partial(partial, bind(memory.sides.bring_keys, buffers, item, kv0, step))
 
 
 @T.macro
@@ -43,7 +58,12 @@ def copy_keys(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: 
         if form.plan.mapped:  # noqa: SIM102 - Python's condition, then the kernel's
             if T.get_thread_binding() == 0:
                 memory.entries[stage] = visit.entry
-        copy_tile(window(buffers["k"], item.batch, kv_head, kv0, form.tile.kv, form.dim), memory.keys, stage)
+        copy_tile(
+            window(buffers["k"], item.batch, kv_head, kv0, form.tile.kv, form.dim),
+            memory.keys,
+            stage,
+            bind(bring_sides, form, buffers, memory, item, visit, step),
+        )
         T.barrier_wait(memory.values.empty[stage], turn ^ 1)
         copy_tile(window(buffers["v"], item.batch, kv_head, kv0, form.tile.kv, form.dim_v), memory.values, stage)
 

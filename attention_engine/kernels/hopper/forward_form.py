@@ -8,7 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.expr import Expr, Type, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.packing import QUERIES_END, number_of_sequence
 from attention_engine.ir.problem import Problem
@@ -20,8 +20,9 @@ from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tile_maths import of_pairs
 from attention_engine.kernels.tiles import HandedList, KeyWalk, SequenceWalk, Walks
-from attention_engine.kernels.warps import GROUP, Form, keeps_queries_ahead, registers
+from attention_engine.kernels.warps import GROUP, WARP, Form, keeps_queries_ahead, registers, shared_bytes_left
 from attention_engine.passes.drop_weights import SEED_OF_BLOCK
+from attention_engine.passes.part_mask import PartedMask, part_mask
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan
@@ -30,6 +31,7 @@ from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import products_take_turns
 
 MAKING = 40  # registers of a thread that chooses which weights are dropped
+READING = 40  # and of one that reads what keys have beside the tiles that it copies
 BlockValues = tuple[tuple[Expr, Expr], ...]  # variables, and what a block computes of them once
 
 
@@ -109,7 +111,11 @@ class ForwardForm(Form):
     @cached_property
     def registers(self) -> tuple[int, int]:
         """Of a copying thread, and of a computing one."""
-        return registers(self.tile.threads, making=MAKING * self.drops_apart, blocks=self.blocks_of_an_sm)
+        making, blocks = MAKING * self.drops_apart, self.blocks_of_an_sm
+        if self.parted is None or not self.parted.of_keys:
+            return registers(self.tile.threads, making=making, blocks=blocks)
+        copying = READING if self.tile.threads <= 2 * GROUP else READING - 8  # of which computing ones take as many
+        return registers(self.tile.threads, copying, making, blocks)
 
     @property
     def blocks_of_an_sm(self) -> int:
@@ -160,8 +166,33 @@ class ForwardForm(Form):
         """Those values of a block that the scores read, and so what tiles start with."""
         schedule = self.schedule
         ends = (schedule.ends.below, schedule.ends.above) if schedule.ends else ()
-        read = topological(schedule.score, *ends)
-        return tuple((v, e) for v, e in schedule.block if v in read)
+        return self.values_of(schedule.score, *ends)
+
+    def values_of(self, *exprs: Expr) -> BlockValues:
+        """Those values of a block that some expressions read."""
+        read = topological(*exprs)
+        return tuple((v, e) for v, e in self.schedule.block if v in read)
+
+    @cached_property
+    def parted(self) -> PartedMask | None:
+        """The mask, parted in what its query and its key read, where memory has room for what keys read. Where a mask
+        is no fill of scores, it is asked of all tiles, wherever the maths says."""
+        parted = None if self.schedule.fill is None else part_mask(self.schedule.mask)
+        if parted is None:
+            return None
+        numbers = sum(2 if v.dtype is Type.LONG else 1 for v, _ in parted.of_keys)
+        wanted = 4 * numbers * self.places_of_keys * self.width_of_keys
+        return parted if wanted <= shared_bytes_left(self.problem, self.tile, self.blocks_of_an_sm) else None
+
+    @property
+    def places_of_keys(self) -> int:
+        """How many tiles' values of keys there is room for: a power of two, and more than keys have stages."""
+        return 1 << self.tile.stages.bit_length()
+
+    @property
+    def width_of_keys(self) -> int:
+        """How many keys of a tile a warp reads: each lane as many."""
+        return -(-self.tile.kv // WARP) * WARP
 
     @cached_property
     def values_of_chances(self) -> BlockValues:

@@ -18,12 +18,15 @@ from attention_engine.kernels.common import FLOAT, Buffers, named, where_partial
 from attention_engine.kernels.hopper.barriers import Ring, finish_before, give_back
 from attention_engine.kernels.hopper.chances import Bits, Chances, drop_pairs
 from attention_engine.kernels.hopper.forward_form import BlockValues, ForwardForm
+from attention_engine.kernels.hopper.mask_sides import MaskSides
 from attention_engine.kernels.hopper.query_tiles import QueryTiles
 from attention_engine.kernels.items import Item
 from attention_engine.kernels.tile_maths import (
+    Held,
     ScoreTile,
     TileMaths,
     needs_another,
+    nothing_held,
     rescale,
     row_variables,
     sums_in_parts,
@@ -49,6 +52,7 @@ class ForwardMemory:
     written: Any  # a row that the caller keeps
     chances: Chances | None  # where a group of its own chooses which weights are dropped
     entries: Any  # of a list, one for each stage: the copying warp notes them
+    sides: MaskSides | None  # what a mask reads by one side alone
 
     @staticmethod
     def allocate(form: ForwardForm) -> ForwardMemory:
@@ -79,6 +83,7 @@ class ForwardMemory:
         return ForwardMemory(
             queries=queries, keys=keys, values=values, weights=weights, scores=scores, other=other, output=output,
             rows=rows, parts=parts, written=written, chances=Chances.allocate(tile, tile.kv), entries=entries,
+            sides=MaskSides.allocate(form, beside),
         )  # fmt: skip
 
 
@@ -99,6 +104,11 @@ class Work:
         """The walk, where what a tile starts with depends on the step."""
         return self.walk if self.form.starts_by_index else None
 
+    def held(self, step: Any) -> Held:
+        """What a step's mask reads of variables."""
+        sides = self.memory.sides
+        return nothing_held if sides is None else sides.of_pairs(self.item, step)
+
     def stage(self, step: Any) -> tuple[Any, Any]:
         """Where a step's keys and values are, and the parity of their barriers."""
         return self.item.round.stage(step, self.form.tile.stages)
@@ -109,19 +119,22 @@ def maths_of(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: I
     place = form.place_of(buffers, item, block)
     of = ScoreTile(memory.scores, memory.other, memory.rows, memory.parts, form.no_staged_reads())
     schedule = replace(form.schedule, dropped=None) if form.drops_apart else form.schedule
+    schedule = schedule if form.parted is None else replace(schedule, mask=form.parted.mask)
     return TileMaths(schedule, form.tile, form.sizes, place, item.q0, of)
 
 
 @T.macro
 def weigh(
-    form: ForwardForm, maths: TileMaths, visit: Visit, before_weights: Callable[[], None] | None = None
+    work: Work, step: Any, visit: Visit, before_weights: Callable[[], None] | None = None
 ) -> None:  # fmt: skip
     """A step's products become scores, and scores become weights."""
-    kv0 = visit.start
+    form, maths, kv0 = work.form, work.maths, visit.start
     if not form.starts_ahead:
         maths.score(kv0)
     if form.schedule.fill is not None:
-        where_partial(either(visit.is_partial(kv0), kv0 + form.tile.kv > form.sizes.kv), bind(maths.mask, kv0))
+        where_partial(
+            either(visit.is_partial(kv0), kv0 + form.tile.kv > form.sizes.kv), bind(maths.mask, kv0, work.held(step))
+        )
     maths.weigh(kv0, before_weights)
 
 
@@ -171,6 +184,8 @@ def compute_item(
     work = Work(form, memory, item, walk, maths, steps, thread)
     T.fill(memory.output, 0)
     maths.start()
+    if memory.sides is not None:
+        memory.sides.read_rows(buffers, item)
     make_first_weights(work)
     for after in T.serial(steps - 1):
         take_step(work, after)
@@ -213,7 +228,7 @@ def make_first_weights(work: Work) -> None:
     first_visit = work.walk.at(0)
     give_back(thread, memory.keys.empty, first)
     memory.queries.give_back_after_scores(thread, item.round, work.steps == 1)
-    weigh(form, work.maths, first_visit)
+    weigh(work, 0, first_visit)
     if bits is not None:
         bits.hand_back(thread)
         drop_pairs(bits, memory.scores, form.tile)
@@ -245,7 +260,7 @@ def take_step(work: Work, after: Any) -> None:
     give_back(thread, memory.keys.empty, stage)
     memory.queries.give_back_after_scores(thread, item.round, step + 1 == work.steps)
     fenced = bind(until_output, form, memory, thread, before, turn_before)
-    weigh(form, work.maths, visit, fenced if form.waits_early else None)
+    weigh(work, step, visit, fenced if form.waits_early else None)
     if not form.takes_turns:
         take_output(form, memory, thread, before)
     elif not form.waits_early:

@@ -1,0 +1,113 @@
+"""What a mask reads by its query alone, or its key alone: once a row, and once a key of a tile.
+
+Were they read pair by pair, each read would wait behind the branch of its guard, and each key's would be made by all
+threads that have a pair of it. A row's values are read when its item begins, into registers. A key's come with the keys
+of a partial tile: the copying warp reads them while the keys are on their way, and stores them in shared memory before
+it says that these are there.
+
+Keys are handed back before their tile's mask is asked, so that values of keys have one place more than keys have
+stages, at least: when a warp hands the keys of a step back, it is done with the mask of the step before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from attention_engine.ir.expr import Expr, Type
+from attention_engine.kernels.common import Buffers, Place, block_values, named, over_rows, reader, store
+from attention_engine.kernels.hopper.forward_form import ForwardForm
+from attention_engine.kernels.items import Item
+from attention_engine.kernels.splice import take_for_granted
+from attention_engine.kernels.tile_maths import Held
+from attention_engine.kernels.warps import WARP
+from attention_engine.passes.part_mask import PartedMask
+
+HELD = {Type.BOOL: "int32", Type.INT: "int32", Type.LONG: "int64", Type.FLOAT: "float32"}
+Parts = tuple[tuple[Expr, Expr], ...]
+
+
+@dataclass(frozen=True)
+class MaskSides:
+    """The values of rows in registers, and those of keys in shared memory, by their variables; made in the kernel."""
+
+    form: ForwardForm
+    parted: PartedMask
+    rows: dict[Expr, Any]
+    keys: dict[Expr, Any]
+
+    @staticmethod
+    def allocate(form: ForwardForm, scope: str) -> MaskSides | None:
+        """Room for them, in this kind of shared memory; None where the mask asks for none."""
+        parted = form.parted
+        if parted is None:
+            return None
+        size = [form.places_of_keys, form.width_of_keys]
+        rows = {v: T.alloc_fragment([form.tile.q], HELD[v.dtype]) for v, _ in parted.of_queries}
+        keys = {v: T.alloc_shared(size, HELD[v.dtype], scope) for v, _ in parted.of_keys}
+        for side, of_side in (("rows", rows), ("keys", keys)):
+            for variable, buffer in of_side.items():
+                named(f"{variable.name}_of_{side}", buffer)
+        return MaskSides(form, parted, rows, keys)
+
+    def read_rows(self, buffers: Buffers, item: Item) -> None:
+        """A thread reads what its rows have."""
+        parts = self.parted.of_queries
+        if not parts:
+            return
+        place = _place_of(self.form, buffers, item, parts)
+
+        def entry(i: Any) -> None:
+            values = place.splice(item.q0 + i, None, {})(*(e for _, e in parts))
+            for (variable, _), value in zip(parts, values, strict=True):
+                store(self.rows[variable], _held(variable, value), i)
+
+        over_rows(self.form.tile.q, entry)
+
+    def bring_keys(self, buffers: Buffers, item: Item, kv0: Any, step: Any) -> None:
+        """The copying warp reads what the keys from kv0 on have, for a step."""
+        parts = self.parted.of_keys
+        if parts:
+            place = _place_of(self.form, buffers, item, parts)
+            _bring(self, place, parts, kv0, self._slot(item, step))
+
+    def of_pairs(self, item: Item, step: Any) -> Held:
+        """What the variables are at a pair of a step's tile."""
+        slot = self._slot(item, step)
+
+        def at(i: Any, j: Any) -> dict[Expr, Any]:
+            rows = {v: _value(v, held[i]) for v, held in self.rows.items()}
+            return rows | {v: _value(v, held[slot, j]) for v, held in self.keys.items()}
+
+        return at
+
+    def _slot(self, item: Item, step: Any) -> Any:
+        return item.round.stage(step, self.form.places_of_keys)[0]
+
+
+def _held(variable: Expr, value: Any) -> Any:
+    return T.cast(value, HELD[variable.dtype])
+
+
+def _value(variable: Expr, held: Any) -> Any:
+    return held != 0 if variable.dtype is Type.BOOL else held
+
+
+def _place_of(form: ForwardForm, buffers: Buffers, item: Item, parts: Parts) -> Place:
+    known = form.sizes.inside(form.problem, item.b, item.head)
+    for index, length in known:
+        take_for_granted(T.And(index >= 0, index < length))
+    read = reader(buffers, known)
+    values = block_values(form.values_of(*(e for _, e in parts)), item.b, item.head, read)
+    return Place(item.b, item.head, values, read, form.problem.approximate)
+
+
+@T.macro
+def _bring(sides: MaskSides, place: Place, parts: Parts, kv0: Any, slot: Any) -> None:
+    for n in T.unroll(sides.form.width_of_keys // WARP):
+        for lane in T.Parallel(WARP):
+            values = place.splice(None, kv0 + (n * WARP + lane), {})(*(e for _, e in parts))
+            for (variable, _), value in zip(parts, values):
+                store(sides.keys[variable], _held(variable, value), slot, n * WARP + lane)
