@@ -7,10 +7,10 @@
     python -m tests.levels --write                    the table of docs/limits.md, made of docs/levels.csv
 
 A job is a program, a direction and a head dim: `--only "backward 128 softmax"` takes those whose name holds the text.
-A row of docs/levels.csv is a kernel: its job, its GPU, and its level there: "compiles" (nvcc made it, with so many
-registers a thread, bytes spilled, and bytes of shared memory a block), "lowers" (TileLang made the text: HIP for AMD's
-GPUs, Python of the CuTe DSL for "A100 by CuTe"), "refused", and why, or "unmade", which nobody looked at. A row ends
-with a digest of the kernel's text, and with "changed" where that has another one now.
+A row of docs/levels.csv is a kernel: its job, its GPU, and its level there: "compiles" (nvcc or hipcc made it, with so
+many registers a thread, bytes spilled, and bytes of shared memory a block), "lowers" (TileLang made the text, HIP for
+AMD's GPUs where no hipcc is, Python of the CuTe DSL for "A100 by CuTe"), "refused", and why, or "unmade", which nobody
+looked at. A row ends with a digest of the kernel's text, and with "changed" where that has another one now.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, arch, library, meta_tensor
 from attention_engine.arch import Arch
 from attention_engine.codegen.compile import LoweredKernel, lower_kernel
-from attention_engine.codegen.dialects import lower_as
+from attention_engine.codegen.dialects import Text, find_hipcc, lower_as
 from attention_engine.compiler import Kernel
 from attention_engine.errors import AttentionEngineError, NotLowered
 from tests import levels_table, linear_cases
+from tests.kernels.hip import compile_hip_text
 from tests.kernels.together import compile_together
 from tests.levels_rows import Level, Place, Row, digest, read, write
 
@@ -199,14 +200,24 @@ def _made(name: str, gpu: Arch, kernels: Mapping[Path, Kernel]) -> Iterable[tupl
     texts = {}
     for place, each in kernels.items():
         try:
-            if name.endswith(BY_CUTE) or gpu.language == "hip":
-                text = lower_as("cutedsl" if name.endswith(BY_CUTE) else "hip", each.prim_func, gpu, each.configs)
+            if name.endswith(BY_CUTE):
+                text = lower_as("cutedsl", each.prim_func, gpu, each.configs)
                 yield place, ("lowers", 0, 0, text.shared_bytes, "")
+            elif gpu.language == "hip":
+                yield place, _made_of_hip(lower_as("hip", each.prim_func, gpu, each.configs), gpu)
             else:
                 texts[place] = lower_kernel(each.prim_func, gpu, pass_configs=each.configs)
         except (NotLowered, RuntimeError) as error:
             yield place, ("refused", 0, 0, 0, _line(getattr(error, "reason", str(error))))
     yield from _compiled(texts, gpu)
+
+
+def _made_of_hip(made: Text, gpu: Arch) -> Found:
+    """What AMD's compiler makes of a text, where it is here."""
+    if find_hipcc() is None:
+        return "lowers", 0, 0, made.shared_bytes, ""
+    used = compile_hip_text(made.text, gpu)
+    return "compiles", used.registers, used.scratch_bytes, made.shared_bytes, ""
 
 
 def _gpu(name: str) -> Arch:
@@ -221,6 +232,11 @@ def _compiled(texts: Mapping[Any, LoweredKernel], gpu: Arch) -> Iterable[tuple[A
         for n, one in compile_together({n: texts[kernel] for n, kernel in names.items()}, gpu).items():
             spilled, notes = one.used.spill_stores + one.used.spill_loads, "; ".join(one.used.notes)
             yield names[n], ("compiles", one.used.registers, spilled, one.used.shared_bytes, notes)
+
+
+def _compiles_here(name: str) -> bool:
+    """Is there more to learn of a GPU's kernels than that they lower?"""
+    return not name.endswith(BY_CUTE) and (_gpu(name).language == "cuda" or find_hipcc() is not None)
 
 
 def _line(words: str) -> str:
@@ -291,7 +307,7 @@ def main() -> int:
         (name, job, known[name, job.family, job.dim, job.program]) for name in args.gpu for job in jobs(*args.only)
     ]
     found = list(answers(looked_at, asked, args.n))
-    stale = [row for row in found if not row.current]
+    stale = [row for row in found if not row.current or (row.level == "lowers" and _compiles_here(row.gpu))]
     if args.stale:
         print(*(f"{row}\n" for row in stale), sep="", end="")
         return int(bool(stale))
