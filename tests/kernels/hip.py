@@ -19,7 +19,7 @@ class Used:
     """What one thread of a kernel takes, as the compiler's assembly says."""
 
     registers: int  # vector registers, those of matrix products' sums among them
-    scratch_bytes: int  # memory of its own: what was spilled, arrays that registers can't hold
+    scratch_bytes: int  # memory of its own that it reads or writes: what was spilled, arrays that no registers hold
 
 
 def compile_hip_text(text: str, gpu: Arch) -> Used:
@@ -41,9 +41,14 @@ def compile_hip_text(text: str, gpu: Arch) -> Used:
 
 
 def parse_assembly(assembly: str) -> Used:
-    """What the notes at the end of an assembly say; of several kernels, the most of each."""
+    """What the notes at the end of an assembly say; of several kernels, the most of each.
+
+    They count memory for scalar registers too, which may then be kept in lanes of a vector register: memory counts
+    where an instruction names it, or the descriptor that a kernel of MI250 gets for it.
+    """
 
     def most(name: str) -> int:
         return max(int(number) for number in re.findall(rf"^\s+(?:- )?\.{name}:\s+(\d+)$", assembly, re.MULTILINE))
 
-    return Used(most("vgpr_count"), most("private_segment_fixed_size"))
+    named = re.search(r"\bscratch_(load|store)|\bbuffer_(load|store)_\w+ .*s\[0:3\]", assembly)
+    return Used(most("vgpr_count"), most("private_segment_fixed_size") if named else 0)

@@ -10,6 +10,7 @@ from tests import levels
 from tests.kernels import hip
 
 ASSEMBLY = """\
+	scratch_store_dword off, v1, s32
 amdhsa.kernels:
   - .agpr_count:     36
     .private_segment_fixed_size: 16
@@ -40,6 +41,20 @@ def test_the_most_that_a_kernel_of_the_text_takes(compiler, tmp_path):
     assert hip.compile_hip_text("text", arch.MI250()) == hip.Used(registers=200, scratch_bytes=16)
     asked = (tmp_path / "asked").read_text().split()
     assert {"--offload-arch=gfx90a", "-O3", "-S"} <= set(asked) and asked[-1].endswith(".hip")
+
+
+@pytest.mark.parametrize(
+    ("instruction", "scratch"),
+    [
+        ("scratch_load_dwordx2 v[0:1], off, s33", 16),
+        ("buffer_load_dword v1, off, s[0:3], 0 offset:4", 16),
+        ("v_writelane_b32 v255, s30, 2", 0),
+        ("buffer_load_dword v1, off, s[8:11], 0", 0),
+    ],
+)
+def test_memory_counts_where_it_is_read_or_written(instruction, scratch):
+    text = ASSEMBLY.replace("scratch_store_dword off, v1, s32", instruction)
+    assert hip.parse_assembly(text).scratch_bytes == scratch
 
 
 def test_a_text_that_does_not_compile_is_refused_in_the_compilers_words(compiler):
