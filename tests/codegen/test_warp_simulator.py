@@ -138,6 +138,43 @@ def test_a_sum_on_its_way_is_nan():
     torch.testing.assert_close(out[1], 2 * (a.float() @ a.float().T) + 1)
 
 
+@pytest.mark.parametrize("missing", ["", "fence", "meeting"])
+def test_entries_that_threads_store_are_seen_by_products_behind_a_fence_and_a_meeting(missing):
+    @T.prim_func
+    def cleared(A: T.Tensor((64, 64), "float16"), O: T.Tensor((64, 64), "float32")):
+        with T.Kernel(1, threads=256):
+            a = T.alloc_shared([64, 64], "float16")
+            total = T.alloc_fragment([64, 64], "float32")
+            full = T.alloc_barrier(arrive_count=32)
+            thread = T.get_thread_binding()
+            if thread < 128:
+                if thread < 32:
+                    T.tma_copy(A, a, barrier=full)
+                    T.barrier_arrive(full)
+            else:
+                T.barrier_wait(full, 0)
+                for i, j in T.Parallel(64, 64):
+                    if i < 10:
+                        a[i, j] = T.cast(0, "float16")
+                if missing != "fence":
+                    T.fence_proxy_async()
+                if missing != "meeting":
+                    T.sync_threads(1, 128)
+                T.wgmma_gemm(a, a, total, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(0)
+                T.copy(total, O)
+
+    a, out = torch.randn(64, 64).half(), torch.zeros(64, 64)
+    if missing:
+        wanted = {"fence": "stored, without a fence", "meeting": "stored, before they met"}[missing]
+        with pytest.raises(HazardInKernel, match=f"a product reads shared memory that threads {wanted}"):
+            Interpreter(cleared)(a, out)
+    else:
+        Interpreter(cleared)(a, out)
+        a[:10] = 0
+        torch.testing.assert_close(out, a.float() @ a.float().T)
+
+
 def test_a_tile_is_not_stored_into_while_products_may_read_it():
     @T.prim_func
     def overwritten(A: T.Tensor((64, 64), "float16"), O: T.Tensor((64, 64), "float32")):

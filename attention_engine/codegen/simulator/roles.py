@@ -298,6 +298,12 @@ class Role:
         self.unfenced.append(place)
         self.unmet.append(place)
 
+    def change(self, tile: torch.Tensor) -> None:
+        """Threads of several warps stored entries of a tile. Of one warp, and of what was read before, lanes tell."""
+        if self.turns is not None and len(self.threads) > WARP:
+            self.unfenced.append(extent_of(tile))
+            self.unmet.append(extent_of(tile))
+
     def check_handed_over(self, tile: torch.Tensor, what: str) -> None:
         """Stored tiles are seen by copies and products after a fence and a meeting of threads."""
         place = extent_of(tile)

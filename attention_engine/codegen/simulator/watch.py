@@ -23,7 +23,10 @@ def watch_tile(window: Window, kind: int, run: Run) -> Run:
     def watching(frame: Frame) -> Any:
         role: Role | None = frame[ROLE]
         if role is not None and role.lanes is not None:
-            role.lanes.access(kind, window.buffer.name, window.locate(frame)[0])
+            tile = window.locate(frame)[0]
+            role.lanes.access(kind, window.buffer.name, tile)
+            if kind == STORED:
+                role.change(tile)
         return run(frame)
 
     return watching
@@ -45,6 +48,8 @@ def watch_elements(buffer: BufferInfo, indices: Sequence[Run], kind: int, run: R
             return run(frame)  # outside
         if not one:
             role.lanes.access(kind, buffer.name, tensor[tile])
+            if kind == STORED:
+                role.change(tensor[tile])
             return run(frame)
         held = tensor[tuple(where)].item() if kind == STORED else None
         value = run(frame)

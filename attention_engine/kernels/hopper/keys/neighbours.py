@@ -9,7 +9,7 @@ import tilelang.language as T
 
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
-from attention_engine.kernels.hopper.keys.pair_operands import Step
+from attention_engine.kernels.hopper.keys.pair_operands import Step, meet
 from attention_engine.kernels.warps import COMPUTE
 
 
@@ -31,6 +31,7 @@ def clear_neighbours(form: KeyForm, memory: KeyMemory, ends: Any, at: Step) -> N
             if T.Or(q0 + i < ends.first_query, q0 + i >= ends.last_query):
                 for d in T.vectorized(8):
                     tile[at.stage, i, piece * 8 + d] = T.cast(0, form.problem.dtype)
+    meet(form.tile.threads)
 
 
 @T.macro
