@@ -8,7 +8,7 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.common import Buffers
-from attention_engine.kernels.splice import hold_value, take_for_granted
+from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.plan.forms import Tile
 
 VECTOR = 4  # sums that a thread writes or reads at once
@@ -24,10 +24,10 @@ def take_sums_for_granted(buffers: Buffers, row: Any, first: Any, size: int) -> 
     take_for_granted(length % VECTOR == 0)
 
 
-def hold_place(buffers: Buffers, row: Any, first: Any) -> Any:
-    """Where a tile's sums begin among those of all rows, in a register: finding it takes 29 instructions, which would
-    else stand between the product dQ and its additions."""
-    return hold_value(T.cast(row, "int64") * buffers["workspace"].shape[1] + first)
+def name_place(buffers: Buffers, row: Any, first: Any) -> Any:
+    """Where a tile's sums begin among those of all rows: 29 instructions, which would else stand between the product dQ
+    and its additions."""
+    return name_value(T.cast(row, "int64") * buffers["workspace"].shape[1] + first)
 
 
 def take_place_for_granted(buffers: Buffers, place: Any, size: int) -> None:
@@ -39,7 +39,7 @@ def take_place_for_granted(buffers: Buffers, place: Any, size: int) -> None:
 
 @T.macro
 def add_at(buffers: Buffers, place: Any, dq: Any, tile: Tile, dim: int, vectors: bool) -> None:
-    """A tile's dQ is added to the sums that begin at a held place, by atomics."""
+    """A tile's dQ is added to the sums from a place on, by atomics."""
     sums = _in_one_row(buffers["workspace"])
     for i, j in T.Parallel(int(dq.shape[0]), int(dq.shape[1])):
         query, d = (j, i) if transposes_dq(tile, dim) else (i, j)
