@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from attention_engine.distributed.needs import KeptPieces
 from attention_engine.errors import LengthNotInLayout
 
-PIECES_OF_A_RANK = 8  # of a layout that is dealt by counts: each run of neighbours is a launch
+PIECES_OF_A_RANK = 8  # of a layout that is dealt by counts
+TRIED = 4  # ranks that may give a piece for one of the rank that takes longest
+Cost: TypeAlias = Callable[[Sequence[int]], float]  # what a rank takes, of the numbers of its pieces
 
 
 @dataclass(frozen=True)
@@ -87,27 +89,24 @@ class Layout:
         return Layout.of_places("zigzag", [[cuts[rank], cuts[2 * ranks - 1 - rank]] for rank in range(ranks)])
 
     @staticmethod
-    def dealt(counts: Sequence[int], length: int, ranks: int) -> Layout:
+    def dealt(counts: Sequence[int], length: int, ranks: int, cost: Cost | None = None) -> Layout:
         """Pieces dealt so that ranks have as many pieces and as much work: for packed documents.
 
-        counts: the work (kept pairs) of equal pieces of the sequence, one after another, a multiple of `ranks` of them.
-        `ContextParallel.deal` counts a mask's.
+        counts: the work of equal pieces of the sequence, one after another, a multiple of `ranks` of them.
+        `ContextParallel.deal` counts a mask's tiles. cost: what a rank takes for these pieces, by their numbers; None:
+        the sum of their counts.
         """
         pieces = len(counts)
         if pieces % ranks:
             raise LengthNotInLayout(
                 f"{pieces} pieces can't be dealt evenly to {ranks} ranks. Count a multiple of them."
             )
+        of_pieces: Cost = (lambda held: sum(counts[piece] for piece in held)) if cost is None else cost
+        neighbours = [[*range(pieces // ranks * rank, pieces // ranks * (rank + 1))] for rank in range(ranks)]
+        ways = [_even_out(held, of_pieces) for held in (_largest_first(counts, ranks), neighbours)]
+        found = min(ways, key=lambda held: max(map(of_pieces, held)))
         cuts = _cuts(length, pieces)
-        free = [(0, rank) for rank in range(ranks)]  # a heap: the work that each has so far
-        held: list[list[int]] = [[] for _ in range(ranks)]
-        for piece in sorted(range(pieces), key=lambda n: (-counts[n], n)):
-            load, rank = heappop(free)
-            held[rank].append(piece)
-            if len(held[rank]) < pieces // ranks:
-                heappush(free, (load + counts[piece], rank))
-        _even_out(held, counts)
-        return Layout.of_places("dealt", [[cuts[piece] for piece in each] for each in held])
+        return Layout.of_places("dealt", [[cuts[piece] for piece in each] for each in found])
 
     @property
     def ranks(self) -> int:
@@ -153,20 +152,38 @@ def order_of_sent(layout: Layout, device: torch.device) -> Tensor:
     return found.flatten().to(device)
 
 
-def _even_out(held: Sequence[list[int]], counts: Sequence[int]) -> None:
-    """Swaps a piece of the rank with the most work for one of the rank with the least, as long as that evens them."""
-    loads = [sum(counts[piece] for piece in pieces) for pieces in held]
-    for _ in counts:
-        most, least = loads.index(max(loads)), loads.index(min(loads))
-        gap = loads[most] - loads[least]
-        ways = itertools.product(range(len(held[most])), range(len(held[least])))
-        left = {(m, n): abs(gap - 2 * (counts[held[most][m]] - counts[held[least][n]])) for m, n in ways}
-        if not left or min(left.values()) >= gap:
-            return
-        m, n = min(left, key=lambda way: left[way])
-        moved = counts[held[most][m]] - counts[held[least][n]]
-        loads[most], loads[least] = loads[most] - moved, loads[least] + moved
-        held[most][m], held[least][n] = held[least][n], held[most][m]
+def _largest_first(counts: Sequence[int], ranks: int) -> list[list[int]]:
+    """As many pieces to each rank, the largest first, each to who has the least work so far."""
+    free = [(0, rank) for rank in range(ranks)]  # a heap: the work that each has so far
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for piece in sorted(range(len(counts)), key=lambda n: (-counts[n], n)):
+        load, rank = heappop(free)
+        held[rank].append(piece)
+        if len(held[rank]) < len(counts) // ranks:
+            heappush(free, (load + counts[piece], rank))
+    return held
+
+
+def _even_out(held: list[list[int]], cost: Cost) -> list[list[int]]:
+    """Swaps a piece of the rank that takes longest for one of a rank that takes least, the best of all such swaps, as
+    long as both then take less than the one did."""
+    costs = [cost(pieces) for pieces in held]
+    for _ in range(sum(map(len, held))):
+        most = costs.index(max(costs))
+        least = sorted((rank for rank in range(len(held)) if rank != most), key=costs.__getitem__)[:TRIED]
+        ways = ((_swapped(held[most], m, held[rank], n), rank) for rank in least
+                for m, n in itertools.product(range(len(held[most])), range(len(held[rank]))))  # fmt: skip
+        left = [(max(cost(mine), cost(theirs)), rank, mine, theirs) for (mine, theirs), rank in ways]
+        if not left or min(left)[0] >= costs[most]:
+            break
+        _, rank, held[most], held[rank] = min(left)
+        costs[most], costs[rank] = cost(held[most]), cost(held[rank])
+    return held
+
+
+def _swapped(mine: Sequence[int], m: int, theirs: Sequence[int], n: int) -> tuple[list[int], list[int]]:
+    """Two ranks' pieces, with one of each given for the other."""
+    return [*mine[:m], *mine[m + 1 :], theirs[n]], [*theirs[:n], *theirs[n + 1 :], mine[m]]
 
 
 def _cuts(length: int, parts: int) -> list[tuple[int, int]]:

@@ -29,6 +29,7 @@ from attention_engine.runtime.moved import Portion, call_portion, prepare_portio
 
 AXES = ("batch", "heads", "seq_len", "seq_len_kv")
 FEW_RUNS = 2  # of a rank, each a launch with the mask's bounds; of more one launch has all, with a map of tiles
+ONE_RUN = 1  # the same where the mask reads tensors: it needs a map anyway
 ALIGNED = 128  # keys: tiles of a part begin where those of the whole do
 Rows = dict[str, Tensor]
 
@@ -68,7 +69,7 @@ class Call:
     def launched(self, queries: Tokens) -> tuple[Sequence[Run], Sequence[Run]]:
         """The runs of this rank's queries, a launch each. Where they are many, one of all, and those that it lists."""
         runs = queries.layout.runs[queries.ranks.rank]
-        if len(runs) <= FEW_RUNS or not self.lists or self.split.goes_round:
+        if len(runs) <= (FEW_RUNS if self.kept is None else ONE_RUN) or not self.lists or self.split.goes_round:
             return runs, ()
         return [Run(0, queries.own, 0)], runs
 

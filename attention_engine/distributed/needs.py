@@ -134,9 +134,23 @@ class KeptPieces:
             return False
         return all(name in tensors and told.holds(tensors[name]) for name, told in self.told.items())
 
+    @property
+    def size(self) -> int:
+        """Tokens of a piece."""
+        return _size(self.length)
+
+    def among(self, first: int, stop: int) -> int:
+        """The pieces that hold these tokens, a bit each."""
+        return (1 << -(-stop // self.size)) - (1 << first // self.size)
+
+    def seen_by(self, first: int, stop: int) -> int:
+        """The pieces of keys that these queries may see, a bit each."""
+        rows = self.may[first // self.size : -(-stop // self.size)]
+        return sum(1 << n for n in rows.any(0).nonzero().flatten().tolist())
+
     def needed(self, runs: Sequence[Run]) -> tuple[Range, ...]:
         """The keys that queries of these runs may see."""
-        size = _size(self.length)
+        size = self.size
         rows = [self.may[run.start // size : -(-(run.start + run.count) // size)] for run in runs]
         seen = torch.cat(rows).any(0).nonzero().flatten().tolist()
         return joined(((n * size, min((n + 1) * size, self.length)) for n in seen), CLOSE)

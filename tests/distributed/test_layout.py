@@ -6,7 +6,7 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, create_mask, document_ids
 from attention_engine import library as lib
 from attention_engine.distributed import Layout
-from attention_engine.distributed.deal import kept_pairs
+from attention_engine.distributed.deal import PARTIAL, deal, work_of_pieces
 from attention_engine.distributed.exchange import Ranks
 from attention_engine.distributed.layout import order_of_gathered, order_of_sent
 from attention_engine.distributed.methods import ALIGNED, Call
@@ -46,9 +46,18 @@ def test_what_is_gathered_comes_in_order_and_goes_back(length, ranks):
         assert torch.equal(sent.flatten().index_select(0, order_of_gathered(layout, CPU)), torch.arange(length))
 
 
-def share_of_the_slowest(layout, keep):
-    work = [keep[layout.places(rank)].sum().item() for rank in range(layout.ranks)]
+def share_of_the_slowest(layout, kept):
+    """kept: pairs, or what rows take."""
+    work = [kept[layout.places(rank)].sum().item() for rank in range(layout.ranks)]
     return sum(work) / len(work) / max(work)
+
+
+def tiles_of_pieces(kept, side, pieces):
+    """Whole tiles and PARTIAL for each other that keeps something, by piece, in units of a row of pairs."""
+    tiles = kept.unfold(0, side, side).unfold(1, side, side)
+    some, whole = tiles.any(-1).any(-1), tiles.all(-1).all(-1)
+    rows = (PARTIAL * some.sum(1) - (PARTIAL - 1) * whole.sum(1)).repeat_interleave(side)
+    return rows.view(pieces, -1).sum(1)
 
 
 def test_zigzag_balances_causal_masks_and_dealing_balances_documents():
@@ -56,15 +65,64 @@ def test_zigzag_balances_causal_masks_and_dealing_balances_documents():
     causal = at[:, None] >= at
     assert share_of_the_slowest(Layout.contiguous(1024, 8), causal) < 0.55
     assert share_of_the_slowest(Layout.zigzag(1024, 8), causal) > 0.999
-    ids = document_ids([500, 30, 60, 20, 80, 14, 200, 120])
+    ids = document_ids([496, 32, 64, 16, 80, 16, 192, 128])
     engine = AttentionEngine(
         None, CustomIO({"documents": ("batch", "seq_len")}), mask_mod=lib.and_masks(lib.causal, lib.document())
     )
-    counts = kept_pairs(engine, 1024, 64, {"documents": ids})
+    counts = work_of_pieces(engine, 1024, 64, {"documents": ids})
     kept = causal & (ids[0][:, None] == ids[0])
-    assert counts == kept.sum(1).view(64, 16).sum(1).tolist()
-    dealt = share_of_the_slowest(Layout.dealt(counts, 1024, 8), kept)
-    assert dealt > 0.9 > share_of_the_slowest(Layout.zigzag(1024, 8), kept)
+    rows = tiles_of_pieces(kept, 16, 1024)
+    dealt = share_of_the_slowest(Layout.dealt(counts, 1024, 8), rows)
+    assert dealt > 0.98 > 0.9 > share_of_the_slowest(Layout.zigzag(1024, 8), rows)
+
+
+@pytest.mark.parametrize(
+    ("length", "pieces", "side", "step"), [(1024, 4, 128, 1), (1024, 64, 16, 1), (8192, 8, 128, 2)]
+)
+def test_work_is_counted_by_tiles(length, pieces, side, step):
+    """A masked tile takes several times as long as a whole one: documents that begin within tiles cost more."""
+    lengths = [length // 2 - 20, 60, 120, length // 2 - 160]
+    ids, at = document_ids(lengths), torch.arange(length)
+    engine = AttentionEngine(
+        None, CustomIO({"documents": ("batch", "seq_len")}), mask_mod=lib.and_masks(lib.causal, lib.document())
+    )
+    found = work_of_pieces(engine, length, pieces, {"documents": ids})
+    kept = (at[:, None] >= at) & (ids[0][:, None] == ids[0])
+    assert found == tiles_of_pieces(kept, side, pieces).tolist()
+    assert work_of_pieces(AttentionEngine(), length, pieces, {}) == [1] * pieces
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_neighbours_stay_together_where_that_saves_sends(ranks):
+    length = 8192
+    ids = document_ids([3600, 300, 700, 90, 1202, 500, 1400, 400])
+    engine = AttentionEngine(
+        None, CustomIO({"documents": ("batch", "seq_len")}), mask_mod=lib.and_masks(lib.causal, lib.document())
+    )
+    work = work_of_pieces(engine, length, 8 * ranks, {"documents": ids})
+    layout = deal(engine, length, ranks, {"documents": ids})
+    kept = layout.kept
+    assert kept is not None and {layout.count(rank) for rank in range(ranks)} == {length // ranks}
+
+    def sent(layout):
+        each = [(kept.needed(layout.runs[rank]), layout.places(rank)) for rank in range(ranks)]
+        return [sum(stop - first for first, stop in needed) - len(own) for needed, own in each]
+
+    def slowest(layout):
+        rows = torch.tensor(work).repeat_interleave(length // len(work))
+        loads = [(rows[layout.places(rank)]).sum().item() for rank in range(ranks)]
+        return max(loads) / sum(loads) * ranks
+
+    by_work_alone = Layout.dealt(work, length, ranks)
+    assert max(sent(layout)) < 0.75 * max(sent(by_work_alone)) and slowest(layout) < 1.1
+    assert slowest(Layout.contiguous(length, ranks)) > 1.15
+
+
+def test_a_last_tile_that_is_not_full():
+    engine = AttentionEngine(mask_mod=lib.causal)
+    found = work_of_pieces(engine, 300, 3, {})  # of 100 queries, in tiles of as many
+    assert found == [100 * (PARTIAL + n) for n in range(3)]
+    assert sum(work_of_pieces(engine, 299, 3, {})) == 299 * PARTIAL + 100 * 1 + 99 * 2
 
 
 def test_pieces_are_dealt_evenly_or_not_at_all():
