@@ -36,7 +36,7 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is of: who shares it, the layouts of its queries and keys, the sizes of the whole attention. starts,
+    """What a call is of: who shares it, the layouts of its queries and keys, the sizes of the whole attention. made,
     in_blocks: where tensors of starts, and attentions that run block by block, are kept, which are made once."""
 
     engine: AttentionEngine
@@ -44,7 +44,7 @@ class Call:
     queries: Layout
     keys: Layout
     sizes: Mapping[str, int]
-    starts: dict[object, Tensor]
+    made: dict[object, Any]
     in_blocks: dict[object, RingAttention | BlockGradients | None]
     returns_rows: bool
     seed: Tensor | None  # of dropped weights
@@ -115,22 +115,24 @@ class Call:
     def portion(self, starts: Mapping[str, int], q: Tensor, runs: Sequence[Run] = ()) -> Portion:
         """What starts there. runs: the queries, where they are listed."""
         known = tuple(starts.items()), q.device
-        if known not in self.starts:
+        if known not in self.made:
             at = [starts.get(axis, 0) for axis in AXES]
-            self.starts[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
+            self.made[known] = torch.tensor([at], dtype=torch.int32, device=q.device)
         moved = tuple(axis for axis in AXES if axis in starts)
-        where = self.starts[known], moved, self.sizes, self._places(runs, q)
-        return Portion(*where, self.beside_sends, starts.get("seq_len_kv", 0))
+        where = self.made[known], moved, self.sizes, self._places(runs, q)
+        unwritten = () if self.kept is None else self.kept.told.keys()
+        return Portion(*where, self.beside_sends, starts.get("seq_len_kv", 0), unwritten, self.made)
 
     def _places(self, runs: Sequence[Run], q: Tensor) -> Tensor | None:
         """Where each query of these runs stands, made once."""
         if not runs:
             return None
         known = tuple(runs), q.device
-        if known not in self.starts:
+        if known not in self.made:
             at = [torch.arange(run.start, run.start + run.count, dtype=torch.int32) for run in runs]
-            self.starts[known] = torch.cat(at).to(q.device)
-        return self.starts[known]
+            self.made[known] = torch.cat(at).to(q.device)
+        found: Tensor = self.made[known]
+        return found
 
     def attend(
         self, starts: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor],

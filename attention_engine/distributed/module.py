@@ -105,7 +105,7 @@ class ContextParallel(torch.nn.Module):
         self.device_type = mesh.device_type
         self._layouts: dict[int, Layout] = {}  # by length, the newest last
         self._agreed: set[object] = set()
-        self._starts: dict[object, Tensor] = {}
+        self._made: dict[object, Any] = {}
         self._in_blocks: dict[object, RingAttention | BlockGradients | None] = {}
         self._found: Known | None = None
         self.key = f"ContextParallel {next(NUMBERS)}"  # by which compiled graphs find it
@@ -233,15 +233,17 @@ class ContextParallel(torch.nn.Module):
         sizes = {"batch": q.shape[0], "heads": q.shape[2], "seq_len": of_q.length, "seq_len_kv": of_k.length}
         placed, bounds, own_heads, lists = self._known_of(engine)
         split = self._split_of(q, k, v, of_q)
-        kept = self._kept_by(of_q, of_k, (*tensors, *held))
+        dealt = self._kept_by(of_q, of_k, (*tensors, *held))
+        kept = None if is_capturing(q.device) else dealt
+        made = self._made if kept is None else kept.made
         call = Call(
-            engine, split, of_q, of_k, sizes, self._starts, self._in_blocks, returns_rows, seed, bounds, own_heads,
-            lists, held, None if is_capturing(q.device) else kept,
+            engine, split, of_q, of_k, sizes, made, self._in_blocks, returns_rows, seed, bounds, own_heads, lists, held,
+            kept,
         )  # fmt: skip
         call.check(q, k, v)
         for placement, tensor in zip(placed, tensors, strict=True):
             placement.check(tensor, sizes, {"seq_len": q.shape[1], "seq_len_kv": k.shape[1]})
-        self.agree(of_q, of_k, kept is not None, [q, k, v], tensors, placed)
+        self.agree(of_q, of_k, dealt is not None, [q, k, v], tensors, placed)
         return attend_together(call, q, k, v, tensors, placed)
 
     def _kept_by(self, of_q: Layout, of_k: Layout, tensors: Sequence[Tensor]) -> KeptPieces | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -121,12 +121,13 @@ class Told:
 @dataclass(frozen=True, eq=False)
 class KeptPieces:
     """Which pieces of the sequence as keys each of its pieces as queries may see by a mask, known by its digest, and by
-    what tensors told, by name."""
+    what tensors told, by name. made: what calls make of these tensors, for as long as they say the same."""
 
     mask: str
     length: int
     may: Tensor  # (pieces, pieces) of truths, on the CPU
     told: Mapping[str, Told]
+    made: dict[object, Any] = field(default_factory=dict)
 
     def holds(self, mask: Expr | None, tensors: Mapping[str, Tensor]) -> bool:
         """Is it of this mask, and do these custom inputs and captured tensors say the same?"""

@@ -6,8 +6,8 @@ more: a call neither compiles for a number nor waits for one, and a CUDA graph r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.attentions import ATTENTIONS
 from attention_engine.runtime.captured import axes_now, check_captured, tensors_now
 from attention_engine.runtime.dropout import seed_tensor
+from attention_engine.runtime.gpu import stream_of
 from attention_engine.runtime.inputs import (
     check_custom,
     check_qkv,
@@ -33,6 +34,7 @@ from attention_engine.runtime.inputs import (
     share_keys,
     type_of,
 )
+from attention_engine.runtime.kept_lists import hold
 
 if TYPE_CHECKING:
     from attention_engine.runtime.module import AttentionEngine
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 Starts: TypeAlias = tuple[tuple[str, ...], bool, bool] | None
 
 
+LISTS = "lists of tiles"  # what holds them, in what is made for calls alike
 WHOLE = -1  # no length: what functions capture is whole, and as long as it is
 
 
@@ -52,7 +55,8 @@ class Portion:
     "seq_len" and "seq_len_kv" do so elsewhere than at 0. whole: the sizes of these axes in the whole attention, which
     custom inputs have that come whole. places: int32 (queries,), where each query stands, in place of its start.
     beside_sends: do sends to other GPUs take SMs while it runs forward? keys_from: where kv_idx starts, as the host
-    knows it.
+    knows it. unwritten: custom inputs and captured tensors that are what they were when `made` was empty; made: where
+    copies of them, and lists of tiles that kernels make of these, are kept for calls alike.
     """
 
     starts: Tensor
@@ -61,6 +65,8 @@ class Portion:
     places: Tensor | None = None
     beside_sends: bool = False
     keys_from: int = 0
+    unwritten: Collection[str] = ()
+    made: dict[object, Any] = field(default_factory=dict)
 
 
 def moved_of(program: Program, axes: Mapping[str, tuple[int | str, ...]], starts: Starts) -> Moved:
@@ -136,11 +142,26 @@ def prepare_portion(
         return key, [*given, part.starts]
     found = dict(zip(names, given, strict=True))
     copies = [_copied(spec, found, part, k.shape[1]) for spec in ATTENTIONS[key].specs[len(given) + 2 :]]
+    if part.unwritten:
+        tensors = [part.starts, part.places, *copies]
+        which = LISTS, *map(id, tensors)
+        part.made[which] = hold(tensors, part.made.get(which))
     return key, [*given, part.starts, part.places, *copies]
 
 
 def _copied(spec: CustomSpec, given: Mapping[str, Tensor], part: Portion, keys: int) -> Tensor:
-    """A launch's own rows of a custom input; what lies behind its end is 0, as reads there are."""
+    """A launch's own rows of a custom input: kept ones, or a copy."""
+    if spec.name.removeprefix(OF_QUERIES).removeprefix(OF_KEYS) not in part.unwritten:
+        return _copy(spec, given, part, keys)
+    known = spec.name, id(part.places), part.keys_from, keys, stream_of(part.starts.device)
+    if known not in part.made:
+        part.made[known] = _copy(spec, given, part, keys)
+    found: Tensor = part.made[known]
+    return found
+
+
+def _copy(spec: CustomSpec, given: Mapping[str, Tensor], part: Portion, keys: int) -> Tensor:
+    """What lies behind the end of a custom input is 0, as reads there are."""
     if spec.name.startswith(OF_QUERIES):
         assert part.places is not None
         return given[spec.name.removeprefix(OF_QUERIES)].index_select(spec.axes.index("seq_len"), part.places)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO, document_ids
+from attention_engine import AttentionEngine, CustomIO, compiler, document_ids
 from attention_engine.errors import OptionsClash
 from attention_engine.ir.program import OF_KEYS, OF_QUERIES, QUERY_PLACES, STARTS
 from attention_engine.library import and_masks, causal, sliding_window
@@ -93,6 +93,45 @@ def test_listed_queries_read_copies_of_integers_at_their_own_index(backend, firs
     (attention,) = [ATTENTIONS[key] for key in engine._keys.values()]
     copies = {of + name for of in (OF_QUERIES, OF_KEYS) for name in ("ids", "limits")} | {OF_KEYS + "keys"}
     assert plan_tiles(attention.program.mask).reads - {STARTS, QUERY_PLACES} == copies | {"keys"}
+
+
+def test_calls_alike_keep_copies_and_lists_of_tiles(monkeypatch):
+    """Of tensors that are unwritten, as who makes the portion knows: another `made` begins anew."""
+    listed, run = [], compiler.Kernel.__dict__["run"].func
+
+    def noted(kernel):
+        return lambda *given: listed.append(kernel.builder) or run(kernel)(*given)
+
+    monkeypatch.setattr(compiler.Kernel, "run", property(noted))
+    ids = document_ids([70, 80])
+    engine = AttentionEngine(
+        None, CustomIO({"ids": ("batch", "seq_len")}), None,
+        lambda b, h, q_idx, kv_idx, custom: custom["ids"][b, q_idx] == custom["ids"][b, kv_idx], backend="interpret",
+    )  # fmt: skip
+    q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
+    places, starts = torch.cat([torch.arange(20, 52), torch.arange(64, 96)]).int(), torch.zeros(1, 4, dtype=torch.int32)
+    sizes = {"batch": 1, "heads": 2, "seq_len": 150, "seq_len_kv": 150}
+
+    def results(unwritten, made):
+        part = Portion(starts, ("seq_len",), sizes, places, unwritten=unwritten, made=made)
+        o = call_portion(engine, part, q[:, places], k, v, [ids])
+        return [o, *torch.autograd.grad(o.sum(), (q, k, v))]
+
+    def lists():
+        found = listed.count("tile_map.tile_map")
+        listed.clear()
+        return found
+
+    first, made = results((), {}), {}
+    assert lists() == 2
+    for wanted in (2, 0, 0):
+        assert all(torch.equal(a, b) for a, b in zip(results(("ids",), made), first, strict=True))
+        assert lists() == wanted
+    results(("ids",), {})
+    assert lists() == 2
+    ids[:, 60:80] = 1
+    found = results(("ids",), {})
+    assert lists() == 2 and not torch.equal(found[0], first[0])
 
 
 def test_no_start_compiles_anything_and_bounds_stay_bounds():
