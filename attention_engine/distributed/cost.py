@@ -18,14 +18,19 @@ NODE = 8  # GPUs
 BLOCKS, QUERIES = 132, 128  # of a GPU; of a block
 PASSES = 4  # over what a collective brings: it is put in order, and padded
 PACKED = 2  # the same where heads are exchanged: they are packed, and joined
-GROUPS = 2  # in which a rank's heads are exchanged, where they divide and are worth it
 WORTH = 128 << 20  # bytes of queries, keys and values for each rank: fewer are sent at once, before kernels
 Seconds = tuple[float, float]  # forward, backward
 
 
-def groups_of(query_heads: int, key_heads: int, ranks: int) -> int:
-    """In how many groups a rank's heads may be exchanged. Query heads that share a key head are in one."""
-    return GROUPS if key_heads % (ranks * GROUPS) == 0 and query_heads % key_heads == 0 else 1
+def groups_of(query_heads: int, key_heads: int, ranks: int) -> tuple[int, ...]:
+    """In which groups a rank's heads may be exchanged: how many key heads of its own each has, and the query heads that
+    share them. The first and the last are small: nothing runs beside the way of the one, and the way home of the
+    other."""
+    own = key_heads // ranks
+    if key_heads % ranks or query_heads % key_heads or own < 2:
+        return (1,)
+    edge = max(own // 4, 1)
+    return (edge, own - 2 * edge, edge) if own > 2 * edge else (edge, edge)
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,14 @@ def gather(sizes: Sizes) -> Seconds:
 def heads(sizes: Sizes) -> Seconds:
     """Tokens exchanged for heads, by groups: q, k and v, and o back; backward their gradients, at once."""
     kv_heads = math.lcm(sizes.kv_heads, sizes.ranks)  # which are repeated
-    entries = (sizes.heads + kv_heads) * (sizes.dim + sizes.dim_v) * sizes.batch * sizes.length / sizes.ranks
-    link = WITHIN if sizes.spread == 1 else BETWEEN
-    packed, moved = (entries * 2 * each for each in (PACKED / MEMORY, sizes.others / link))
+    tokens, link = sizes.batch * sizes.length / sizes.ranks, WITHIN if sizes.spread == 1 else BETWEEN
+    there = tokens * (sizes.heads * sizes.dim + kv_heads * (sizes.dim + sizes.dim_v))
+    home = tokens * sizes.heads * sizes.dim_v
+    groups = groups_of(sizes.heads, sizes.kv_heads, sizes.ranks) if sizes.in_turns else (1,)
+    waited = (there * groups[0] + home * groups[-1]) / sum(groups)
     forward, backward = sizes.ideal
-    waited = moved / (groups_of(sizes.heads, sizes.kv_heads, sizes.ranks) if sizes.in_turns else 1)
-    return forward + sizes.tail + packed + waited, backward + packed + moved
+    packed, moved = (2 * (there + home) * each for each in (PACKED / MEMORY, sizes.others / link))
+    return forward + sizes.tail + packed + 2 * waited * sizes.others / link, backward + packed + moved
 
 
 def ring(sizes: Sizes) -> Seconds:

@@ -14,7 +14,7 @@ from attention_engine.distributed.block_gradients import BlockGradients, one_aft
 from attention_engine.distributed.cost import WORTH, groups_of
 from attention_engine.distributed.exchange import Tokens, gather, gather_ranges
 from attention_engine.distributed.gathered import Gathered, GatheredFunction, gradients_of
-from attention_engine.distributed.heads import Trip, to_heads, to_tokens
+from attention_engine.distributed.heads import Group, Trip, to_heads, to_tokens
 from attention_engine.distributed.layout import Layout, Run
 from attention_engine.distributed.needs import KeptPieces, Range, first_by, needed_by, within
 from attention_engine.distributed.placements import Placement, of_block
@@ -170,17 +170,16 @@ def attend_together(
     if times > 1:  # key heads that the ranks don't divide are repeated
         k, v = (t.repeat_interleave(times, 2) for t in (k, v))
     in_turns = call.split.gather is None and call.in_turns(q, k, v)
-    groups = groups_of(q.shape[2], k.shape[2], ranks.size) if in_turns else 1
-    call = replace(call, beside_sends=groups > 1)
+    groups = Group.some(groups_of(q.shape[2], k.shape[2], ranks.size) if in_turns else (1,))
+    call = replace(call, beside_sends=len(groups) > 1)
     trip, found, names = Trip((of_k, of_k, of_q), groups), [], []
-    for group, (of_keys, of_values, of_queries) in enumerate(to_heads(trip, k, v, q)):
-        trip.arrive(group)
-        heads = of_queries.shape[2]
-        first = (ranks.rank * groups + group) * heads
+    for number, (of_keys, of_values, of_queries) in enumerate(to_heads(trip, k, v, q)):
+        trip.arrive(number)
+        first, heads = groups[number].places(q.shape[2], ranks.rank, ranks.size)
         own = _own_heads(call, custom, placed, first, heads)
         o, rows = _attend(call, {"heads": first}, of_queries, of_keys, of_values, own, placed)
         found.append([o, *(r.transpose(1, 2)[..., None] for r in rows.values())])
-        trip.depart(group, [t.detach() for t in found[-1]])
+        trip.depart(number, [t.detach() for t in found[-1]])
         names = [*rows]
     o, *of_rows = to_tokens(trip, found)
     return o, {n: r[..., 0].transpose(1, 2) for n, r in zip(names, of_rows, strict=True)}

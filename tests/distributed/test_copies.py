@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_engine.distributed.copies import WIDE, copy, packed
 from attention_engine.distributed.exchange import Ranks, Tokens
-from attention_engine.distributed.heads import _ToHeads, _ToTokens
+from attention_engine.distributed.heads import Group, _ToHeads, _ToTokens
 from attention_engine.distributed.layout import Layout
 
 
@@ -54,13 +54,15 @@ def test_a_start_between_wide_elements():
 
 def test_heads_are_copied_by_wide_elements():
     tokens = Tokens(Ranks(Mock(), 2, 0), Layout.zigzag(64, 2))
-    mine = torch.randn(1, 32, 8, 128).bfloat16()
+    mine = [torch.randn(1, 32, heads, 128).bfloat16() for heads in (4, 8)]
+    wholes, group = [torch.zeros_like(t) for t in mine], Group(0, 1, 2)
     with Copies() as seen:
-        way = _ToHeads(mine, tokens, 0, 2)
+        way = _ToHeads(mine, tokens, group)
         way.keep()
-        back = _ToTokens(way.found, tokens, 0, 2)
-        whole = torch.zeros(1, 32, 8, 128, dtype=torch.bfloat16)
-        back.keep(whole)
-        back.finish(whole)
-    assert len(seen.dtypes) == 6 and {*seen.dtypes} == {WIDE}
-    assert torch.equal(whole[:, :, :2], mine[:, :, :2])
+        back = _ToTokens(way.found, [group, group], tokens)
+        back.keep(wholes)
+        back.finish(wholes)
+    assert len(seen.dtypes) == 2 + 4 + 2 + 4 + 2 and {*seen.dtypes} == {WIDE}  # packed, kept, packed, kept, home
+    assert len(way.sends) == 2 and len(back.sends) == 1  # a run each; all at once
+    for whole, own in zip(wholes, mine, strict=True):
+        assert torch.equal(whole[:, :, : own.shape[2] // 4], own[:, :, : own.shape[2] // 4])

@@ -193,11 +193,11 @@ def nearby(_):
 def group_by_group(_):
     """As if the first groups of all ranks' heads came first."""
 
-    def of_rank(way, whole, rank):
-        ranks = whole.shape[2] // (way.groups * way.heads)
-        return whole.movedim(1, 0).narrow(2, (way.group * ranks + rank) * way.heads, way.heads)
+    def part(group, tensor, rank, ranks):
+        each = tensor.shape[-2] // (ranks * group.of)
+        return tensor.narrow(-2, (group.first * ranks + rank * group.count) * each, group.count * each)
 
-    return of_rank
+    return part
 
 
 def nearly_all(needed):
@@ -223,7 +223,7 @@ def with_wrong_laws(mesh) -> dict[str, float]:
         "a row of all parts": (RingAttention, "finish", of_last, "full, one key head", "ring"),
         "sums that go round": (Ring, "added", own_alone, "full, one key head", "ring"),
         "places of queries": (Call, "_places", nearby, "causal, grouped heads", "gather"),
-        "groups of heads": (heads._ToTokens, "_of_rank", group_by_group, "retention", "heads"),
+        "groups of heads": (heads.Group, "part", group_by_group, "retention", "heads"),
         "keys that are needed": (methods, "needed_by", nearly_all, "causal, grouped heads", "gather"),
         "rows once": (OfRun, "of_block", with_rows, "sinks, window", "ring"),
     }
