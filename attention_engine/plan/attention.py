@@ -176,7 +176,7 @@ class AttentionPlan:
             together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
         if tile.in_order:
-            together = pairs_in_order(tile, pairs, keys, places, self.tile_plan.later_is_longer)
+            together = pairs_in_order(self.problem, tile, pairs, keys, places)
             ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
         turn = blocks_of_a_turn(tile, keys, places, together)
         return {TOGETHER: together, TURN: turn, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if finals else ahead}

@@ -28,6 +28,7 @@ from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import (
     blocks_of_a_turn,
+    pairs_in_order,
     pairs_in_turn,
     pairs_of_a_unit,
     products_take_turns,
@@ -149,6 +150,19 @@ def test_units_of_walks_that_turn(batch, keys, together, turn):
     problem, tile = Problem(32, 8, 128, 128, "bfloat16"), Tile(80, 128, 256, 2, HopperKeys())
     assert pairs_of_a_unit(problem, tile, batch, keys, keys, 132, turns=True) == together
     assert blocks_of_a_turn(tile, keys, 132, together) == turn
+
+
+@pytest.mark.parametrize(
+    ("dim", "batch", "keys", "together"),
+    [
+        (128, 8, 2048, 8), (128, 4, 4096, 4), (128, 2, 8192, 4), (128, 1, 16384, 2),  # as measured on an H100
+        (64, 2, 2048, 16), (64, 8, 2048, 16), (64, 4, 4096, 8), (64, 2, 8192, 4), (64, 1, 16384, 2),
+        (128, 1, 100, 16), (128, 1, 32768, 2),  # all; more blocks of a pair than run at once
+    ],
+)  # fmt: skip
+def test_pairs_whose_blocks_add_in_order_together(dim, batch, keys, together):
+    problem, tile = Problem(16, 16, dim, dim, "bfloat16"), Tile(80, 128, 256, 2, HopperKeys(in_order=True))
+    assert pairs_in_order(problem, tile, 16 * batch, keys, 132) == together
 
 
 @pytest.mark.parametrize(
