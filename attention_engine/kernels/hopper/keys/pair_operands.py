@@ -9,7 +9,6 @@ theirs while the next step writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
@@ -45,8 +44,7 @@ class PairOperands:
     """The fp32 tiles of pairs, in registers, and the 16-bit operands, in registers or in shared memory.
 
     weights are where the products were, unless later formulas read products. weights_reaching: of the packed ones,
-    those that values are multiplied with, where some are dropped and the others are needed after. rows: the rows of
-    numbers, by name. rows_held: registers to which one of them comes in the step before.
+    those that values are multiplied with, where some are dropped and the others are needed after.
     """
 
     form: KeyForm
@@ -58,18 +56,6 @@ class PairOperands:
     gradients_packed: Any
     weights_shared: Any
     gradients_shared: Any
-    rows: Mapping[str, Any]
-    rows_held: Mapping[str, Any]
-
-    def row(self, name: str, stage: Any) -> Any:
-        """A row of numbers of a step's queries."""
-        return self.rows_held[name] if name in self.rows_held else Stage(self.rows[name], stage)
-
-    @macro_method
-    def hold_rows(self, stage: Any) -> None:
-        """Rows that registers are kept for come to them."""
-        for name in self.rows_held:
-            T.copy(self.rows[name][stage, : self.form.tile.q], self.rows_held[name])
 
     @macro_method
     def make(self, at: Step, queries: Ring, output_gradients: Ring, v: Any) -> None:
@@ -225,8 +211,8 @@ def meet(threads: int) -> None:
     T.sync_threads(COMPUTE, threads)
 
 
-def operands_of(form: KeyForm, rows: Mapping[str, Any]) -> PairOperands:
-    """The operands of a form; made in the kernel. rows: the rows of numbers, in shared memory."""
+def operands_of(form: KeyForm) -> PairOperands:
+    """The operands of a form; made in the kernel."""
     kind: type[PairOperands] = InRegisters
     if form.tile.shared_weights:
         kind = InSharedMemory
@@ -246,10 +232,8 @@ def operands_of(form: KeyForm, rows: Mapping[str, Any]) -> PairOperands:
     apart = kind is OneAfterAnother and form.schedule.dropped is not None
     weights_reaching = named("weights_reaching", T.alloc_fragment(pairs, dtype)) if apart else None
     gradients_packed = named("gradients_in", T.alloc_fragment(pairs, dtype)) if not in_memory else None
-    held = form.early_rows[:1] if form.crosses else []  # more would need too many registers
-    rows_held = {name: named(f"{name}_held", T.alloc_fragment([form.tile.q], FLOAT)) for name in held}
     return kind(
         form=form, products=products, weights=weights, gradients=gradients, weights_packed=weights_packed,
         weights_reaching=weights_reaching, gradients_packed=gradients_packed, weights_shared=weights_shared,
-        gradients_shared=gradients_shared, rows=rows, rows_held=rows_held,
+        gradients_shared=gradients_shared,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.program import row_variable
 from attention_engine.kernels import workspace
-from attention_engine.kernels.common import Buffers, Corners, Place, block_values, reader, window
+from attention_engine.kernels.common import Buffers, Corners, Place, Stage, block_values, reader, window
 from attention_engine.kernels.diagonals import (
     Diagonal,
     Diagonals,
@@ -155,7 +155,7 @@ def take_step(work: Work, step: Any) -> None:
         sums = sums_of_step(work, head, q0)
         take_step_for_granted(work, sums, q0)
     place = place_of(work, head)
-    staged = {row_variable(n): pairs.row(n, stage) for n in form.row_names}
+    staged = {row_variable(n): Stage(memory.rows[n], stage) for n in form.row_names}
     chosen = None if memory.chances is None else bind(bits_of_step, work, step)
     maths = PairMaths(form.schedule, sizes, place, PairTile((tile.kv, tile.q), True, q0, kv0, staged, chosen=chosen))
     outside = False if form.within else T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
@@ -193,13 +193,12 @@ def take_step(work: Work, step: Any) -> None:
 
 @T.macro
 def await_queries(work: Work, step: Any) -> None:
-    """Queries of a step, if there is one, are there, and a row of theirs in registers: before the additions of the step
-    before. Behind them, ptxas has the wait's branch wait until they left, and loads from shared memory queue up."""
+    """Queries of a step, if there is one, are there. Of packed sequences they are waited for before the additions of
+    the step before: behind them, ptxas has the wait's branch wait until they have left, and so the first products."""
     queries, item = work.memory.queries, work.item
     if step < item.steps:
         stage, turn = item.round.stage(step, work.form.tile.stages)
         T.barrier_wait(queries.full[stage], turn)
-        work.memory.pairs.hold_rows(stage)
 
 
 def sums_of_step(work: Work, head: Any, q0: Any) -> Any:
