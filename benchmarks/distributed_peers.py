@@ -47,10 +47,11 @@ def of_torch(rotate: str, mesh: DeviceMesh, whole: Sequence[Tensor]) -> Made:
 def of_flex(mesh: DeviceMesh, whole: Sequence[Tensor]) -> Made:
     """FlexAttention with torch's plan for shared sequences: keys are gathered, queries dealt from head and tail."""
     from torch.distributed.tensor.experimental import _attention as cp
-    from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
+    from torch.distributed.tensor.experimental._context_parallel import _attention as plans
     from torch.distributed.tensor.parallel import parallelize_module
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    plans._compiled_create_block_mask = create_block_mask  # to compile it takes 70 s
     attend = torch.compile(flex_attention, dynamic=False)
 
     class Attend(nn.Module):
@@ -59,7 +60,7 @@ def of_flex(mesh: DeviceMesh, whole: Sequence[Tensor]) -> Made:
 
     buffers, length = heads_first(whole, repeats=False), whole[0].shape[1]
     dealt = cp._HeadTailLoadBalancer(length, mesh.size(), torch.device("cuda"))
-    mask = _create_cp_block_mask(lambda b, h, q, k: q >= k, 1, 1, length, length, mesh, dealt)
+    mask = plans._create_cp_block_mask(lambda b, h, q, k: q >= k, 1, 1, length, length, mesh, dealt)
     *mine, d_o = cp._context_parallel_shard(mesh, buffers, [2] * 4, dealt)
     leaves = [t.detach().clone().requires_grad_() for t in mine]
     plan = cp._ContextParallel(2, cp._ContextParallel.AttentionType.FLEX)
