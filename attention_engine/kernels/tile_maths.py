@@ -37,13 +37,7 @@ from attention_engine.passes.steps import KEEP, OTHER, TILE, ReduceStep, RowStep
 from attention_engine.passes.strength import split_casts
 from attention_engine.plan.forms import Tile
 
-Held = Callable[[Any, Any], dict[Expr, Any]]
 REDUCE = {"sum": T.reduce_sum, "max": T.reduce_max, "min": T.reduce_min}
-
-
-def nothing_held(i: Any, j: Any) -> dict[Expr, Any]:
-    """Of a mask that reads no variables."""
-    return {}
 
 
 def row_variables(schedule: ForwardSchedule) -> list[Expr]:
@@ -149,11 +143,11 @@ class TileMaths:
     def _row(self, i: Any) -> dict[Expr, Any]:
         return {**{variable: fragment[i] for variable, fragment in self.rows.items()}, **self.of_row(i)}
 
-    def _keep(self, place: Place, i: Any, j: Any, kv0: Any, held: Held = nothing_held) -> Any:
+    def _keep(self, place: Place, i: Any, j: Any, kv0: Any) -> Any:
         inside = kv0 + j < self.stop
         if self.schedule.mask is None:
             return inside
-        (keep,) = place.splice(self.query(i), kv0 + j, {**self.of_row(i), **held(i, j)})(self.schedule.mask)
+        (keep,) = place.splice(self.query(i), kv0 + j, self.of_row(i))(self.schedule.mask)
         return both(inside, keep)
 
     def _over_pairs(
@@ -210,14 +204,19 @@ class TileMaths:
 
         self._by_ends(kv0, start)
 
-    def mask(self, kv0: Any, held: Held = nothing_held) -> None:
-        """Masked pairs hold the fill. held: values of variables at a pair of the tile, which the mask reads."""
+    def mask(self, kv0: Any) -> None:
+        """Masked pairs hold the fill."""
+        asked = [] if self.schedule.mask is None else [self.schedule.mask]
+        self.fill_unless(kv0, asked, lambda place, i, j: self._keep(place, i, j, kv0))
+
+    def fill_unless(self, kv0: Any, asked: list[Expr], keep: Callable[[Place, Any, Any], Any]) -> None:
+        """Pairs that keep(place, row, column), which computes the expressions, says no of hold the fill."""
         fill = -T.infinity(FLOAT) if self.schedule.fill == -math.inf else T.float32(self.schedule.fill)
 
         def entry(place: Place, i: Any, j: Any) -> None:
-            store(self.scores, T.if_then_else(self._keep(place, i, j, kv0, held), self.scores[i, j], fill), i, j)
+            store(self.scores, T.if_then_else(keep(place, i, j), self.scores[i, j], fill), i, j)
 
-        self._over_pairs(kv0, [] if self.schedule.mask is None else [self.schedule.mask], entry)
+        self._over_pairs(kv0, asked, entry)
 
     def weigh(self, kv0: Any, before_weights: Callable[[], None] | None = None) -> None:
         """The tile of scores becomes weights, and the row states move on.

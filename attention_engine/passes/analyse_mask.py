@@ -51,16 +51,17 @@ def analyse_mask(mask: Expr | None) -> MaskPlan:
         return MaskPlan((), True)
     bounds: list[Bound] = []
     exact = True
-    for part in _conjuncts(mask):
+    for part in conjuncts_of(mask):
         found = _bounds(part)
         exact = exact and found is not None
         bounds += found or []
     return MaskPlan(tuple(bounds), exact)
 
 
-def _conjuncts(mask: Expr) -> list[Expr]:
+def conjuncts_of(mask: Expr) -> list[Expr]:
+    """The conditions that a mask joins by and."""
     if mask.op is Op.AND:
-        return [c for a in mask.args for c in _conjuncts(a)]
+        return [c for a in mask.args for c in conjuncts_of(a)]
     return [mask]
 
 
@@ -73,15 +74,16 @@ def _bounds(condition: Expr) -> list[Bound] | None:
     if not Ranges().never_wrap(a, b):
         return None
     if inner.op is Op.EQUAL:
-        pair = [_affine(_minus(b, a), 0), _affine(_minus(a, b), 0)]
+        pair = [_affine(difference(b, a), 0), _affine(difference(a, b), 0)]
         found = [p for p in pair if p is not None]
         return None if negated or len(found) < 2 else found
     strict = inner.op is Op.LESS
-    one = _affine(_minus(a, b), 0 if strict else -1) if negated else _affine(_minus(b, a), -1 if strict else 0)
+    one = _affine(difference(a, b), 0 if strict else -1) if negated else _affine(difference(b, a), -1 if strict else 0)
     return None if one is None else [one]
 
 
-def _minus(a: Expr, b: Expr) -> Expr:
+def difference(a: Expr, b: Expr) -> Expr:
+    """a - b, in normal form."""
     return add(a, mul(const(-1, b.dtype), b))
 
 

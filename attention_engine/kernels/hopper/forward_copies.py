@@ -40,7 +40,7 @@ def bring_sides(
     form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: Item, visit: Visit, step: Any
 ) -> None:  # fmt: skip
     """Brings what a step's mask reads by its keys alone, where the mask will be asked."""
-    if memory.sides is not None:
+    if memory.sides is not None and memory.sides.keys:
         kv0 = visit.start
         partial = either(visit.is_partial(kv0), kv0 + form.tile.kv > form.sizes.kv)
         where_partial(partial, bind(memory.sides.bring_keys, buffers, item, kv0, step))

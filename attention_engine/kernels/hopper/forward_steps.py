@@ -22,11 +22,9 @@ from attention_engine.kernels.hopper.mask_sides import MaskSides
 from attention_engine.kernels.hopper.query_tiles import QueryTiles
 from attention_engine.kernels.items import Item
 from attention_engine.kernels.tile_maths import (
-    Held,
     ScoreTile,
     TileMaths,
     needs_another,
-    nothing_held,
     rescale,
     row_variables,
     sums_in_parts,
@@ -104,10 +102,13 @@ class Work:
         """The walk, where what a tile starts with depends on the step."""
         return self.walk if self.form.starts_by_index else None
 
-    def held(self, step: Any) -> Held:
-        """What a step's mask reads of variables."""
+    def mask(self, step: Any, kv0: Any) -> None:
+        """The mask of a step's tile, from the key kv0 on."""
         sides = self.memory.sides
-        return nothing_held if sides is None else sides.of_pairs(self.item, step)
+        if sides is None:
+            self.maths.mask(kv0)
+        else:
+            sides.mask(self.maths, self.item, step, kv0)
 
     def stage(self, step: Any) -> tuple[Any, Any]:
         """Where a step's keys and values are, and the parity of their barriers."""
@@ -119,7 +120,6 @@ def maths_of(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, item: I
     place = form.place_of(buffers, item, block)
     of = ScoreTile(memory.scores, memory.other, memory.rows, memory.parts, form.no_staged_reads())
     schedule = replace(form.schedule, dropped=None) if form.drops_apart else form.schedule
-    schedule = schedule if form.parted is None else replace(schedule, mask=form.parted.mask)
     return TileMaths(schedule, form.tile, form.sizes, place, item.q0, of)
 
 
@@ -132,9 +132,7 @@ def weigh(
     if not form.starts_ahead:
         maths.score(kv0)
     if form.schedule.fill is not None:
-        where_partial(
-            either(visit.is_partial(kv0), kv0 + form.tile.kv > form.sizes.kv), bind(maths.mask, kv0, work.held(step))
-        )
+        where_partial(either(visit.is_partial(kv0), kv0 + form.tile.kv > form.sizes.kv), bind(work.mask, step, kv0))
     maths.weigh(kv0, before_weights)
 
 
