@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from attention_engine import AttentionEngine, OnlineFunc, SymbolScalar, Var, lib
 from attention_engine.arch import detect
 from attention_engine.plan.cached import MOST_JOINED
 from attention_engine.runtime.cached_shown import cached_kernels
+from benchmarks.caches import error, exact, in_pages
 from benchmarks.serving_peers import peers
 from benchmarks.timing import Clock
 
@@ -116,32 +118,6 @@ def engine_of(program: str) -> AttentionEngine:
     return AttentionEngine(mask_mod=library.causal, online_func=PROGRAMS[program]())
 
 
-def in_pages(cache: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Keys of all requests in pages, in a random order, and the table."""
-    batch, keys, heads, dim = cache.shape
-    order = torch.randperm(batch * keys // page, device=cache.device)
-    store = torch.empty(len(order), page, heads, dim, device=cache.device, dtype=cache.dtype)
-    store[order] = cache.view(len(order), page, heads, dim)
-    return store, order.view(batch, -1).to(torch.int32)
-
-
-def exact(program: str, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """The output in float64, request by request."""
-    found = []
-    for b, length in enumerate(lengths.tolist()):
-        of_q = q[b].double().unflatten(1, (k.shape[2], -1))
-        of_k, of_v = (t[b, :length].double() for t in (k, v))
-        scores = torch.einsum("qhgd,khd->hgqk", of_q, of_k) * DIM**-0.5
-        place = torch.arange(length - q.shape[1], length, device=q.device)[:, None]
-        keep = place >= torch.arange(length, device=q.device)
-        if program == "sigmoid":
-            weights = torch.where(keep, scores.sigmoid(), 0.0)
-        else:
-            weights = scores.masked_fill(~keep, -torch.inf).softmax(-1).nan_to_num(0.0)
-        found.append(torch.einsum("hgqk,khd->qhgd", weights, of_v).flatten(1, 2))
-    return torch.stack(found)
-
-
 def compile_one(program: str, heads: int, kv_heads: int, page: int, name: str) -> None:
     """Compiles this kernel, and keeps it on disk."""
     began = time.perf_counter()
@@ -199,20 +175,19 @@ def check(shape: Shape, program: str, page: int) -> None:
     def call(parts: int) -> Tensor:
         return engine.with_cache(q, of_k, of_v, kv_lengths=lengths, page_table=table, num_splits=parts)
 
-    def error(found: Tensor) -> str:
-        wanted = exact(program, q, k, v, lengths)
-        return f"{float((found.double() - wanted).norm() / wanted.norm()):.1e}"
+    def error_now(found: Tensor) -> str:
+        return error(found, exact(program, q, k, v, lengths))
 
     for parts in (1,) if shape.whole else IN_PARTS:
         lengths.copy_(torch.tensor([4096, 1, 0, 2049, 777]))
-        first = error(call(parts))
+        first = error_now(call(parts))
         graph, replayed = torch.cuda.CUDAGraph(), []
         with torch.cuda.graph(graph):
             output = call(parts)
         for now in ([100, 1, 0, 2048, 700], [0, 0, 0, 64, 65], [4096, 1, 0, 1, 777]):  # none longer: NaN lies behind
             lengths.copy_(torch.tensor(now))
             graph.replay()
-            replayed.append(error(output))
+            replayed.append(error_now(output))
         print(f"  {shape.heads}/{shape.kv_heads} {program} page {page}, {parts} parts: relative L2 {first}, replayed "
               f"with other lengths {', '.join(replayed)}", flush=True)  # fmt: skip
 
@@ -260,7 +235,7 @@ def print_host() -> None:
             for _ in range(CALLS):
                 call()
             found.append((time.perf_counter() - began) / CALLS * 1e6)
-        print(f"  host in a loop, {name}: {min(found):.1f} us", flush=True)
+        print(f"  host in a loop, {name}: {min(found):.1f} us, median {statistics.median(found):.1f}", flush=True)
 
 
 def calls_of(shape: Shape, cases: list[tuple[str, int]]) -> dict[str, Callable[[], object]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_engine import AttentionEngine, library, meta_tensor
+from benchmarks.caches import error, exact, in_pages
 from benchmarks.serving_peers import latent_peers
 from benchmarks.timing import Clock
 
@@ -29,45 +30,18 @@ def latent_engine(heads: int) -> AttentionEngine:
     return AttentionEngine(tuple(metas), mask_mod=library.causal)
 
 
-def in_pages(keys: Tensor, page: int) -> tuple[Tensor, Tensor | None]:
-    """Keys of all requests in pages in a random order, and the table; page 0: as they are."""
-    if not page:
-        return keys, None
-    batch, length, heads, dim = keys.shape
-    order = torch.randperm(batch * length // page, device=keys.device)
-    store = torch.empty(len(order), page, heads, dim, device=keys.device, dtype=keys.dtype)
-    store[order] = keys.view(len(order), page, heads, dim)
-    return store, order.view(batch, -1).to(torch.int32)
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """The output in float64, causal from the bottom right, request by request."""
-    found = []
-    for b, length in enumerate(lengths):
-        of_q = q[b].double().unflatten(1, (k.shape[2], -1))
-        scores = torch.einsum("qhgd,khd->hgqk", of_q, k[b, :length].double()) * q.shape[3] ** -0.5
-        place = torch.arange(length - q.shape[1], length, device=q.device)[:, None]
-        scores = scores.masked_fill(place < torch.arange(length, device=q.device), -torch.inf)
-        weights = scores.softmax(-1).nan_to_num(0.0)
-        found.append(torch.einsum("hgqk,khd->qhgd", weights, v[b, :length].double()).flatten(1, 2))
-    return torch.stack(found)
-
-
-def error(found: Tensor, wanted: Tensor) -> str:
-    """The relative L2 error."""
-    return f"{float((found.double() - wanted).norm() / wanted.norm()):.1e}"
-
-
 def check_latent(heads: int, page: int) -> None:
     """Uneven lengths with NaN behind them."""
     torch.manual_seed(1)
     k = torch.randn(len(CHECKED), 512, 1, DIM, device="cuda", dtype=DTYPE)
     lengths = torch.tensor(CHECKED, device="cuda", dtype=torch.int32)
     dirty = torch.arange(512, device="cuda")[:, None, None] >= lengths[:, None, None, None]
-    of_k, table = in_pages(k.masked_fill(dirty, torch.nan), page)
+    of_k, table = k.masked_fill(dirty, torch.nan), None
+    if page:
+        of_k, table = in_pages(of_k, page)
     for queries in (1, 3):
         q = torch.randn(len(CHECKED), queries, heads, DIM, device="cuda", dtype=DTYPE)
-        wanted = exact(q, k, k[..., :DIM_V], list(CHECKED))
+        wanted = exact("softmax", q, k, k[..., :DIM_V], lengths)
         for parts in (1, 3):
             o = latent_engine(heads).with_cache(q, of_k, None, kv_lengths=lengths, page_table=table, num_splits=parts)
             print(f"  {heads} heads, page {page}, {queries} queries, {parts} parts: {error(o, wanted)}", flush=True)
@@ -80,7 +54,8 @@ def time_latent(clock: Clock, heads: int, keys: int, page: int) -> None:
     lengths = torch.full((REQUESTS,), keys, device="cuda", dtype=torch.int32)
     source = k.flatten()[: k.numel() // 2]
     target = torch.empty_like(source)
-    (of_k, table), engine = in_pages(k, page), latent_engine(heads)
+    of_k, table = in_pages(k, page) if page else (k, None)
+    engine = latent_engine(heads)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "latent": lambda: engine.with_cache(q, of_k, None, kv_lengths=lengths, page_table=table),
