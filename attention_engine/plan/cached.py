@@ -43,7 +43,7 @@ SHAPES = ((64, 64, 128, 2), (64, 64, 128, 1), (64, 32, 128, 2), (64, 32, 128, 1)
 CROWDED_SHAPES = SHAPES[2:]
 SHARED_SHAPES = ((64, 64, 256, 0), (64, 32, 256, 0), (64, 16, 256, 0))  # pipelined, weights in shared memory would race
 LATENT = Tile(64, 64, 256, 2)  # of keys that are values too, on Hopper
-PLACED = Tile(64, 64, 160, 3)  # of pages, by TMA: two blocks share an SM
+PLACED = Tile(64, 64, 160, 3)  # of keys that come by TMA: two blocks share an SM
 BARRIERS = 1024  # bytes that they take at most, as tiles begin at a multiple of them
 ROWS_HANDED = 2816  # bytes for row values that one warpgroup hands another, and barriers
 MOST_REQUESTS = 1024  # whose parts are dealt by their lengths, which one block adds up
@@ -102,16 +102,17 @@ def placed_by_hand(problem: Problem, cache: Cache, target: Target) -> bool:
     return in_pieces and fits and problem.dtype != "float32" and cache.page % LATENT.kv == 0
 
 
-def comes_by_tma(problem: Problem, cache: Cache, target: Target) -> bool:
-    """Do keys and values come out of their pages by the kernel that TMA copies for (kernels/cached/placed.py)?
+def comes_by_tma(problem: Problem, cache: Cache, target: Target, joined: bool = False) -> bool:
+    """Do keys and values come by the kernel that TMA copies for (kernels/cached/placed.py)? joined: of parts that join
+    themselves, whose first tiles it asks for early.
 
-    Without pages TileLang's pipeline is as fast, and a launch makes no descriptors of tensors.
+    Other keys without pages come by TileLang's pipeline as fast, and a launch makes no descriptors of tensors.
     """
     if cache.shared or not isinstance(target, Arch) or target.capability != (9, 0) or problem.stride_unit != 8:
         return False
     whole = problem.dim % 64 == 0 and problem.dim_v % 64 == 0  # columns that TMA lays out together
     fits = 2 * (shared_bytes(problem, cache, PLACED) + BARRIERS) <= target.shared_memory_per_block
-    lies = cache.page > 0 and (cache.page % PLACED.kv == 0 or PLACED.kv % cache.page == 0)
+    lies = joined if cache.page == 0 else cache.page % PLACED.kv == 0 or PLACED.kv % cache.page == 0
     return whole and fits and lies and problem.dtype != "float32"
 
 
@@ -158,6 +159,7 @@ class CachedPlan:
         self.problem, self.cache, self.target, self.scale = problem, cache, target, scale
         self.by_hand = placed_by_hand(problem, cache, target)
         self.by_tma = comes_by_tma(problem, cache, target)
+        self.joined_by_tma = comes_by_tma(problem, cache, target, joined=True)
         self.tile = LATENT if self.by_hand else PLACED if self.by_tma else tile_of(problem, cache, target)
 
     @cached_property
@@ -226,11 +228,12 @@ class CachedPlan:
         arguments = walk(self.problem, cache, schedule, of)
         made = [a.place for a in arguments if isinstance(a, Buffer) and a.role is Role.MADE]
         writes = frozenset(made) - {PART_STARTS, PART_REQUESTS}
-        given = (schedule, self.tile, cache, of)
+        by_tma = self.by_tma or (of is not None and of.joined is not None and self.joined_by_tma)
+        given = (schedule, PLACED if by_tma else self.tile, cache, of)
         by_hand = (UNIFORM_GROUPS, HELD_BARRIERS)
         if self.by_hand:
             return Launch(name, "cached.latent.latent", given, arguments, writes, by_hand)
-        if self.by_tma:
+        if by_tma:
             return Launch(name, "cached.placed.placed", given, arguments, writes, (*by_hand, NO_STORAGE_SYNC))
         return Launch(name, "cached.decode.decode", given, arguments, writes, (DISABLE_WARP_SPECIALIZATION,))
 
@@ -272,12 +275,12 @@ class CachedPlan:
         """How many parts the requests of a call have together, which are dealt by lengths; 0: they are not. From shapes
         alone: where blocks are many, and lengths may differ much."""
         tiles, sms = -(-keys // self.tile.kv), places_of(self.target)
-        few = batch > MOST_REQUESTS or queries * self.problem.group > self.tile.q or tiles <= WIDE
+        unfit = batch > MOST_REQUESTS or queries * self.problem.group > self.tile.q or tiles <= WIDE
         if self.cache.shared:  # a fifth to a half slower where lengths are even: heads' sums are wide, and joined
             return 0
-        if asked is not None or few or self.problem.kv_heads * batch < BUSY * sms or not self.may_deal:
+        if asked is not None or unfit or self.problem.kv_heads * batch < BUSY * sms or not self.may_deal:
             return 0
-        at_once = sms * (1 if self.cache.shared else 2)
+        at_once = 2 * sms
         return batch + -(-DEALT * at_once // self.problem.kv_heads)
 
     def parts_of(self, batch: int, queries: int, keys: int, asked: int | None) -> int:

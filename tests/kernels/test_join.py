@@ -51,7 +51,7 @@ def test_other_programs_are_joined_so_too(name, launched):
 
 
 def test_pages_by_tma_are_joined_so_too(monkeypatch, launched):
-    monkeypatch.setattr(plan, "comes_by_tma", lambda problem, cache, target: not cache.shared)
+    monkeypatch.setattr(plan, "comes_by_tma", lambda _, cache, __, joined=False: not cache.shared)
     for name in ("entropy", "sink"):
         assert errors(name, Shape(LENGTHS, 2, 8, 2, 64, 16), torch.bfloat16, "interpret", 5)
     assert ["decode joined parts"] in launched and ["decode parts", "combine"] not in launched

@@ -15,7 +15,7 @@ import re
 
 _TILE = re.compile(r"\(\([\w ]+\*\)(\w+)\)")
 _ARRIVAL = re.compile(r"^(\s*)mbarrier\[.*\]\.arrive\(\);$")
-_LOAD = "tl::tma_load("
+_LOAD = "tl::tma_load"  # its arguments follow, or first what it tells the cache
 _BY_OTHER_MEANS = (_LOAD, "tl::tma_store(", "_descriptor<")
 FENCE = "tl::fence_proxy_async();"
 VERSION, PROOF = "0.1.15", "test_tilelang_gives_tiles_back_before_reads_have_ended"

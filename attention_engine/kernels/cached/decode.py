@@ -121,6 +121,11 @@ class Steps:
     cache: Cache
     sizes: Sizes
 
+    @property
+    def in_turns(self) -> bool:
+        """Are tiles dealt to parts in turns? Then no length says which are a part's first."""
+        return False
+
     def hold(self, value: Any) -> Any:
         """What a block works out once is held, or TileLang would spell its divisions out at each use; but for blocks
         that have no register left."""
@@ -136,6 +141,13 @@ class Steps:
         first = name_value(starts[batch])
         return batch, place - first, name_value(starts[batch + 1] - first)
 
+    @property
+    def capacity(self) -> Any:
+        """The most keys that a request may have."""
+        if not self.cache.page:
+            return self.sizes.kv
+        return self.sizes.spell(cached_buffers.PAGES_OF_A_REQUEST) * self.cache.page
+
     def rows(self, buffers: Any, row_tiles: Any, block: Any, batch: Any) -> tuple[Any, Rows]:
         """A block's key head, and its rows."""
         group, queries, owner, row = self.problem.group, self.sizes.q, batch, 0
@@ -144,10 +156,7 @@ class Steps:
             owner, row = 0, self.hold(starts[batch])
             queries = self.hold(starts[batch + 1] - starts[batch])
         kv_head, first = self.hold(block // row_tiles), self.hold(block % row_tiles * self.tile.q)
-        longest = self.sizes.kv
-        if self.cache.page:
-            longest = self.sizes.spell(cached_buffers.PAGES_OF_A_REQUEST) * self.cache.page
-        known = T.max(T.min(buffers["kv_lengths"][batch], longest), 0)  # nothing else is read, whatever a length says
+        known = T.max(T.min(buffers["kv_lengths"][batch], self.capacity), 0)  # no other is read, whatever a length says
         stop = self.hold(known)
         begins = buffers["q_starts"][batch] if self.cache.starts else buffers["kv_lengths"][batch] - queries
         return kv_head, Rows(first, kv_head * group, self.hold(begins), queries, stop, group, owner, row)
@@ -178,11 +187,14 @@ class Steps:
         return Source(buffers[name], table, batch, head, packed.stop, self.cache.page, seen)
 
     def tiles(self, packed: Rows, part: Any, parts: Any) -> tuple[Any, Any]:
-        """The first tile of a part, and how many it has; a request's tiles are dealt evenly."""
+        """The first tile of a part, and how many it has; a request's tiles are dealt evenly: in runs, or in turns."""
         tiles = T.ceildiv(packed.stop, self.tile.kv)
         first, stop = kv_range(plan_tiles(self.schedule.mask).bounds, *packed.places(self.tile.q), self.tile.kv, tiles)
         if self.cache.packed:  # there are as many blocks of rows as one request could have
             stop = T.if_then_else(packed.exists(0), stop, 0)
+        if self.in_turns:
+            begin = self.hold(first + part)
+            return begin, self.hold(T.ceildiv(T.max(stop - begin, 0), parts))
         each = T.ceildiv(T.max(stop - first, 0), parts)
         begin = self.hold(first + part * each)
         return begin, self.hold(T.max(T.min(stop, begin + each) - begin, 0))

@@ -71,13 +71,15 @@ def latent(
 
 @dataclass(frozen=True)
 class Part:
-    """A block's rows, request, first tile of keys and number of tiles. number: of the part; None: rows are whole."""
+    """A block's rows, request, first tile of keys and number of tiles. number: of the part; None: rows are whole.
+    stride: tiles from one of its tiles to the next."""
 
     rows: Rows
     batch: Any
     begin: Any
     count: Any
     number: Any
+    stride: Any = 1
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def part_at(steps: LatentSteps, buffers: Any, at: tuple[Any, Any, Any], in_parts
     row_tiles = T.ceildiv(steps.sizes.q * steps.problem.group, steps.tile.q)
     kv_head, packed = steps.rows(buffers, row_tiles, block, batch)
     begin, count = steps.tiles(packed, part, parts)
-    return Part(packed, batch, begin, count, place if in_parts else None), kv_head
+    stride = parts if steps.in_turns else 1
+    return Part(packed, batch, begin, count, place if in_parts else None, stride), kv_head
 
 
 @T.macro

@@ -1,8 +1,11 @@
-"""Pages of keys and values on Hopper, placed by hand: one warp copies them ahead by TMA, a warpgroup computes.
+"""Keys and values by TMA on Hopper, placed by hand: one warp copies tiles ahead, a warpgroup computes.
 
 What decode.py does where keys and values lie at whole 16 bytes. The copying warp walks over a part's keys by itself, so
 many tiles ahead as shared memory holds: that it must look up pages first keeps nobody waiting. A tile that lies in
 several pages comes as one copy of each; in decode.py each thread looks up the page of each of its rows.
+
+Where parts join themselves, calls are short. Then tiles are dealt to parts in turns, and a part's first ones are asked
+for before its request's length is known: they are the same of any length, and what lies behind it, nobody multiplies.
 
 Copies bring whole tiles. So rows of values that nobody sees, or that lie behind the request's last key, are cleared
 before they are multiplied: there may be anything, and 0 times NaN is NaN.
@@ -27,9 +30,15 @@ from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tile_maths import multiply_rows, needs_another
 from attention_engine.kernels.warps import GROUP, ROWS_WHOLE, SWIZZLED, WARP
 from attention_engine.passes.schedule import ForwardSchedule
+from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import cached_buffers
 from attention_engine.plan.cached_buffers import Cache, Parts
 from attention_engine.plan.forms import Tile
+
+# Bytes of keys and values, at most, whose lines are the first to leave the cache. What was written there must go to
+# memory when its place is taken: an H100's 50 MB of it cost a call that reads 34 MB 2 us, one of 134 MB 3.5. Calls that
+# read more lose by that order (268 MB 1 %, 537 MB 4 %), and none gains where the cache holds what was read.
+LITTLE = 150 << 20
 
 
 def placed(
@@ -39,21 +48,55 @@ def placed(
     part_<state>..., [done, o, rows...], or o, rows...)."""
     sizes = Sizes(problem)
     parameters = sizes.declare(cached_buffers.walk(problem, cache, schedule, parts))
-    steps = LatentSteps(problem, schedule, tile, cache, sizes)
+    steps = PlacedSteps(problem, schedule, tile, cache, sizes, parts is not None and parts.joined is not None)
 
     @T.macro
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
         memory = Memory.allocate(steps)
+        ahead = steps.tiles_ahead(at[0])
+        if steps.in_turns:
+            copy_ahead(steps, buffers, memory, at, ahead)
         of, kv_head = part_at(steps, buffers, at, parts is not None)
         if T.get_thread_binding() >= GROUP:
-            copy_tiles(steps, buffers, memory, of, kv_head)
+            copy_tiles(steps, buffers, memory, of, kv_head, ahead)
         else:
-            compute(steps, buffers, memory, of)
+            compute(steps, buffers, memory, of, ahead)
         if parts is not None and parts.joined is not None:  # behind all of that, so that it lies where tiles lay
             join(Join(problem, parts.joined, sizes, buffers, meet, True), of, at[1])
 
     over_all = bind(over_parts, steps, GROUP + WARP, parts, walk)
     return build(name_of(parts), parameters, over_all)
+
+
+@dataclass(frozen=True)
+class PlacedSteps(LatentSteps):
+    """What the kernel's steps have in common. joins: do the parts of a row join themselves?"""
+
+    joins: bool
+
+    @property
+    def in_turns(self) -> bool:
+        """Are tiles dealt to parts in turns? Not where a mask's bounds say which is the first."""
+        return self.joins and not any(bound.kv > 0 for bound in plan_tiles(self.schedule.mask).bounds.bounds)
+
+    @property
+    def reads_little(self) -> Any:
+        """Do all requests together have so few keys that lines leave the cache in the order of LITTLE?"""
+        if not self.joins:
+            return False
+        each = self.problem.kv_heads * (self.problem.dim + self.problem.dim_v) * 2  # bytes of a key and its values
+        return T.cast(self.sizes.batch, "int64") * T.cast(self.capacity, "int64") <= LITTLE // each
+
+    def tiles_ahead(self, part: Any) -> Any:
+        """How many tiles of a part are asked for before its request's length is known."""
+        if not self.in_turns:
+            return 0
+        tiles = T.max(T.ceildiv(self.capacity, self.tile.kv) - part, 0)
+        return name_value(T.min(T.ceildiv(tiles, self.sizes.spell(cached_buffers.PARTS)), self.tile.stages))
+
+    def tiles_left(self, of: Part, ahead: Any) -> Any:
+        """How many are asked for then."""
+        return T.max(of.count - ahead, 0) if self.in_turns else of.count
 
 
 @dataclass(frozen=True)
@@ -93,12 +136,26 @@ class Memory:
 
 
 @T.macro
-def copy_tiles(steps: LatentSteps, buffers: Any, memory: Memory, of: Part, kv_head: Any) -> None:
-    """What the copying warp does."""
-    for step in T.serial(of.count):
-        kv0 = (of.begin + step) * steps.tile.kv
+def copy_ahead(steps: PlacedSteps, buffers: Any, memory: Memory, at: tuple[Any, Any, Any], ahead: Any) -> None:
+    """What the copying warp does before a length is known. Pages are looked up side by side."""
+    if T.get_thread_binding() >= GROUP:
+        kv_head = at[1] // T.ceildiv(steps.sizes.q * steps.problem.group, steps.tile.q)
+        for stage, pieces in enumerate(pieces_ahead(steps, buffers, at)):
+            if stage < ahead:
+                copy_pieces(steps, buffers["k"], memory.keys, stage, pieces, kv_head)
+                T.barrier_arrive(memory.keys.full[stage])
+                copy_pieces(steps, buffers["v"], memory.values, stage, pieces, kv_head)
+                T.barrier_arrive(memory.values.full[stage])
+
+
+@T.macro
+def copy_tiles(steps: PlacedSteps, buffers: Any, memory: Memory, of: Part, kv_head: Any, ahead: Any) -> None:
+    """What it does then."""
+    for later in T.serial(steps.tiles_left(of, ahead)):
+        step = ahead + later
+        kv0 = (of.begin + step * of.stride) * steps.tile.kv
         stage, round_trip = step % steps.tile.stages, (step // steps.tile.stages) % 2 ^ 1
-        pieces = pieces_of(steps, buffers, of, kv0)
+        pieces = pieces_of(steps, buffers, of.batch, kv0, of.rows.stop)
         T.barrier_wait(memory.keys.empty[stage], round_trip)
         copy_pieces(steps, buffers["k"], memory.keys, stage, pieces, kv_head)
         T.barrier_arrive(memory.keys.full[stage])
@@ -107,35 +164,52 @@ def copy_tiles(steps: LatentSteps, buffers: Any, memory: Memory, of: Part, kv_he
         T.barrier_arrive(memory.values.full[stage])
 
 
-def pieces_of(steps: LatentSteps, buffers: Any, of: Part, kv0: Any) -> list[tuple[Any, Any]]:
+def pieces_of(steps: PlacedSteps, buffers: Any, batch: Any, kv0: Any, stop: Any) -> list[tuple[Any, Any]]:
     """The first indices in the cache of each piece of a tile of keys: a page, or a tile where it lies in one.
 
-    What lies behind the request's last key comes from that key's page: the table may name no other there.
+    What lies behind the last key, one before `stop`, comes from that key's page: the table may name no other there.
     """
     page, keys = steps.cache.page, steps.tile.kv
-    if page % keys == 0:
-        return [steps.tile_at(buffers, of.batch, kv0)]
-    last = (of.rows.stop - 1) // page
+    if not page or page % keys == 0:
+        return [steps.tile_at(buffers, batch, kv0)]
+    last = (stop - 1) // page
     table = buffers["page_table"]
-    return [(name_value(table[of.batch, T.min(kv0 // page + n, last)]), 0) for n in range(keys // page)]
+    return [(name_value(table[batch, T.min(kv0 // page + n, last)]), 0) for n in range(keys // page)]
+
+
+def pieces_ahead(steps: PlacedSteps, buffers: Any, at: tuple[Any, Any, Any]) -> list[list[tuple[Any, Any]]]:
+    """The same of each of a part's first tiles, of whatever the table says: TMA brings zeros of a page that is none."""
+    part, _, batch = at
+    parts = steps.sizes.spell(cached_buffers.PARTS)
+    first = [(part + stage * parts) * steps.tile.kv for stage in range(steps.tile.stages)]
+    return [pieces_of(steps, buffers, batch, kv0, steps.capacity) for kv0 in first]
 
 
 @T.macro
 def copy_pieces(
-    steps: LatentSteps, source: Any, ring: Ring, stage: Any, pieces: list[tuple[Any, Any]], head: Any
+    steps: PlacedSteps, source: Any, ring: Ring, stage: Any, pieces: list[tuple[Any, Any]], head: Any
 ) -> None:
     """Brings a tile to a stage, of which nobody reads the tile before any more."""
     keys, columns = steps.tile.kv // len(pieces), int(ring.tiles.shape[2])
     for n, (owner, first) in enumerate(pieces):
         for d in range(0, columns, SWIZZLED):  # columns that lie together
-            T.tma_copy(
+            copy_piece(
                 source[owner, first : first + keys, head, d : d + SWIZZLED],
-                ring.tiles[stage, n * keys : (n + 1) * keys, d : d + SWIZZLED], barrier=ring.full[stage],
+                ring.tiles[stage, n * keys : (n + 1) * keys, d : d + SWIZZLED], ring.full, stage, steps.reads_little,
             )  # fmt: skip
 
 
 @T.macro
-def compute(steps: LatentSteps, buffers: Any, memory: Memory, of: Part) -> None:
+def copy_piece(source: Any, target: Any, full: Any, stage: Any, reads_little: Any) -> None:
+    """Columns of a page, or of a tile. Where a call reads little, its lines are the first to leave the cache."""
+    if reads_little:
+        T.tma_copy(source, target, barrier=full[stage], eviction_policy="evict_first")
+    else:
+        T.tma_copy(source, target, barrier=full[stage])
+
+
+@T.macro
+def compute(steps: PlacedSteps, buffers: Any, memory: Memory, of: Part, ahead: Any) -> None:
     """What the others do."""
     schedule, tile, packed, problem = steps.schedule, steps.tile, of.rows, steps.problem
     thread, dim_v = T.get_thread_binding(), padded(problem.dim_v)
@@ -149,7 +223,7 @@ def compute(steps: LatentSteps, buffers: Any, memory: Memory, of: Part) -> None:
     T.fill(output, 0)
     maths.start()
     for step in T.serial(of.count):
-        kv0 = (of.begin + step) * tile.kv
+        kv0 = (of.begin + step * of.stride) * tile.kv
         stage, trip = step % tile.stages, (step // tile.stages) % 2
         T.barrier_wait(memory.keys.full[stage], trip)
         T.wgmma_gemm(
@@ -175,7 +249,17 @@ def compute(steps: LatentSteps, buffers: Any, memory: Memory, of: Part) -> None:
         T.wait_wgmma(0)
         if thread % WARP == 0:
             T.barrier_arrive(memory.values.empty[stage])
+    if steps.in_turns:
+        await_unread(memory, of, ahead)
     steps.leave(buffers, maths, output, written, of.number)
+
+
+@T.macro
+def await_unread(memory: Memory, of: Part, ahead: Any) -> None:
+    """Tiles behind the request's last key have come all the same, to where rows will be joined."""
+    for unread in T.serial(T.max(ahead - of.count, 0)):
+        T.barrier_wait(memory.keys.full[of.count + unread], 0)
+        T.barrier_wait(memory.values.full[of.count + unread], 0)
 
 
 @T.macro
