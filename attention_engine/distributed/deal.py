@@ -21,6 +21,7 @@ from attention_engine.runtime.module import AttentionEngine
 
 POINTS = 4096  # of each side that are asked, at least the ends of each tile: an estimate where a sequence is longer
 TILE = 128  # queries and keys of a tile, where a piece has as many
+ROWS = 32  # of tiles, that are looked at together
 PARTIAL = 4  # what a tile takes whose pairs are masked one by one, over one that is kept whole: H100s, both passes
 SENT = 0.04  # what a key takes that another rank sends, over a whole tile: 32 heads of 8, within a node
 
@@ -75,19 +76,20 @@ def work_of_pieces(
     tiles = torch.arange(0, length, side, device=device)
     places = (tiles[:, None] + within).clamp(max=length - 1)
     b, h = (torch.arange(sizes[axis], device=device) for axis in ("batch", "heads"))
-    work = torch.zeros(len(tiles), dtype=torch.int64, device=device)
-    for n, queries in enumerate(places):
+    work = []
+    for queries in places.split(ROWS):
         at = {
             B: b.view(-1, 1, 1, 1),
             H: h.view(1, -1, 1, 1),
-            Q_IDX: queries.view(1, 1, -1, 1),
+            Q_IDX: queries.reshape(1, 1, -1, 1),
             KV_IDX: places.view(1, 1, 1, -1),
         }
         kept = Evaluator(at, tensors, torch.float32, device)(mask)
-        kept = kept.expand(len(b), len(h), asked, places.numel()).unflatten(3, (-1, asked))
-        some, whole = kept.any(4).any(2).sum(), kept.all(4).all(2).sum()
-        work[n] = whole + PARTIAL * (some - whole)
-    of_rows = work.repeat_interleave(side)[:length]
+        kept = kept.expand(len(b), len(h), queries.numel(), places.numel())
+        pairs = kept.reshape(len(b), len(h), *queries.shape, *places.shape)
+        some, whole = (each.sum((0, 1, 3)) for each in (pairs.any(5).any(3), pairs.all(5).all(3)))
+        work.append(whole + PARTIAL * (some - whole))
+    of_rows = torch.cat(work).repeat_interleave(side)[:length]
     which = _piece(torch.arange(length, device=device), length, pieces)
     return torch.zeros(pieces, dtype=torch.int64, device=device).index_add_(0, which, of_rows).tolist()
 
