@@ -102,6 +102,23 @@ def test_rows_of_blocks_spill_nothing(size, dtype, gpu):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dk_of_listed_blocks_is_on_its_way_while_the_next_step_begins(dtype):
+    metas = [meta_tensor(1, heads, 256, DIM, dtype=dtype) for heads in (2, 2, 2)]
+    engine = AttentionEngine(metas, device=arch.H100())
+    lists = BlockList(torch.zeros(1, 2, 4, 2, dtype=torch.int32), None, (64, 64))
+    made = engine._asked(arch.H100(), False, (), None, lists).kernels_as_known(engine.tuning).of_backward["backward"]
+    found = made.resources
+    assert (found.spill_stores, found.spill_loads, found.notes) == (0, 0, ())
+    lines = made.prim_func.script().splitlines()
+    added = next(n for n, line in enumerate(lines) if "atomic_add_elem_op" in line and "workspace" in line)
+    wait = next(line for line in lines[added:] if "wait_wgmma" in line)
+    step = [line for line in lines[:added] if line.lstrip().startswith("for step in")][-1]
+    indent = [len(line) - len(line.lstrip()) for line in (wait, step)]
+    assert "wait_wgmma(0)" in wait and indent[0] == indent[1], "it stands behind the loop"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (128, torch.float16), (64, torch.bfloat16)], ids=str)
 def test_two_blocks_of_one_warpgroup_share_an_sm(dim, dtype):
     metas = [meta_tensor(1, heads, 256, dim, dtype=dtype) for heads in (4, 2, 2)]

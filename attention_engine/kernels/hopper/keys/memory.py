@@ -83,7 +83,7 @@ class KeyMemory:
         do = named("do_tile", T.alloc_shared([stages, tile.q, form.dim_v], dtype))
         row_length = -(-tile.q // TMA_FLOATS) * TMA_FLOATS
         rows = {n: named(f"{n}_tile", T.alloc_shared([stages, row_length], FLOAT)) for n in form.row_names}
-        pairs, results = operands_of(form), Results.allocate(form)
+        pairs, results = operands_of(form, rows), Results.allocate(form)
         k_full = named("k_full", T.alloc_barrier(arrive_count=WARP))
         v_full = named("v_full", T.alloc_barrier(arrive_count=WARP))
         k_empty = named("k_empty", T.alloc_barrier(arrive_count=form.leaders)) if persistent else None

@@ -9,6 +9,7 @@ theirs while the next step writes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
@@ -44,7 +45,8 @@ class PairOperands:
     """The fp32 tiles of pairs, in registers, and the 16-bit operands, in registers or in shared memory.
 
     weights are where the products were, unless later formulas read products. weights_reaching: of the packed ones,
-    those that values are multiplied with, where some are dropped and the others are needed after.
+    those that values are multiplied with, where some are dropped and the others are needed after. rows: the rows of
+    numbers, by name. rows_held: registers to which some of them come while the products that they meet are made.
     """
 
     form: KeyForm
@@ -56,6 +58,18 @@ class PairOperands:
     gradients_packed: Any
     weights_shared: Any
     gradients_shared: Any
+    rows: Mapping[str, Any]
+    rows_held: Mapping[str, Any]
+
+    def row(self, name: str, stage: Any) -> Any:
+        """A row of numbers of a step's queries."""
+        return self.rows_held[name] if name in self.rows_held else Stage(self.rows[name], stage)
+
+    @macro_method
+    def hold_rows(self, stage: Any) -> None:
+        """Rows that registers are kept for come to them."""
+        for name in self.rows_held:
+            T.copy(self.rows[name][stage, : self.form.tile.q], self.rows_held[name])
 
     @macro_method
     def make(self, at: Step, queries: Ring, output_gradients: Ring, v: Any) -> None:
@@ -68,6 +82,8 @@ class PairOperands:
         T.wait_wgmma(1)  # the products are there, the gradients of the weights on their way
         at.maths.weigh(self.products, self.weights)
         finish_before(self.weights, self._registers, queries.full, at.stage, at.turn)
+        if self.form.holds_late_rows:
+            self.hold_rows(at.stage)
         T.wait_wgmma(0)
         at.maths.differentiate(self.products, self.weights, self.gradients, then_meet_values=True)
         clear_pairs(self.form, at, (self.weights, self.gradients))
@@ -80,11 +96,13 @@ class PairOperands:
 
     @macro_method
     def hand_gradients_on(self, at: Step) -> None:
-        """The gradients of products become an operand of dK, and of dQ if all threads read them."""
+        """The gradients of products become an operand of dK, and of dQ if all threads read them. Where dV is issued
+        early, `issue_results` lets threads meet."""
         T.copy(self.gradients, self.gradients_packed)
         if self.form.shares_gradients:
             T.copy(self.gradients_packed, self.gradients_shared[at.number % 2, :, :])
-            meet(self.form.tile.threads)
+            if not self.form.issues_dv_early:
+                meet(self.form.tile.threads)
 
     def weights_for_dv(self, at: Step) -> Any:
         """The operand of dV."""
@@ -119,14 +137,7 @@ class InRegisters(PairOperands):
 
 class Crossing(InRegisters):
     """The same where dK is made while the next step begins. Its operand lies in shared memory: registers would be too
-    few for it and the next step's products (ptxas C7512). dV is issued before threads meet: its operand is a
-    thread's own."""
-
-    @macro_method
-    def hand_gradients_on(self, at: Step) -> None:
-        """The gradients of products lie in shared memory; `issue_results` lets threads meet."""
-        T.copy(self.gradients, self.gradients_packed)
-        T.copy(self.gradients_packed, self.gradients_shared[at.number % 2, :, :])
+    few for it and the next step's products (ptxas C7512)."""
 
     def gradients_for_dk(self, at: Step) -> Any:
         """The operand of dK."""
@@ -211,8 +222,8 @@ def meet(threads: int) -> None:
     T.sync_threads(COMPUTE, threads)
 
 
-def operands_of(form: KeyForm) -> PairOperands:
-    """The operands of a form; made in the kernel."""
+def operands_of(form: KeyForm, rows: Mapping[str, Any]) -> PairOperands:
+    """The operands of a form; made in the kernel. rows: the rows of numbers, in shared memory."""
     kind: type[PairOperands] = InRegisters
     if form.tile.shared_weights:
         kind = InSharedMemory
@@ -232,8 +243,10 @@ def operands_of(form: KeyForm) -> PairOperands:
     apart = kind is OneAfterAnother and form.schedule.dropped is not None
     weights_reaching = named("weights_reaching", T.alloc_fragment(pairs, dtype)) if apart else None
     gradients_packed = named("gradients_in", T.alloc_fragment(pairs, dtype)) if not in_memory else None
+    held = form.late_rows if form.holds_late_rows else []
+    rows_held = {name: named(f"{name}_held", T.alloc_fragment([form.tile.q], FLOAT)) for name in held}
     return kind(
         form=form, products=products, weights=weights, gradients=gradients, weights_packed=weights_packed,
         weights_reaching=weights_reaching, gradients_packed=gradients_packed, weights_shared=weights_shared,
-        gradients_shared=gradients_shared,
+        gradients_shared=gradients_shared, rows=rows, rows_held=rows_held,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """What the computing warpgroups of a Hopper backward block over keys do: the steps of an item, and how dK and dV leave.
 
 Order of a step (hopper/backward.py says why): products q . k; gradients of weights, on their way while the weights are
-made; gradients of products; then dV, dQ and dK are issued together, and dQ is added to its sums while dK is made. Of
-packed sequences dV is issued before the others, as it waits for no other thread, and dK is made and additions leave
-while the next step begins.
+made; gradients of products; dV, which at head dims 64 and 128 waits for no other thread; dQ and dK, and dQ is added to
+its sums while dK is made. Of packed sequences dK is made and additions leave while the next step begins, of listed
+blocks of 64 keys dK is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.program import row_variable
 from attention_engine.kernels import workspace
-from attention_engine.kernels.common import Buffers, Corners, Place, Stage, block_values, reader, window
+from attention_engine.kernels.common import Buffers, Corners, Place, block_values, reader, window
 from attention_engine.kernels.diagonals import (
     Diagonal,
     Diagonals,
@@ -86,7 +86,7 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     clear_behind(form, item, Place(item.b, kv_head, only_head if form.within else {}, own_read), kv0, unseen)
     tile_after = first_tile_after(form, buffers, item) if form.tile.stores_first else None
     work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread, tile_after)
-    if form.crosses:
+    if form.hides_additions:
         await_queries(work, 0)
     for step in T.serial(item.steps):
         take_step(work, step)
@@ -137,7 +137,7 @@ def take_step(work: Work, step: Any) -> None:
     stage, turn = item.round.stage(step, tile.stages)
     if memory.entries is None:
         visit = walk.at(step)
-    if not form.crosses:
+    if not form.hides_additions:
         T.barrier_wait(queries.full[stage], turn)
     T.wgmma_gemm(
         memory.keys.tile, queries.tile[stage, :, :], pairs.products, transpose_B=True, policy=form.policy,
@@ -155,7 +155,7 @@ def take_step(work: Work, step: Any) -> None:
         sums = sums_of_step(work, head, q0)
         take_step_for_granted(work, sums, q0)
     place = place_of(work, head)
-    staged = {row_variable(n): Stage(memory.rows[n], stage) for n in form.row_names}
+    staged = {row_variable(n): pairs.row(n, stage) for n in form.row_names}
     chosen = None if memory.chances is None else bind(bits_of_step, work, step)
     maths = PairMaths(form.schedule, sizes, place, PairTile((tile.kv, tile.q), True, q0, kv0, staged, chosen=chosen))
     outside = False if form.within else T.Or(kv0 + tile.kv > sizes.kv, q0 + tile.q > sizes.q)
@@ -278,10 +278,12 @@ def issue_results(work: Work, at: Step) -> None:
     """What a step adds to dV, its dQ, and what it adds to dK are on their way. The next step's queries are there."""
     form, memory, pairs, results = work.form, work.memory, work.memory.pairs, work.memory.results
     k, queries, output_gradients = memory.keys.tile, memory.queries, memory.output_gradients
-    if form.crosses:
+    if form.hides_additions:
         T.fence_proxy_async()
     T.wgmma_gemm(pairs.weights_for_dv(at), output_gradients.tile[at.stage, :, :], results.dv, policy=form.policy)
-    if form.crosses:
+    if form.issues_dv_early:
+        if not form.hides_additions:
+            T.fence_proxy_async()
         T.sync_threads(COMPUTE, form.tile.threads)
     if form.with_dq:
         if form.transposes_dq:
@@ -293,7 +295,7 @@ def issue_results(work: Work, at: Step) -> None:
                 pairs.gradients_for_dq(at), k, results.dq, transpose_A=True, policy=form.dq_policy, clear_accum=True
             )  # fmt: skip
     T.wgmma_gemm(pairs.gradients_for_dk(at), queries.tile[at.stage, :, :], results.dk, policy=form.policy)
-    if form.crosses:
+    if form.hides_additions:
         await_queries(work, at.number + 1)
 
 
