@@ -34,6 +34,7 @@ from attention_engine.plan.hopper import (
     pairs_issue_much,
     pairs_of_a_listed_unit,
     pairs_of_a_unit,
+    rules_of_backward,
     starts_longest_first,
     units_ahead,
     walks_over_listed_keys,
@@ -43,7 +44,6 @@ from attention_engine.plan.launches import Launch, Step, Trim
 from attention_engine.plan.rules import (
     DISABLE_WARP_SPECIALIZATION,
     HELD_BARRIERS,
-    HELD_THREADS,
     NO_CONTRACTION,
     ONE_CHAIN,
     UNIFORM_GROUPS,
@@ -339,7 +339,7 @@ class AttentionPlan:
         """dQ, and the sums of dK and dV."""
         tile, schedule, rows = self.tiles.backward, self._schedule, self._backward
         arguments = buffers.by_queries(self.problem, schedule, rows, tile, "tile map of backward")
-        writes, rules = frozenset(["dq", buffers.DK_SUMS, buffers.DV_SUMS]), (UNIFORM_GROUPS, HELD_THREADS)
+        writes, rules = frozenset(["dq", buffers.DK_SUMS, buffers.DV_SUMS]), rules_of_backward(self.problem)
         return Launch("backward", "hopper.queries.backward", (schedule, rows, tile), arguments, writes, rules)
 
     @cached_property
@@ -368,7 +368,7 @@ class AttentionPlan:
             given = (*given, *self._in_blocks)
             return Launch("backward", "straight.backward.backward", given, arguments, writes, self._exact)
         places = (places_of(self.target),) if self.stores_dq else (0,) * len(self._in_blocks)
-        given, rules = (*given, *places, *self._in_blocks), (UNIFORM_GROUPS, HELD_THREADS)
+        given, rules = (*given, *places, *self._in_blocks), rules_of_backward(self.problem)
         return Launch("backward", "hopper.backward.backward", given, arguments, writes, rules)
 
     @cached_property

@@ -6,5 +6,6 @@ NO_STORAGE_SYNC = "tl.disable_thread_storage_sync"  # kernels placed by hand hav
 UNIFORM_GROUPS = "attention_engine.uniform_groups"  # ours, beside TileLang's: printed.with_uniform_groups
 HELD_BARRIERS = "attention_engine.held_barriers"  # addresses of barriers stay in registers: printed.with_held_barriers
 HELD_THREADS = "attention_engine.held_threads"  # so do threads' indices: printed.with_held_threads
+STORED_MATRICES = "attention_engine.stored_matrices"  # tiles leave registers by stmatrix: matrices.py
 ONE_CHAIN = "attention_engine.one_chain"  # rows are reduced in one chain, as TileLang prints it: not printed.in_chains
 NO_CONTRACTION = "attention_engine.no_contraction"  # a product and a sum are rounded each: equal formulas, equal bits

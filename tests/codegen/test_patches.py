@@ -38,6 +38,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     later,
     layouts,
     masked,
+    matrices,
     patched,
     printed,
     proofs,
@@ -53,7 +54,7 @@ from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 
-RULES = (carried, choices, ended_reads, swizzled)
+RULES = (carried, choices, ended_reads, matrices, swizzled)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -313,6 +314,17 @@ def test_tilelang_works_out_where_sums_stand_at_each_addition(monkeypatch):
     kernel = engine._all_kernels(arch.H100(), [], packed="alike")["backward"]
     cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
     assert cuda.count("AtomicAddx4((&(") == 1 and rule(cuda).count("add_four(place_") == 1
+
+
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
+def test_tilelang_stores_a_stage_of_a_tile_by_four_bytes(monkeypatch):
+    rule = matrices.with_stored_matrices
+    monkeypatch.setattr(printed, rule.__name__, lambda cuda: cuda)
+    meta = meta_tensor(1, 2, 256, 64, dtype=torch.float16)
+    kernel = AttentionEngine((meta,) * 3, device=arch.H100())._source_kernel("backward", "cuda")
+    cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
+    assert cuda.count("*(uint1*)(((half_t*)gradients_out)") == 1
+    assert rule(cuda).count("store_four_matrices(((half_t*)gradients_out)") == 1
 
 
 def test_tilelang_includes_more_than_a_kernel_needs():

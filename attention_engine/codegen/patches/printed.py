@@ -18,7 +18,8 @@ the addresses that the step's first row values wait for. The backward pass asks 
 changed with other parts of the kernel, by 6 % of its time. Its copying threads, of which each has 24 registers, read
 the index at each use: what is worked out of it is then not held over their loops, for which products would wait for one
 another (ptxas C7512). Stores to a swizzled tile, whose places are made of the index, find them by turned bits
-(swizzled.py), and additions to sums keep their address (carried.py).
+(swizzled.py), and additions to sums keep their address (carried.py). At head dims 64 gradients are stored by matrices
+(matrices.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 from attention_engine.codegen.patches.carried import with_carried_sums
 from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
+from attention_engine.codegen.patches.matrices import with_stored_matrices
 from attention_engine.codegen.patches.scope import Patch, Undo
 from attention_engine.codegen.patches.swizzled import with_turned_bits
 
@@ -81,13 +83,14 @@ def put() -> Undo:
 
 @contextlib.contextmanager
 def rewriting(
-    uniform_groups: bool = False, one_chain: bool = False, held_barriers: bool = False, held_threads: bool = False
-) -> Iterator[None]:
+    uniform_groups: bool = False, one_chain: bool = False, held_barriers: bool = False, held_threads: bool = False,
+    stored_matrices: bool = False,
+) -> Iterator[None]:  # fmt: skip
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
     asked = {
         with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, in_chains: not one_chain,
         with_uniform_groups: uniform_groups, with_held_barriers: held_barriers, with_held_threads: held_threads,
-        with_turned_bits: held_threads, with_carried_sums: held_threads,
+        with_stored_matrices: stored_matrices, with_turned_bits: held_threads, with_carried_sums: held_threads,
     }  # fmt: skip
     _ours.rules = [rule for rule, wanted in asked.items() if wanted]
     try:
