@@ -22,8 +22,8 @@ from attention_engine.runtime.module import AttentionEngine
 POINTS = 4096  # of each side that are asked, at least the ends of each tile: an estimate where a sequence is longer
 TILE = 128  # queries and keys of a tile, where a piece has as many
 ROWS = 32  # of tiles, that are looked at together
-PARTIAL = 4  # what a tile takes whose pairs are masked one by one, over one that is kept whole: H100s, both passes
-SENT = 0.04  # what a key takes that another rank sends, over a whole tile: 32 heads of 8, within a node
+WHOLE, PARTIAL = 2, 3  # what a tile takes that is kept whole, and one whose pairs are masked one by one: H100s
+SENT = 0.06  # what a key takes that another rank sends, over a whole tile: 32 heads of 8, within a node
 
 
 def deal(engine: AttentionEngine, length: int, ranks: int, custom: Mapping[str, Tensor]) -> Layout:
@@ -43,7 +43,7 @@ def _with_sends(work: Sequence[int], kept: KeptPieces) -> Cost:
     ends = [kept.length * n // len(work) for n in range(len(work) + 1)]
     pieces = [*itertools.pairwise(ends)]
     seen, own = [kept.seen_by(*piece) for piece in pieces], [kept.among(*piece) for piece in pieces]
-    a_key = SENT * TILE**2 / _side(kept.length, len(work))  # in units of work: a query beside a whole tile
+    a_key = WHOLE * SENT * TILE**2 / _side(kept.length, len(work))
 
     def cost(held: Sequence[int]) -> float:
         there, here = (reduce(or_, (bits[n] for n in held)) for bits in (seen, own))
@@ -65,7 +65,7 @@ def work_of_pieces(
     engine: AttentionEngine, length: int, pieces: int, custom: Mapping[str, Tensor]
 ) -> list[int]:  # fmt: skip
     """How much work each of so many equal pieces of the queries is by the mask: the sum over its queries of the tiles
-    that their tiles see, 1 for each that is kept whole, PARTIAL for each that is kept in part."""
+    that their tiles see, WHOLE for each that is kept whole, PARTIAL for each that is kept in part."""
     mask, side = engine._program.mask, _side(length, pieces)
     if mask is None:
         return [1] * pieces
@@ -88,7 +88,7 @@ def work_of_pieces(
         kept = kept.expand(len(b), len(h), queries.numel(), places.numel())
         pairs = kept.reshape(len(b), len(h), *queries.shape, *places.shape)
         some, whole = (each.sum((0, 1, 3)) for each in (pairs.any(5).any(3), pairs.all(5).all(3)))
-        work.append(whole + PARTIAL * (some - whole))
+        work.append(WHOLE * whole + PARTIAL * (some - whole))
     of_rows = torch.cat(work).repeat_interleave(side)[:length]
     which = _piece(torch.arange(length, device=device), length, pieces)
     return torch.zeros(pieces, dtype=torch.int64, device=device).index_add_(0, which, of_rows).tolist()
