@@ -51,20 +51,23 @@ def joining_kernel(page, mask=None):
     return lower_kernel(kernel.prim_func, arch.H100()).cuda
 
 
-@pytest.mark.parametrize("page", [0, 64])
-def test_first_tiles_are_asked_for_before_the_length_and_have_come_before_rows_are_joined(page, monkeypatch):
+def test_first_tiles_are_asked_for_before_the_length_and_have_come_before_rows_are_joined(monkeypatch):
     """Where rows are joined, tiles lay: one that nobody reads must have come."""
     monkeypatch.undo()
-    cuda = joining_kernel(page)
+    cuda = joining_kernel(0)
     first, length = cuda.index("tma_load<tl::CacheHintSm90::EVICT_FIRST>(k_desc"), cuda.index("(kv_lengths[")
     unread, joined = cuda.index("(int unread = 0;"), cuda.index("AtomicAddRet(")
     assert first < length < unread < joined
 
 
-def test_tiles_of_a_mask_that_leaves_out_first_keys_wait_for_the_length(monkeypatch):
+@pytest.mark.parametrize(("page", "mask"), [(0, library.sliding_window(100)), (64, None), (16, None)])
+def test_tiles_wait_for_the_length_in_pages_and_of_a_mask_that_leaves_out_first_keys(page, mask, monkeypatch):
+    """A page is looked up in a line of the table that lies apart from the last: one tile after the other in turns was
+    slower. And requests may share pages, which are then to stay in the cache."""
     monkeypatch.undo()
-    cuda = joining_kernel(64, library.sliding_window(100))
-    assert cuda.index("(kv_lengths[") < cuda.index("tma_load<") and "unread" not in cuda
+    cuda = joining_kernel(page, mask)
+    assert cuda.index("(kv_lengths[") < cuda.index("tl::tma_load") and "unread" not in cuda
+    assert ("EVICT_FIRST" in cuda) == (page == 0)
 
 
 @pytest.mark.parametrize("page", [0, 16])

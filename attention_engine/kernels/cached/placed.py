@@ -4,8 +4,9 @@ What decode.py does where keys and values lie at whole 16 bytes. The copying war
 many tiles ahead as shared memory holds: that it must look up pages first keeps nobody waiting. A tile that lies in
 several pages comes as one copy of each; in decode.py each thread looks up the page of each of its rows.
 
-Where parts join themselves, calls are short. Then tiles are dealt to parts in turns, and a part's first ones are asked
-for before its request's length is known: they are the same of any length, and what lies behind it, nobody multiplies.
+Where parts join themselves, calls are short. Without pages tiles are then dealt to parts in turns, and a part's first
+ones are asked for before its request's length is known: they are the same of any length, and what lies behind it,
+nobody multiplies. With pages each tile would be looked up in a line of the table that is not there yet.
 
 Copies bring whole tiles. So rows of values that nobody sees, or that lie behind the request's last key, are cleared
 before they are multiplied: there may be anything, and 0 times NaN is NaN.
@@ -48,7 +49,8 @@ def placed(
     part_<state>..., [done, o, rows...], or o, rows...)."""
     sizes = Sizes(problem)
     parameters = sizes.declare(cached_buffers.walk(problem, cache, schedule, parts))
-    steps = PlacedSteps(problem, schedule, tile, cache, sizes, parts is not None and parts.joined is not None)
+    short = parts is not None and parts.joined is not None and not cache.page
+    steps = PlacedSteps(problem, schedule, tile, cache, sizes, short)
 
     @T.macro
     def walk(buffers: Any, at: tuple[Any, Any, Any]) -> None:
@@ -70,19 +72,19 @@ def placed(
 
 @dataclass(frozen=True)
 class PlacedSteps(LatentSteps):
-    """What the kernel's steps have in common. joins: do the parts of a row join themselves?"""
+    """What the kernel's steps have in common. short: do parts of rows join themselves, of keys without pages?"""
 
-    joins: bool
+    short: bool
 
     @property
     def in_turns(self) -> bool:
         """Are tiles dealt to parts in turns? Not where a mask's bounds say which is the first."""
-        return self.joins and not any(bound.kv > 0 for bound in plan_tiles(self.schedule.mask).bounds.bounds)
+        return self.short and not any(bound.kv > 0 for bound in plan_tiles(self.schedule.mask).bounds.bounds)
 
     @property
     def reads_little(self) -> Any:
         """Do all requests together have so few keys that lines leave the cache in the order of LITTLE?"""
-        if not self.joins:
+        if not self.short:
             return False
         each = self.problem.kv_heads * (self.problem.dim + self.problem.dim_v) * 2  # bytes of a key and its values
         return T.cast(self.sizes.batch, "int64") * T.cast(self.capacity, "int64") <= LITTLE // each
@@ -137,14 +139,14 @@ class Memory:
 
 @T.macro
 def copy_ahead(steps: PlacedSteps, buffers: Any, memory: Memory, at: tuple[Any, Any, Any], ahead: Any) -> None:
-    """What the copying warp does before a length is known. Pages are looked up side by side."""
+    """What the copying warp does before a length is known."""
     if T.get_thread_binding() >= GROUP:
         kv_head = at[1] // T.ceildiv(steps.sizes.q * steps.problem.group, steps.tile.q)
-        for stage, pieces in enumerate(pieces_ahead(steps, buffers, at)):
+        for stage, place in enumerate(places_ahead(steps, at)):
             if stage < ahead:
-                copy_pieces(steps, buffers["k"], memory.keys, stage, pieces, kv_head)
+                copy_pieces(steps, buffers["k"], memory.keys, stage, [place], kv_head)
                 T.barrier_arrive(memory.keys.full[stage])
-                copy_pieces(steps, buffers["v"], memory.values, stage, pieces, kv_head)
+                copy_pieces(steps, buffers["v"], memory.values, stage, [place], kv_head)
                 T.barrier_arrive(memory.values.full[stage])
 
 
@@ -155,7 +157,7 @@ def copy_tiles(steps: PlacedSteps, buffers: Any, memory: Memory, of: Part, kv_he
         step = ahead + later
         kv0 = (of.begin + step * of.stride) * steps.tile.kv
         stage, round_trip = step % steps.tile.stages, (step // steps.tile.stages) % 2 ^ 1
-        pieces = pieces_of(steps, buffers, of.batch, kv0, of.rows.stop)
+        pieces = pieces_of(steps, buffers, of, kv0)
         T.barrier_wait(memory.keys.empty[stage], round_trip)
         copy_pieces(steps, buffers["k"], memory.keys, stage, pieces, kv_head)
         T.barrier_arrive(memory.keys.full[stage])
@@ -164,25 +166,24 @@ def copy_tiles(steps: PlacedSteps, buffers: Any, memory: Memory, of: Part, kv_he
         T.barrier_arrive(memory.values.full[stage])
 
 
-def pieces_of(steps: PlacedSteps, buffers: Any, batch: Any, kv0: Any, stop: Any) -> list[tuple[Any, Any]]:
+def pieces_of(steps: PlacedSteps, buffers: Any, of: Part, kv0: Any) -> list[tuple[Any, Any]]:
     """The first indices in the cache of each piece of a tile of keys: a page, or a tile where it lies in one.
 
-    What lies behind the last key, one before `stop`, comes from that key's page: the table may name no other there.
+    What lies behind the request's last key comes from that key's page: the table may name no other there.
     """
     page, keys = steps.cache.page, steps.tile.kv
     if not page or page % keys == 0:
-        return [steps.tile_at(buffers, batch, kv0)]
-    last = (stop - 1) // page
+        return [steps.tile_at(buffers, of.batch, kv0)]
+    last = (of.rows.stop - 1) // page
     table = buffers["page_table"]
-    return [(name_value(table[batch, T.min(kv0 // page + n, last)]), 0) for n in range(keys // page)]
+    return [(name_value(table[of.batch, T.min(kv0 // page + n, last)]), 0) for n in range(keys // page)]
 
 
-def pieces_ahead(steps: PlacedSteps, buffers: Any, at: tuple[Any, Any, Any]) -> list[list[tuple[Any, Any]]]:
-    """The same of each of a part's first tiles, of whatever the table says: TMA brings zeros of a page that is none."""
+def places_ahead(steps: PlacedSteps, at: tuple[Any, Any, Any]) -> list[tuple[Any, Any]]:
+    """The first indices in the cache of each of a part's first tiles."""
     part, _, batch = at
     parts = steps.sizes.spell(cached_buffers.PARTS)
-    first = [(part + stage * parts) * steps.tile.kv for stage in range(steps.tile.stages)]
-    return [pieces_of(steps, buffers, batch, kv0, steps.capacity) for kv0 in first]
+    return [(batch, (part + stage * parts) * steps.tile.kv) for stage in range(steps.tile.stages)]
 
 
 @T.macro
