@@ -89,5 +89,6 @@ def test_decoding_keeps_the_rule(dim, gpu):
 @pytest.mark.parametrize("dim", DTYPE_OF_DIM)
 @pytest.mark.parametrize("name", ["plain", "mamba2", "scaled_keys", "shifted", "gla"])
 def test_linear_attention_keeps_the_rule(name, dim, gpu):
-    shape = linear_cases.Shape(1, 150, dim=dim, dim_v=dim)
-    assert linear_cases.errors(linear_cases.CASES[name], shape, DTYPE_OF_DIM[dim], backend="interpret")
+    shape, case = linear_cases.Shape(1, 150, dim=dim, dim_v=dim), linear_cases.CASES[name]
+    draws = 4 if case.axes else 1  # a gradient of a number for each head is two numbers: eager's may be lucky
+    assert linear_cases.errors(case, shape, DTYPE_OF_DIM[dim], backend="interpret", draws=draws)
