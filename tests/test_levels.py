@@ -27,11 +27,8 @@ def test_no_kernel_is_counted_twice_and_each_has_its_job():
     assert {(r.family, r.dim, r.program) for r in ROWS} <= {(j.family, j.dim, j.program) for j in levels.jobs()}
 
 
-def test_no_kernel_spills_but_one():
-    """Which docs/limits.md names."""
-    spilled = [row for row in ROWS if row.spilled]
-    known = ("A100", "decoding", 64, "retention")
-    assert all(row.place == known and "joined" in row.kernel and row.spilled <= 72 for row in spilled), spilled
+def test_no_kernel_spills():
+    assert not [row for row in ROWS if row.spilled]
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -32,7 +32,8 @@ from attention_engine.plan.verify import verify_steps
 
 MOST_PARTS = 128  # which the kernel that joins them holds as one tile
 ROWS = 64  # of a tile: what a warpgroup multiplies at once
-JOINED = 512  # entries of rows that a block joins at once
+JOINED = 512  # entries of rows that a block joins at once: a row of threads, 16 bytes each
+JOINED_ELSEWHERE = 256  # 512 take 255 registers at head dim 64 on an A100, and some programs spill; 256 take 193
 MOST_JOINED = 8  # rows of a block that it joins itself: of 16 a block for each row is 2 % faster
 BUSY = 0.8  # of the GPU's SMs: where so many have work, a row is not cut
 NEAR_BEST = 0.85  # of the best share of an SM's time that numbers of parts leave it busy
@@ -116,9 +117,10 @@ def comes_by_tma(problem: Problem, cache: Cache, target: Target, joined: bool = 
     return whole and fits and lies and problem.dtype != "float32"
 
 
-def joined_at_once(problem: Problem) -> int:
-    """How many rows the last block of their parts joins at once: their entries are a row of threads, 16 bytes each."""
-    return max(1, JOINED // padded(problem.dim_v))
+def joined_at_once(problem: Problem, target: Target) -> int:
+    """How many rows the last block of their parts joins at once. At head dim 128 four, on each GPU."""
+    few = padded(problem.dim_v) < 128 and as_arch(target).capability != (9, 0)
+    return max(1, (JOINED_ELSEWHERE if few else JOINED) // padded(problem.dim_v))
 
 
 def joins_itself(problem: Problem, cache: Cache, tile: Tile) -> bool:
@@ -200,9 +202,9 @@ class CachedPlan:
         """Parts of rows, of which the last joins all; None where another kernel does."""
         if self.merge is None or not joins_itself(self.problem, self.cache, self.tile):
             return None
-        return self._walk(
-            "decode joined parts", schedule_forward(self.merge.part_program), Parts(joined=self.merge, rows=self.tile.q)
-        )
+        at_once = joined_at_once(self.problem, self.target)
+        parts = Parts(joined=self.merge, rows=self.tile.q, at_once=at_once)
+        return self._walk("decode joined parts", schedule_forward(self.merge.part_program), parts)
 
     @cached_property
     def combine(self) -> Launch:

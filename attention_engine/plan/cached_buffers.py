@@ -41,12 +41,14 @@ class Parts:
     """What becomes of the parts that blocks leave.
 
     overlaps: the kernel that joins them starts beside the last of them. joined: the merge by which the last block joins
-    them itself; None: another kernel does.
+    them itself; None: another kernel does. rows: of a tile, whose blocks count together, where they join; at_once: of
+    these, how many are joined at once.
     """
 
     overlaps: bool = False
     joined: Merge | None = None
-    rows: int = 0  # of a tile, whose blocks count together, where they join
+    rows: int = 0
+    at_once: int = 0
 
 
 def caches(problem: Problem, cache: Cache) -> Arguments:

@@ -100,7 +100,7 @@ def decode(
                 accumulate(weights, v, sums)
         of.leave(buffers, maths, sums.sum, written, None if parts is None else place)
         if parts is not None and parts.joined is not None:
-            join_if_last(Join(problem, parts.joined, sizes, buffers), packed, (batch, block))
+            join_if_last(Join(problem, parts.joined, parts.at_once, sizes, buffers), packed, (batch, block))
 
     over_all = bind(over_parts, of, tile.threads, parts, walk)
     return build(name_of(parts), parameters, over_all)

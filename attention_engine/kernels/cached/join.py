@@ -1,8 +1,8 @@
 """The last block of a row's parts joins them: a launch less than where another kernel does (combine.py).
 
 Each block counts its part as done. Who counts the last one sees what all others left, and sets the counter back for the
-next launch. A few rows are joined at once, so many that their entries are a row of threads with 16 bytes each: what is
-added up over the parts then stays within a thread.
+next launch. A few rows are joined at once, on Hopper so many that their entries are a row of threads with 16 bytes
+each: what is added up over the parts then stays within a thread.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ def meet_all() -> None:
 
 @dataclass(frozen=True)
 class Join:
-    """What all blocks that join have in common. meet: where the threads that join wait for each other. waits: do they
-    wait for what others wrote to shared memory, too? If not, TileLang has them wait."""
+    """What all blocks that join have in common. at_once: how many rows are joined at once. meet: where the threads that
+    join wait for each other. waits: do they wait for what others wrote to shared memory, too? If not, TileLang has them
+    wait."""
 
     problem: Problem
     merge: Merge
+    at_once: int
     sizes: Sizes
     buffers: Any
     meet: Callable[[], None] = meet_all
@@ -45,7 +47,7 @@ class Join:
         def at(i: Any) -> tuple[Any, Any, Any]:
             return batch, packed.head(i), packed.first_query + packed.query(i)
 
-        shape = cached.joined_at_once(self.problem), cached.MOST_PARTS
+        shape = self.at_once, cached.MOST_PARTS
         of = self.problem, self.merge, shape, self.sizes, self.buffers
         return JoinedRows(*of, at, packed.at, packed.at, packed.exists, self.wait)
 
@@ -68,7 +70,7 @@ def join_if_last(of: Join, packed: Rows, at: tuple[Any, Any]) -> None:
     if before[0] == parts - 1:
         if T.get_thread_binding() == 0:
             done[batch, block] = 0
-        at_once = cached.joined_at_once(problem)
+        at_once = of.at_once
         rows = T.min(packed.queries * problem.group - packed.first, cached.ROWS)  # of the tile
         for step in T.serial(T.ceildiv(rows, at_once)):
             _join(of, replace(packed, first=packed.first + step * at_once), batch)
@@ -77,7 +79,7 @@ def join_if_last(of: Join, packed: Rows, at: tuple[Any, Any]) -> None:
 @T.macro
 def _join(of: Join, packed: Rows, batch: Any) -> None:
     problem, buffers = of.problem, of.buffers
-    at_once, dim_v = cached.joined_at_once(problem), padded(problem.dim_v)
+    at_once, dim_v = of.at_once, padded(problem.dim_v)
     parts = of.sizes.spell(cached_buffers.PARTS)
     rows = of.rows(packed, batch)
     factors = T.alloc_shared([at_once, cached.MOST_PARTS], FLOAT)

@@ -64,7 +64,7 @@ def placed(
         else:
             compute(steps, buffers, memory, of, ahead)
         if parts is not None and parts.joined is not None:  # behind all of that, so that it lies where tiles lay
-            join(Join(problem, parts.joined, sizes, buffers, meet, True), of, at[1])
+            join(Join(problem, parts.joined, parts.at_once, sizes, buffers, meet, True), of, at[1])
 
     over_all = bind(over_parts, steps, GROUP + WARP, parts, walk)
     return build(name_of(parts), parameters, over_all)
