@@ -56,6 +56,19 @@ def test_masks_that_read_numbers_of_all_kinds(form, kernels):  # noqa: F811
     torch.testing.assert_close(run().double(), want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("length", [252, 255])
+def test_a_tile_of_which_only_the_last_keys_are_not_there(length, kernels):  # noqa: F811
+    op.ATTENTIONS.clear()
+    kernels.update(forward=forward_tile(128, 64))
+    shape = Shape(1, length, length, 1, 1, 64, 64)
+    tensors = [shape.tensors(torch.float16, "cpu", 0)[n] for n in "qkv"]
+    tensors[2].fill_(1)  # so is the output, and less if a key that is not there had a weight
+    documents = torch.zeros(1, length, dtype=torch.int32)
+    given = shape.meta(torch.float16), CustomIO({"documents": ("batch", "seq_len")}), scale(0.1), document()
+    o = AttentionEngine(*given, backend="interpret")(*tensors, documents)
+    torch.testing.assert_close(o, torch.ones_like(o), rtol=1e-3, atol=0)
+
+
 def test_warps_that_are_late_find_what_their_tile_has(kernels, monkeypatch):  # noqa: F811
     run, _ = attend(kernels, "queries ahead")
     expected = run()
