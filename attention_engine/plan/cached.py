@@ -118,7 +118,7 @@ def comes_by_tma(problem: Problem, cache: Cache, target: Target, joined: bool = 
 
 
 def joined_at_once(problem: Problem, target: Target) -> int:
-    """How many rows the last block of their parts joins at once. At head dim 128 four, on each GPU."""
+    """How many rows the last block of their parts joins at once; at head dim 128 four, whatever the GPU."""
     few = padded(problem.dim_v) < 128 and as_arch(target).capability != (9, 0)
     return max(1, (JOINED_ELSEWHERE if few else JOINED) // padded(problem.dim_v))
 
