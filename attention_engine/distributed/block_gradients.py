@@ -18,6 +18,7 @@ from attention_engine.passes.maths import Maths
 from attention_engine.passes.row_sums import plan_row_sums
 from attention_engine.reference.dense import attend_backward, compute_dtype
 from attention_engine.reference.evaluate import Evaluator, add_at
+from attention_engine.runtime.arguments import placed
 from attention_engine.runtime.attention_op import PairAttention
 from attention_engine.runtime.program_kernels import ProgramKernels
 
@@ -79,13 +80,17 @@ class OfRun:
     d_output: Tensor
     d_rows: Mapping[str, Tensor]
 
-    def of_block(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool) -> Found:
-        """Of these keys. custom: all inputs of the block; with_rows: are the rows' own added?"""
+    def of_block(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], with_rows: bool, into: Tensor | None = None
+    ) -> Found:  # fmt: skip
+        """Of these keys. custom: all inputs of the block; with_rows: are the rows' own added? into: where the queries'
+        go; None: new memory."""
         if self.of.program_kernels is None:
             found = self._densely(q, k, v, custom)
+            found = replace(found, q=placed(found.q, into))
         else:
             given = custom, self.output, self.rows, self.d_output, self.d_rows, self.of.wanted
-            found = Found(*self.of.program_kernels.backward(q, k, v, *given))
+            found = Found(*self.of.program_kernels.backward(q, k, v, *given, into))
         if with_rows and self.of.of_rows.row_gradients:
             return replace(found, custom=self._with_rows(found.custom, q, custom))
         return found

@@ -70,32 +70,31 @@ class Gathered:
         """The output and all rows of this rank's queries. coming: what brings the keys that the first run doesn't see,
         beside it."""
         attention, found = self.gradients.attention, []
+        output = q.new_empty(*q.shape[:3], v.shape[3])
         for n, run in enumerate(self.runs):
             key = beside_sends(attention.key) if n == 0 and coming else attention.key
-            found.append(attention.forward(*self.given(run, q, k, v, custom), key))
+            found.append(attention.forward(*self.given(run, q, k, v, custom), key, output[:, run.here])[1])
             if n == 0:
                 wait(coming)
-        rows = [one_after_another(each, 2) for each in zip(*(rows for _, rows in found), strict=True)]
-        return one_after_another([output for output, _ in found], 1), rows
+        return output, [one_after_another(each, 2) for each in zip(*found, strict=True)]
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], made: Sequence[Tensor], d_o: Tensor,
         d_rows: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of this rank's q and of all keys, those of k and v in at least fp32; of custom inputs, by name."""
-        wide, wanted = compute_dtype(q), self.gradients.wanted
-        total = without(wanted, self.names, custom, wide)
+        wanted, dq = self.gradients.wanted, q.new_empty(q.shape)
+        total = without(wanted, self.names, custom, compute_dtype(q))
         found = []
         for run in self.runs:
             of_run = self.gradients.of_run(run, made, d_o, d_rows)
-            found.append(of_run.of_block(*self.given(run, q, k, v, custom), True))
+            found.append(of_run.of_block(*self.given(run, q, k, v, custom), True, dq[:, run.here]))
             for name, into in zip(self.names, self.own(total, run), strict=True):
                 if name in found[-1].custom:
                     into += found[-1].custom[name].view(into.shape)
         ranges, length = [self.seen[run] for run in self.runs], self.keys.layout.length
         dk, dv = in_all(length, ranges, [each.k for each in found]), in_all(length, ranges, [each.v for each in found])
-        named = {n: t for n, t in zip(self.names, total, strict=True) if n in wanted}
-        return one_after_another([each.q for each in found], 1), dk, dv, named
+        return dq, dk, dv, {n: t for n, t in zip(self.names, total, strict=True) if n in wanted}
 
 
 def in_all(length: int, ranges: Sequence[Range], parts: Sequence[Tensor]) -> Tensor:
@@ -131,4 +130,4 @@ class GatheredFunction(torch.autograd.Function):
         dq, of_all_k, of_all_v, found = call.backward(q, k, v, custom, made, *arrived(attention, made, arriving))
         dk, dv = sums_of(call.keys, 1, ctx.dtypes, of_all_k, of_all_v)
         of_custom = [found[n].to(t.dtype) if n in found else None for n, t in zip(call.names, custom, strict=True)]
-        return None, dq.to(q.dtype), dk, dv, *of_custom
+        return None, dq, dk, dv, *of_custom

@@ -41,6 +41,16 @@ def with_strides(tensor: Tensor, unit: int) -> list[int | Tensor]:
     return [*steps, tensor]
 
 
+def goes_straight(into: Tensor | None) -> bool:
+    """Can a kernel write a result there?"""
+    return into is not None and into.is_contiguous() and not into.data_ptr() % ALIGNED
+
+
+def placed(found: Tensor, into: Tensor | None) -> Tensor:
+    """A result where it was asked to go: copied there, unless a kernel wrote it there."""
+    return found if into is None or found is into else into.copy_(found)
+
+
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(1, dtype=dtype, device=device)

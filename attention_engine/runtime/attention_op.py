@@ -19,6 +19,7 @@ from attention_engine.ir.program import B, Program
 from attention_engine.passes.bent_output import Bend
 from attention_engine.passes.maths import Maths
 from attention_engine.reference.dense import attend, attend_backward, compute_dtype
+from attention_engine.runtime.arguments import placed
 from attention_engine.runtime.attentions import Attention, Given, find, outside_autocast
 from attention_engine.runtime.batched import gradients_of
 from attention_engine.runtime.bent import bend_output, bent_gradients
@@ -32,13 +33,15 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str) -> Forward:
-    """The output, and the rows that the program returns or the backward pass asks for."""
+def forward(q: Tensor, k: Tensor, v: Tensor, custom: list[Tensor], key: str, into: Tensor | None = None) -> Forward:
+    """The output, and the rows that the program returns or the backward pass asks for. into: where the output goes, of
+    an attention that bends none; None: new memory."""
     attention = find(key, PairAttention)
     if attention.program_kernels is None or not (q.numel() and k.numel() and v.numel()):
-        return _forward_dense(q, k, v, custom, attention)
+        output, rows = _forward_dense(q, k, v, custom, attention)
+        return placed(output, into), rows
     if attention.bend is None:
-        return attention.program_kernels.forward(q, k, v, custom)
+        return attention.program_kernels.forward(q, k, v, custom, into)
     inner, rows = attention.program_kernels.forward_in_range(q, k, v, custom)
     output = bend_output(attention.bend, inner, attention.named_rows(rows), attention.named(custom))
     return output.to(q.dtype), [*rows, inner]

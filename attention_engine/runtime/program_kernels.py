@@ -24,7 +24,15 @@ from attention_engine.plan.attention import Tiles
 from attention_engine.plan.attention_buffers import SEQUENCE_TILES, place_of_gradient
 from attention_engine.plan.buffers import own_length
 from attention_engine.plan.targets import Target
-from attention_engine.runtime.arguments import ALIGNED, MOST_PLANS, as_parameter, stride_steps, with_strides
+from attention_engine.runtime.arguments import (
+    ALIGNED,
+    MOST_PLANS,
+    as_parameter,
+    goes_straight,
+    placed,
+    stride_steps,
+    with_strides,
+)
 from attention_engine.runtime.custom_gradients import CustomGradients
 from attention_engine.runtime.ends import settle_at_exit
 from attention_engine.runtime.packed_shared import share_results
@@ -95,9 +103,13 @@ class Bound:
             found |= {name: with_strides(t, self.unit) for name, t in (("q", q), ("k", k), ("v", v))}
         return found
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The output, contiguous, and the rows."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], into: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The output, contiguous, and the rows. into: memory for the output."""
         memory = self.memory(q, k, v, [as_parameter(c) for c in custom] if custom else custom)
+        if into is not None:
+            memory["o"] = into
         self.ready(memory)
         return tensor_of(memory, "o"), [tensor_of(memory, row) for row in self.rows]
 
@@ -283,10 +295,15 @@ class ProgramKernels:
         bound = self.bound(q, k, v, [as_parameter(c) for c in custom])
         return bound.direct()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], into: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The output, contiguous, and every row that the program returns or saves, fp32 (batch, heads, queries). into:
+        where the output goes; None: new memory."""
         custom = [as_parameter(c) for c in custom] if custom else custom
-        return self.bound(q, k, v, custom).forward(q, k, v, custom)
+        straight = into if goes_straight(into) else None
+        output, rows = self.bound(q, k, v, custom).forward(q, k, v, custom, straight)
+        return placed(output, into), rows
 
     def begin_backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], wanted: Collection[str]
@@ -321,24 +338,26 @@ class ProgramKernels:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
-        d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
+        d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str], into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Gradients of q, k, v, contiguous, and of the wanted custom inputs that are read, by name.
+        """Gradients of q, k, v, contiguous, and of the wanted custom inputs that are read, by name. into: where that of
+        q goes; None: new memory.
 
         Where final weights may leave fp16's range, fp32 kernels make them.
         """
         given = (custom, output, rows, d_output, d_finals, wanted)
         if not self.leaves_range(q):
-            return self._backward(q, k, v, *given)
+            dq, dk, dv, found = self._backward(q, k, v, *given, into if goes_straight(into) else None)
+            return placed(dq, into), dk, dv, found
         wide = (custom, output.float(), rows, d_output.float(), d_finals, wanted)
         dq, dk, dv, found = self._backward(q.float(), k.float(), v.float(), *wide)
         if self.maths.in_blocks:
-            return dq, dk, dv, found
-        return dq.half(), dk.half(), dv.half(), found
+            return placed(dq, into), dk, dv, found
+        return placed(dq.half(), into), dk.half(), dv.half(), found
 
     def _backward(
         self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], output: Tensor, rows: Sequence[Tensor],
-        d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str],
+        d_output: Tensor, d_finals: Mapping[str, Tensor], wanted: Collection[str], into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         given, custom = custom, [as_parameter(c) for c in custom] if custom else custom
         finals = tuple(n for n in d_finals if n in dict(self.maths.program.finals)) if d_finals else ()
@@ -348,6 +367,8 @@ class ProgramKernels:
         memory = bound.memory(q, k, v, custom)
         memory |= {"o": output.contiguous(), "do": with_strides(d_output, bound.unit), **self._saved(backward, rows)}
         memory |= {place_of_gradient(n): d_finals[n].to(torch.float32).contiguous() for n in finals}
+        if into is not None:
+            memory["dq"] = into
         bound.ready(memory)
         dq, dk, dv = (tensor_of(memory, f"d{name}") for name in "qkv")
         if not custom:

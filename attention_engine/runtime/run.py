@@ -153,7 +153,7 @@ class Ready:
         return call
 
     def __call__(self, memory: Memory) -> None:
-        """Runs them all; memory: what is given to them, and then also what they made."""
+        """Runs them all; memory: what is given to them, of results where they go, and then also what they made."""
         memory.update(self.numbers)
         for step in self.steps:
             step.run(memory)
@@ -274,7 +274,10 @@ class _Launch:
     def _made(self, memory: Memory) -> dict[str, Tensor]:
         found: dict[str, Any] = {}
         for place, like, zeroed in self.made:
-            found[place] = torch.zeros_like(like) if zeroed else torch.empty_like(like)
+            given = memory.get(place)
+            if given is None:
+                given = torch.zeros_like(like) if zeroed else torch.empty_like(like)
+            found[place] = given
         memory.update(found)
         self._kernel.run(*values_of(memory, self.places))
         return found

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention_engine.runtime import op
+from attention_engine.runtime import attention_op, op, program_kernels
+from attention_engine.runtime.attentions import ATTENTIONS
 from tests.runtime.engines import BACKENDS, HEADS, build, close, graphs, qkv, results, same, weighted_sum
 
 
@@ -169,3 +170,34 @@ def test_an_input_whose_gradient_nobody_wants_gets_an_empty_tensor(backend):
     assert d_slopes.any() and nothing.shape == (0,)
     for a, b in zip(qkv_wanted, qkv_alone):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_go_into_a_run_of_a_longer_tensor(backend, batch, monkeypatch):
+    """Of one batch that run is contiguous, and kernels write there."""
+    copied, placed = [], program_kernels.placed
+
+    def noted(found, into):
+        copied.append(into is not None and found is not into)
+        return placed(found, into)
+
+    monkeypatch.setattr(program_kernels, "placed", noted)
+    engine = with_slopes(backend, dtype=torch.float32)
+    q, k, v = (t.detach()[:batch] for t in qkv(9, 12))
+    custom = [torch.rand(HEADS)]
+    engine(q, k, v, *custom)
+    key = next(reversed(engine._keys.values()))
+    o, rows = op.FORWARD(q, k, v, custom, key)
+    longer = q.new_zeros(batch, 20, HEADS, v.shape[3])
+    found, again = attention_op.forward(q, k, v, custom, key, longer[:, 5:14])
+    assert found.data_ptr() == longer[:, 5:].data_ptr() and torch.equal(longer[:, 5:14], o)
+    assert all(map(torch.equal, rows, again)) and not longer[:, :5].any() and not longer[:, 14:].any()
+    kernels = ATTENTIONS[key].program_kernels
+    if kernels is not None:
+        given = q, k, v, custom, o, rows, torch.randn_like(o), {}, ()
+        wanted, longer = kernels.backward(*given)[0], q.new_zeros(batch, 20, *q.shape[2:])
+        dq, *_ = kernels.backward(*given, longer[:, 5:14])
+        assert dq.data_ptr() == longer[:, 5:].data_ptr() and torch.equal(longer[:, 5:14], wanted)
+        assert not longer[:, :5].any() and not longer[:, 14:].any()
+        assert any(copied) == (batch == 2)
