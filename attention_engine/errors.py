@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 PAGE = "docs/errors.md"  # of the repository
 
 
 class AttentionEngineError(Exception):
-    """The base of every error that this package raises. Its last line names its section of docs/errors.md."""
+    """The base of every error that this package raises. Its last line names its section of docs/errors.md.
+
+    blamed: the expressions that are of another type than belongs there, where that is the mistake.
+    """
+
+    blamed: tuple[object, ...] = ()
+
+    def blaming(self, *expressions: object) -> Self:
+        """The error, of these expressions."""
+        self.blamed = expressions
+        return self
 
     @property  # no __init__: torch.compile follows none of an exception
     def __notes__(self) -> list[str]:  # type: ignore[override] # add_note appends to what it finds

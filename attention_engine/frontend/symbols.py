@@ -297,7 +297,7 @@ def truth(value: object) -> Expr:
             f"{where_from()}&, |, ^ and ~ join conditions with conditions, or integers with integers, and {expr} is "
             f"{'a float' if expr.dtype is Type.FLOAT else 'an integer'}.\n"
             "  Put brackets around comparisons: (a < b) & (c < d)."
-        )
+        ).blaming(expr)
     return expr
 
 
@@ -318,7 +318,8 @@ def shift(op: Op, a: object, b: object) -> Symbol:
     left, right = lift(a), lift(b)
     for expr in (left, right):
         if expr.dtype is not Type.INT:
-            raise UnsupportedOperation(f"{where_from()}<< and >> shift an integer by an integer, and {expr} is none.")
+            message = f"{where_from()}<< and >> shift an integer by an integer, and {expr} is none."
+            raise UnsupportedOperation(message).blaming(expr)
     if right.op is Op.CONST and not 0 <= right.value < WIDEST:
         raise UnsupportedOperation(f"{where_from()}a shift by {right.value} bits, of 0 to {WIDEST - 1}.")
     return wrap(make(op, left, right))

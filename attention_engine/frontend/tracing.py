@@ -167,7 +167,7 @@ def _mask(mask_mod: Callable[..., object], custom: CustomInputs) -> Expr:
         raise MaskIsNoCondition(
             f"{place_of(mask_mod)} returned {shown}. Return a condition, True where the pair is kept: q_idx >= kv_idx"
             f"{' (is a `return` missing?)' if result is None else ''}."
-        )
+        ).blaming(*[] if expr is None else [expr])
     return expr
 
 

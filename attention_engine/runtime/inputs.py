@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from attention_engine.errors import (
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.meta import DTYPES, Heads, Meta, check_heads, check_linear_heads
 from attention_engine.ir.block_lists import BLOCK_LIST
-from attention_engine.ir.expr import Type
+from attention_engine.ir.expr import Expr, Op, Type, topological
 from attention_engine.ir.program import QUERY_PLACES, STARTS
 from attention_engine.passes.index_ranges import LONGEST, MOST_ENTRIES
 from attention_engine.runtime.names import HABITS
@@ -118,27 +117,28 @@ def backend_for(backend: str, device: torch.device) -> str:
 
 
 def guess_types(names: Sequence[str], trace: Callable[[dict[str, Type]], object]) -> dict[str, Type]:
-    """Which custom inputs are bools or integers: as few as let the maths be traced. A call's tensors say what they are.
+    """Which custom inputs are bools or integers: those that can't be floats. A call's tensors say what they are.
 
+    Each error blames an expression. So only what that reads is taken for something else, a bool first.
     Raises what tracing finds wrong where all are floats, if no guess will do.
     """
     first: AttentionEngineError | None = None
-    for types in itertools.islice(_guesses(names), MOST_GUESSES):
+    left: list[dict[str, Type]] = [{}]  # the last one first
+    for _ in range(MOST_GUESSES):
+        if not left:
+            break
+        types = left.pop()
         try:
             trace(types)
         except (UnsupportedOperation, WrongResult) as error:  # a float where a condition or an integer belongs
             first = first or error
+            read = {n.name for e in error.blamed if isinstance(e, Expr) for n in topological(e) if n.op is Op.LOAD}
+            open_names = [name for name in names if name in read and name not in types]
+            left += [{**types, name: kind} for name in reversed(open_names) for kind in (Type.INT, Type.BOOL)]
         else:
             return types
     assert first is not None
     raise first
-
-
-def _guesses(names: Sequence[str]) -> Iterator[dict[str, Type]]:
-    for count in range(len(names) + 1):
-        for chosen in itertools.combinations(names, count):
-            for kinds in itertools.product((Type.BOOL, Type.INT), repeat=count):
-                yield dict(zip(chosen, kinds, strict=True))
 
 
 def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:

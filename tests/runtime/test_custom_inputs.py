@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, meta_tensor
-from attention_engine.errors import BadCustomInput, BadInput
+from attention_engine.errors import BadCustomInput, BadInput, UnsupportedOperation
+from attention_engine.ir.expr import Type
 from attention_engine.library import OnlineSoftmax
 from tests import plain
 from tests.programs import SinkSoftmax
@@ -164,6 +165,21 @@ def test_a_bool_input_is_a_condition():
         return where(custom["local"], s * 0.25 - (q_idx - kv_idx), s * 0.25)
 
     agrees({"local": ("heads",)}, *qkv(Q_LEN, KV_LEN), torch.tensor([True, False, True, False]), score_mod=score)
+
+
+def test_many_inputs_are_guessed_where_a_float_can_not_stand():
+    flags, bits, floats = ([f"{kind}{n}" for n in range(6)] for kind in ("flag", "bits", "float"))
+
+    def mask(b, h, q_idx, kv_idx, custom):
+        kept = q_idx >= kv_idx
+        for flag, bit, number in zip(flags, bits, floats, strict=True):
+            kept = (kept ^ custom[flag]) & (custom[bit] & 3 != 1) & ~custom[flag] & (custom[number] < 1)
+        return kept
+
+    engine = AttentionEngine(None, CustomIO(dict.fromkeys([*floats, *flags, *bits], ("seq_len_kv",))), mask_mod=mask)
+    assert engine._types == {**dict.fromkeys(flags, Type.BOOL), **dict.fromkeys(bits, Type.INT)}
+    with pytest.raises(UnsupportedOperation, match=r"float5.* is a float"):
+        AttentionEngine(None, engine.custom_io, mask_mod=lambda b, h, q, kv, c: (c["float5"] * 0.5) & (q > kv))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
