@@ -92,18 +92,19 @@ def _limit(condition: Expr) -> tuple[bool, Expr] | None:
             return None
         else:
             row.append((int(number), const(1, Type.INT) if of is None else of))
-    if abs(step) != 1:
-        return None
-    return step < 0, _limit_of(row if step < 0 else [(-number, of) for number, of in row])
+    limit = None if abs(step) != 1 else _limit_of(row if step < 0 else [(-number, of) for number, of in row])
+    return None if limit is None else (step < 0, limit)
 
 
-def _limit_of(row: list[tuple[int, Expr]]) -> Expr:
-    """A sum of numbers times what a row says: a key, or what no key reaches in its place."""
+def _limit_of(row: list[tuple[int, Expr]]) -> Expr | None:
+    """A sum of numbers times what a row says: a key, or what no key reaches in its place. None where it may wrap."""
 
     def added(dtype: Type) -> Expr:
         return add(*(mul(const(number, dtype), cast(of, dtype)) for number, of in row))
 
     if fits(Ranges()(added(Type.LONG)), SMALL):
         return added(Type.INT)
+    if not Ranges().never_wrap(added(Type.LONG)):
+        return None
     most, least = const(LONGEST, Type.LONG), const(-1, Type.LONG)
     return cast(make(Op.MAXIMUM, make(Op.MINIMUM, added(Type.LONG), most), least), Type.INT)

@@ -16,8 +16,9 @@ from attention_engine.passes.part_mask import part_mask
 AXES = {
     "documents": ("batch", "seq_len"), "lengths": ("batch",), "flags": ("heads", "seq_len_kv"), "places": ("seq_len",),
     "tree": ("batch", 5, 5), "context": ("batch",), "heights": ("seq_len",), "pairs": ("seq_len", "seq_len_kv"),
+    "stamps": ("seq_len",),
 }  # fmt: skip
-TYPES = dict.fromkeys(AXES, Type.INT) | {"flags": Type.BOOL, "heights": Type.FLOAT}
+TYPES = dict.fromkeys(AXES, Type.INT) | {"flags": Type.BOOL, "heights": Type.FLOAT, "stamps": Type.LONG}
 # Each with how many first and last keys it has, and how many parts that queries say, and keys.
 MASKS = {
     "documents": (and_masks(causal, document()), (0, 1, 1, 1)),
@@ -27,6 +28,8 @@ MASKS = {
         lambda b, h, q, kv, c: ~(kv > c["places"][q] + 3) & (kv >= c["places"][q] - 2) & (2 * kv > 3), (1, 1, 2, 0)
     ),
     "sums of 32 bits": (lambda b, h, q, kv, c: (c["places"][q] + q < kv) & (kv != q), (1, 0, 1, 0)),
+    "int64": (lambda b, h, q, kv, c: (c["stamps"][q] > kv) & (kv - 4 <= c["stamps"][q]), (0, 2, 2, 0)),
+    "a sum that would wrap": (lambda b, h, q, kv, c: kv + 2**40 <= c["stamps"][q], (0, 0, 1, 0)),
     "heights": (
         lambda b, h, q, kv, c: (c["heights"][q] > c["heights"][kv]) | (c["pairs"][q, kv] > 0), (0, 0, 1, 1)
     ),
@@ -46,6 +49,8 @@ def value_of(node, place):
             return chance.random() < 0.5
         case Type.FLOAT:
             return float(chance.randrange(4))
+        case Type.LONG:
+            return chance.choice([0, 1, 2, 3, 4, 5, -7, 2**40 + 3, 2**63 - 1, -(2**63)])
         case _:
             return chance.choice([0, 1, 2, 3, 4, 5, -7, 2**31 - 1, -(2**31)])
 
