@@ -12,16 +12,23 @@ from attention_engine.arch import H100
 from attention_engine.plan.forms import HopperForward, Tile
 from tests import packed_cases, plain
 from tests.kernels.test_hopper_interpret import kernels, ran  # noqa: F401 - a fixture
-from tests.packed_cases import CASES, HEADS, KV_HEADS, SCALE, io_of, sequence_by_sequence, starts, tensors
+from tests.packed_cases import CASES, HEADS, KV_HEADS, SCALE, Case, io_of, sequence_by_sequence, starts, tensors
 
 TILES = {
     128: Tile(128, 128, 256, 2, HopperForward(persistent=True, within_sequences=True)),
     64: Tile(192, 128, 384, 2, HopperForward(persistent=True, within_sequences=True)),
 }
-by_name = {case.name: case for case in CASES}
+TABLE = Case(  # read without guards where tiles start with it
+    "a table of distances",
+    {"score_mod": lambda s, c, b, h, i, j: s * SCALE + c["at"][h, (i - j) % 50] * c["of"], "mask_mod": library.causal},
+    lambda s, c, at: s * SCALE + c["at"][at.h, (at.q - at.kv) % 50] * c["of"][at.b], packed_cases.causal,
+    axes={"at": ("heads", 50), "of": ("batch",)},
+    make=lambda n, q, k: {"at": packed_cases.drawn(HEADS, 50), "of": packed_cases.drawn(n)},
+)  # fmt: skip
+by_name = {case.name: case for case in [*CASES, TABLE]}
 ALIKE = (300, 0, 5, 128, 131)  # an empty one, one that fills a tile, and tiles that two sequences share
 UNLIKE = ((150, 40, 0, 130, 9), (333, 12, 60, 0, 140))
-NAMES = ("causal", "ALiBi", "sigmoid in a window", "a number of each sequence")
+NAMES = ("causal", "ALiBi", "sigmoid in a window", "a number of each sequence", "a table of distances")
 OF_UNLIKE = ("full, unlike lengths", "causal, unlike lengths", "ALiBi, unlike lengths")
 
 

@@ -13,7 +13,7 @@ from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.packing import QUERIES_END, number_of_sequence
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import PLACES
-from attention_engine.kernels.common import Buffers, Place, Sizes, block_values, reader
+from attention_engine.kernels.common import Buffers, Inside, Place, Sizes, block_values, reader
 from attention_engine.kernels.hopper.turns import Turns
 from attention_engine.kernels.items import Item, Items, Round
 from attention_engine.kernels.splice import name_value, take_for_granted
@@ -211,12 +211,20 @@ class ForwardForm(Form):
 
         What tiles start with is read without guards. A mask keeps them: without, ptxas spills in its few tiles.
         """
-        known = self.sizes.inside(self.problem, item.b, item.head) if self.starts_by_index else ()
-        for index, length in known:
-            take_for_granted(T.And(index >= 0, index < length))
-        read = reader(buffers, known)
+        read = reader(buffers, self.known_of(item) if self.starts_by_index else ())
         values = block_values(block, item.b, item.head, read)
         return Place(item.b, item.head, values, read, self.problem.approximate)
+
+    def known_of(self, item: Item) -> Inside:
+        """An item's batch and head, of which reads need no guard. Of packed sequences, which are one batch, a call says
+        how many there are, and rows behind the last one have the number after it."""
+        known = self.sizes.inside(self.problem, item.b, item.head)
+        if self.within_sequences:
+            take_for_granted(item.b >= 0)
+            known = known[1:]
+        for index, length in known:
+            take_for_granted(T.And(index >= 0, index < length))
+        return known
 
     def no_staged_reads(self) -> StagedReads:
         """No bias of pairs is staged: problems that have one run the twin of this kernel."""

@@ -26,7 +26,7 @@ from attention_engine.ir.expr import Expr, Type
 from attention_engine.kernels.common import Buffers, Place, block_values, named, over_rows, reader, store
 from attention_engine.kernels.hopper.forward_form import ForwardForm
 from attention_engine.kernels.items import Item
-from attention_engine.kernels.splice import both, take_for_granted
+from attention_engine.kernels.splice import both
 from attention_engine.kernels.tile_maths import TileMaths
 from attention_engine.kernels.warps import WARP
 from attention_engine.passes.part_mask import PartedMask
@@ -126,10 +126,7 @@ def _value(variable: Expr, held: Any) -> Any:
 
 
 def _place_of(form: ForwardForm, buffers: Buffers, item: Item, parts: Parts) -> Place:
-    known = form.sizes.inside(form.problem, item.b, item.head)
-    for index, length in known:
-        take_for_granted(T.And(index >= 0, index < length))
-    read = reader(buffers, known)
+    read = reader(buffers, form.known_of(item))
     values = block_values(form.values_of(*(e for _, e in parts)), item.b, item.head, read)
     return Place(item.b, item.head, values, read, form.problem.approximate)
 
