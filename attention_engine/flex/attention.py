@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from attention_engine.errors import AttentionEngineError, HeadsDoNotGroup, OptionsClash, WrongBlockMask
+from attention_engine.errors import (
+    AttentionEngineError,
+    HeadsDoNotGroup,
+    OptionsClash,
+    UnknownOption,
+    WrongBlockMask,
+    as_given,
+)
 from attention_engine.flex import compiled, foreign
 from attention_engine.flex.again import Form, again, form_of, note
 from attention_engine.flex.engines import build, find
@@ -147,6 +154,8 @@ def call(
 
 def _rows(return_lse: bool, return_aux: Any) -> bool:
     """Are rows returned?"""
+    if return_aux is not None and not all(hasattr(return_aux, name) for name in AuxRequest._fields):
+        raise UnknownOption(f"return_aux is {as_given(return_aux)}. Give AuxRequest(lse=True), or return_lse=True.")
     if return_lse and return_aux is not None:
         raise OptionsClash("return_lse and return_aux are both given. Say return_aux=AuxRequest(lse=True) alone.")
     return return_lse or bool(return_aux.lse or return_aux.max_scores)

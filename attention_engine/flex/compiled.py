@@ -58,6 +58,8 @@ def run(
     online = "" if online_func is None else _name_of(online_func)
     names = _names_of_rows(online, maxima) if rows else ()
     backend, deterministic, dropout_p = options
+    if seed is None:
+        dropout_p = 0.0  # which a compiler of open numbers takes for a constant
 
     def pair(
         q: Tensor, k: Tensor, v: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -117,6 +119,8 @@ def _instead(graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
         q, k, v = (values[n] for n in names[:3])
         score_mod = _Replayed(graph, found, names[3:], values, q)
         mask_mod = None if keep is None else _Replayed(graph, keep, names[4:], values, q)
+        if isinstance(dropout_p, fx.Node):  # another number is another kernel
+            dropout_p = float(values[dropout_p])
         engine = build(
             score_mod, mask_mod, ONLINE.get(online), 1.0, "max_scores" in rows and not online,
             Options(backend, deterministic, dropout_p),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -243,6 +244,26 @@ def of_kinds(kinds: Tensor, mask_mod: MaskMod, sizes: tuple[int, int]) -> MaskMo
     return of_blocks
 
 
+def _number(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError):  # torch's, of a tensor of several numbers
+        number = least - 1
+    if number < least:
+        raise BadInput(
+            f"{name} is {as_given(value)}. Give an integer, at least {least}"
+            f"{', or None for 1' if name in 'BH' else ''}: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+        )
+    return number
+
+
+def _block_size(size: Any) -> tuple[int, int]:
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(sizes) != 2:
+        raise BadInput(f"BLOCK_SIZE is {as_given(size)}. Give one number, or two: (of queries, of keys).")
+    return _number("BLOCK_SIZE", sizes[0], 1), _number("BLOCK_SIZE", sizes[1], 1)
+
+
 @briefly
 def create_block_mask(
     mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int,
@@ -266,6 +287,10 @@ def create_block_mask(
         raise WrongArity(
             f"{place_of(mask_mod)} takes 5 arguments, as a score_mod does. A mask_mod takes (b, h, q_idx, kv_idx)."
         )
+    if not is_compiling():
+        Q_LEN, KV_LEN = _number("Q_LEN", Q_LEN, 0), _number("KV_LEN", KV_LEN, 0)
+        B, H = (None if n is None else _number(name, n, 1) for name, n in (("B", B), ("H", H)))
+        BLOCK_SIZE = _block_size(BLOCK_SIZE)
     if compute_dq_write_order:
         raise NotYetSupported(
             "compute_dq_write_order=True is for FlexAttention's own kernels. Leave it out, and give "

@@ -357,6 +357,18 @@ WRONG = {
     "branch": (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s if i > j else s * 2),
                errors.BranchOnSymbol, None),
     "write order": (lambda q, k, v: mask_of(compute_dq_write_order=True), errors.NotYetSupported, None),
+    "a float": (lambda q, k, v: create_block_mask(causal, None, None, 40.0, 40), errors.BadInput,
+                "Q_LEN is 40.0. Give an integer, at least 0: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."),
+    "below 0": (lambda q, k, v: create_block_mask(causal, None, None, 40, -40), errors.BadInput,
+                "KV_LEN is -40. Give an integer, at least 0: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."),
+    "batch, a text": (lambda q, k, v: create_block_mask(causal, "2", None, 40, 40), errors.BadInput,
+                      "B is '2'. Give an integer, at least 1, or None for 1: create_block_mask(mask_mod, B, H, Q_LEN, "
+                      "KV_LEN)."),
+    "blocks of 0": (lambda q, k, v: mask_of(BLOCK_SIZE=(16, 0)), errors.BadInput, None),
+    "three sizes": (lambda q, k, v: mask_of(BLOCK_SIZE=(16, 16, 16)), errors.BadInput,
+                    "BLOCK_SIZE is (16, 16, 16). Give one number, or two: (of queries, of keys)."),
+    "rows": (lambda q, k, v: flex_attention(q, k, v, return_aux=True), errors.UnknownOption,
+             "return_aux is True. Give AuxRequest(lse=True), or return_lse=True."),
 }  # fmt: skip
 
 
@@ -454,6 +466,20 @@ def test_autocast_is_followed_in_a_compiled_call():
     assert torch.equal(found, want) and set(seen) == {torch.bfloat16}
     found, want = (torch.autograd.grad(o.float().square().sum(), given) for o in (found, want))
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_a_compiler_may_leave_all_numbers_open(dropout_p):
+    torch._dynamo.reset()
+    q, k, v = (t.requires_grad_() for t in qkv(dtype=torch.float32))
+    v = torch.ones_like(v)
+
+    def run(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * 0.5, mask_of(noop_mask), dropout_p=dropout_p)
+
+    o = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")(q, k, v)
+    assert (o - 1).abs().mean() < 0.2 and bool(((o - 1).abs() > 1e-3).any()) is (dropout_p > 0)
+    assert len(torch.autograd.grad(o.square().sum(), [q, k])) == 2
 
 
 def scaled_by(factor):
