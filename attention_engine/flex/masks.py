@@ -287,15 +287,13 @@ def create_block_mask(
         raise WrongArity(
             f"{place_of(mask_mod)} takes 5 arguments, as a score_mod does. A mask_mod takes (b, h, q_idx, kv_idx)."
         )
-    if not is_compiling():
-        Q_LEN, KV_LEN = _number("Q_LEN", Q_LEN, 0), _number("KV_LEN", KV_LEN, 0)
-        B, H = (None if n is None else _number(name, n, 1) for name, n in (("B", B), ("H", H)))
-        BLOCK_SIZE = _block_size(BLOCK_SIZE)
     if compute_dq_write_order:
         raise NotYetSupported(
             "compute_dq_write_order=True is for FlexAttention's own kernels. Leave it out, and give "
             'kernel_options={"deterministic": True} to flex_attention: gradients are then the same in every run.'
         )
-    return BlockMask(
-        (Q_LEN, KV_LEN), mask_mod, BLOCK_SIZE, batch=1 if B is None else B, heads=1 if H is None else H, device=device
-    )
+    batch, heads, lengths, sizes = 1 if B is None else B, 1 if H is None else H, (Q_LEN, KV_LEN), BLOCK_SIZE
+    if not is_compiling():
+        batch, heads, sizes = _number("B", batch, 1), _number("H", heads, 1), _block_size(sizes)
+        lengths = _number("Q_LEN", Q_LEN, 0), _number("KV_LEN", KV_LEN, 0)
+    return BlockMask(lengths, mask_mod, sizes, batch=batch, heads=heads, device=device)

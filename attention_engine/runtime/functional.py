@@ -18,7 +18,7 @@ from attention_engine.frontend.signatures import Backend, Layout, MaskMod, Score
 from attention_engine.runtime.blocks import GivenBlocks
 from attention_engine.runtime.dropout import check_probability, seed_of_call
 from attention_engine.runtime.finding import KEPT, Finder
-from attention_engine.runtime.inputs import check_ranks
+from attention_engine.runtime.inputs import check_ranks, known_number
 from attention_engine.runtime.masks import axes_of
 from attention_engine.runtime.module import AttentionEngine, WithRows
 from attention_engine.runtime.names import ELSEWHERE, declared, nearest
@@ -107,6 +107,7 @@ def attention(
     specs = _specs(custom_io, given, layout, q, k, v)
     options = (scale, specs, block_size, layout, backend, deterministic, check_probability(dropout_p))
     if is_compiling():
+        options = _known(*options)
         given_functions = _sent(score_mod), _sent(mask_mod), (_guard(score_mod), _guard(mask_mod))
         engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *options)]
         return engine(q, k, v, block_mask=block_mask, return_rowscales=return_rowscales, dropout_seed=dropout_seed,
@@ -185,6 +186,15 @@ def _name_of(score_mod: Any, mask_mod: Any, guarded: object, *options: object) -
 
 
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined] # as Engine._key is
+
+
+def _known(scale: Any, specs: Specs, block_size: Any, layout: Any, backend: Any, deterministic: Any, dropout_p: Any
+             ) -> Any:  # fmt: skip
+    """Options without a number that the compiler leaves open."""
+    scale = known_number(scale) if isinstance(scale, (int, float)) else scale
+    if isinstance(block_size, (tuple, list)):
+        block_size = tuple([len(range(n)) if isinstance(n, int) else n for n in block_size])
+    return scale, specs, block_size, layout, backend, deterministic, known_number(dropout_p)
 
 
 def _sent(mod: Any) -> Any:

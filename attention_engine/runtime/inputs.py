@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attention_engine.arch import check_gpu
 from attention_engine.errors import (
@@ -78,6 +79,11 @@ def check_scale(scale: object) -> None:
         "Give a finite number, as 64 ** -0.5, or None: dim ** -0.5 where there is no score_mod.\n"
         "  A learned scale belongs in score_mod: score * temperature."
     )
+
+
+def known_number(number: float) -> float:
+    """The number, where torch.compile would leave it open: what it writes down, it compiles again for another one."""
+    return float.fromhex(float(number).hex()) if is_compiling() else number
 
 
 def check_flag(name: str, value: object) -> None:

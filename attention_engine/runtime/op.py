@@ -257,8 +257,19 @@ def run(key: str, form: bool, given: Given, direct: Direct | None = None) -> tup
         key, attention = trained, ATTENTIONS[trained]
     if wanted:
         apply: Apply = TransformableFunction.apply if transformed else AttentionFunction.apply
+        if is_compiling():
+            given = _apart(given)
         return apply(key, form, None, *given)[: attention.counts[int(form)]]
     return _made(attention, form, given)[: attention.counts[int(form)]]
+
+
+def _apart(given: Given) -> Given:
+    """The same without a tensor that stands there twice (keys that are values): Dynamo follows no function of such."""
+    found: list[Tensor | None] = []
+    for tensor in given:
+        twice = tensor is not None and any([tensor is other for other in found])
+        found.append(tensor.view_as(tensor) if tensor is not None and twice else tensor)
+    return found
 
 
 def run_unwatched(key: str, form: bool, given: Given, direct: Direct, with_gradients: bool) -> tuple[Tensor, ...]:

@@ -6,11 +6,13 @@ import functools
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attention_engine import library
 from attention_engine.errors import UnknownOption, as_given
 from attention_engine.frontend.custom_io import CustomIO
 from attention_engine.frontend.signatures import DeclaredAxis
+from attention_engine.runtime.inputs import known_number
 from attention_engine.runtime.module import AttentionEngine
 
 Window = tuple[int, int]
@@ -25,7 +27,7 @@ def reach_of(window: Window, causal: bool) -> Reach:
         raise UnknownOption(
             f"window_size is {as_given(window)}. Give two numbers of keys, (left, right); -1 is any number."
         )
-    left, right = (None if n < 0 else n for n in window)
+    left, right = (None if n < 0 else len(range(n)) if is_compiling() else n for n in window)
     return left, 0 if causal else right
 
 
@@ -39,12 +41,20 @@ def axes_of(slopes: Tensor | None) -> Axes:
     return ("heads",) if slopes.ndim == 1 else ("batch", "heads")
 
 
+def scale_of(softmax_scale: float | None, q: Tensor) -> float:
+    """flash-attn's softmax_scale, dim ** -0.5 for None."""
+    if softmax_scale is not None:
+        return known_number(float(softmax_scale))
+    dim = len(range(q.shape[-1])) if is_compiling() else q.shape[-1]  # a compiler knows how long a range is
+    return float(dim**-0.5)
+
+
 def engine_of(
     scale: float, reach: Reach, softcap: float, slopes: Axes, dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> AttentionEngine:  # fmt: skip
     """The engine of these options. slopes: the axes of ALiBi's slopes, where there are some."""
-    return ENGINES[_name_of(scale, reach, softcap, slopes, dropout_p, deterministic)]
+    return ENGINES[_name_of(scale, reach, known_number(softcap), slopes, known_number(dropout_p), deterministic)]
 
 
 def _name_of(*options: Any) -> str:

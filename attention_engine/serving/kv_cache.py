@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_engine.errors import NotYetSupported, WrongCache
-from attention_engine.serving.engines import Window, axes_of, engine_of, reach_of
+from attention_engine.serving.engines import Window, axes_of, engine_of, reach_of, scale_of
 
 NOT_SERVED = {
     "rotary_cos": "Turn q and k before the call.",
@@ -89,7 +89,7 @@ def flash_attn_with_kvcache(
         for cache, new in ((k_cache, k), (v_cache, v)):
             append(cache, new, lengths, block_table)
         lengths = lengths + k.shape[1]
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(softmax_scale, q)
     slopes = () if alibi_slopes is None else (alibi_slopes,)
     engine = engine_of(scale, reach_of(window_size, causal), float(softcap), axes_of(alibi_slopes))
     output, rows = engine.with_cache(

@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from attention_engine.errors import NotYetSupported
-from attention_engine.serving.engines import Window, axes_of, engine_of, reach_of
+from attention_engine.serving.engines import Window, axes_of, engine_of, reach_of, scale_of
 
 WithRows = tuple[Tensor, Tensor, None]
 
@@ -62,7 +62,7 @@ def flash_attn_varlen_func(
     if dropout_p and (return_attn_probs or block_table is not None):
         other = "return_attn_probs" if return_attn_probs else "block_table"
         raise NotYetSupported(f"flash_attn_varlen_func doesn't serve {other} with dropout_p. Leave one of them out.")
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(softmax_scale, q)
     slopes = () if alibi_slopes is None else (alibi_slopes,)
     reach = reach_of(window_size, causal)
     engine = engine_of(scale, reach, float(softcap), axes_of(alibi_slopes), float(dropout_p), bool(deterministic))

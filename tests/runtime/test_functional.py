@@ -388,6 +388,32 @@ def test_torch_compile_takes_other_numbers_of_a_factory_in_each_call(make):
         assert torch.equal(compiled(number), call(number)), number
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_torch_compile_takes_options_that_are_other_numbers_in_each_call(dynamic):
+    torch._dynamo.reset()
+    given = qkv()
+
+    def call(scale, size):
+        return attention(*given, mask_mod=library.causal, scale=scale, block_size=(size, 128))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for scale, size in ((0.1, 64), (0.30000001, 64), (2, 32)):
+        assert torch.equal(compiled(scale, size), call(scale, size)), scale
+
+
+def test_torch_compile_takes_keys_that_are_values():
+    torch._dynamo.reset()
+    q, k, _ = (t.requires_grad_() for t in qkv())
+
+    def call(q, k):
+        return attention(q, k, k, mask_mod=library.causal)
+
+    found, want = (run(q, k) for run in (torch.compile(call, fullgraph=True, backend="aot_eager"), call))
+    torch.testing.assert_close(found, want)
+    of_found, of_want = (torch.autograd.grad(o.square().sum(), [q, k]) for o in (found, want))
+    torch.testing.assert_close(of_found, of_want)
+
+
 def test_torch_compile_sees_that_a_closure_is_another():
     given = [t.detach() for t in qkv()]
     compiled = torch.compile(lambda q, k, v, f: attention(q, k, v, score_mod=f), fullgraph=True, backend="aot_eager")

@@ -112,11 +112,14 @@ def test_what_is_not_served_is_refused_by_name():
         flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, window_size=5)
 
 
-def test_torch_compile_follows_a_call_whole():
+@pytest.mark.parametrize("options", [{}, {"softmax_scale": 0.2, "softcap": 2.0, "window_size": (9, 3)}], ids=str)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_torch_compile_follows_a_call_whole(dynamic, options):
     torch._dynamo.reset()
     qkv, cu, cu_k = tensors(), starts(LENGTHS), starts(KEY_LENGTHS)
-    compiled = torch.compile(flash_attn_varlen_func, backend=CompileCounterWithBackend("aot_eager"), fullgraph=True)
-    found, wanted = (run(*qkv, cu, cu_k, 30, 30, causal=True) for run in (compiled, flash_attn_varlen_func))
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flash_attn_varlen_func, backend=backend, fullgraph=True, dynamic=dynamic)
+    found, wanted = (run(*qkv, cu, cu_k, 30, 30, causal=True, **options) for run in (compiled, flash_attn_varlen_func))
     assert torch.allclose(found, wanted, atol=1e-6)
     ours, theirs = (torch.autograd.grad(o.sum(), qkv) for o in (found, wanted))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs))
