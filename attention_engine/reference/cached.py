@@ -60,7 +60,8 @@ def attend_packed(
     at = (rows[:, None] + own).clamp(max=max(q.shape[1] - 1, 0))
     begins = lengths - counts.to(lengths.dtype) if starts is None else starts
     requests = Requests(begins, lengths, rows.to(torch.int32))
-    output, found = attend_cached(program, q[0][at], k, v, requests, custom, dtype)
+    source = q[0] if q.shape[1] else q.new_zeros(1, *q.shape[2:])  # indices need a row, if nobody asks for one
+    output, found = attend_cached(program, source[at], k, v, requests, custom, dtype)
     packed = output.new_zeros(q.shape[1], *output.shape[2:])
     packed[at[there]] = output[there]
     packed_rows = [row.new_zeros(row.shape[1], q.shape[1]) for row in found]

@@ -284,6 +284,15 @@ def test_packed_queries_of_uneven_requests(name):
 OF_EACH_KIND = ("softmax", "window", "heat_of_queries", "alibi", "sink", "entropy", "sigmoid", "from_the_top")
 
 
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+def test_packed_requests_of_which_none_has_a_query(backend):
+    q, k = torch.randn(0, 2, 16), torch.randn(2, 9, 2, 16)
+    lengths, cu = torch.tensor([9, 0], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    engine = AttentionEngine(backend=backend)
+    o, rows = engine.with_cache(q, k, k, kv_lengths=lengths, cu_seqlens_q=cu, return_rowscales=True)
+    assert o.shape == (0, 2, 16) and rows["lse"].shape == (2, 0)
+
+
 def test_packed_queries_have_names_for_their_mistakes():
     engine, q, k = AttentionEngine(), torch.randn(5, 2, 16), torch.randn(2, 9, 2, 16)
     lengths, cu = torch.tensor([9, 3], dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
