@@ -7,8 +7,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from attention_engine.errors import NotYetSupported, WrongCache
-from attention_engine.serving.engines import Window, axes_of, engine_of, reach_of, scale_of
+from attention_engine.errors import NotYetSupported, WrongCache, as_given
+from attention_engine.serving.engines import Window, axes_of, check_int32, engine_of, reach_of, scale_of
 
 NOT_SERVED = {
     "rotary_cos": "Turn q and k before the call.",
@@ -86,12 +86,14 @@ def flash_attn_with_kvcache(
     if (k is None) != (v is None):
         raise WrongCache("k and v are added to the caches together. Give both, or none.")
     if k is not None and v is not None:
+        if k_cache is v_cache and k is not v:
+            raise WrongCache("k_cache and v_cache are one tensor, in which v would be written over k. Give two.")
         for cache, new in ((k_cache, k), (v_cache, v)):
             append(cache, new, lengths, block_table)
         lengths = lengths + k.shape[1]
     scale = scale_of(softmax_scale, q)
     slopes = () if alibi_slopes is None else (alibi_slopes,)
-    engine = engine_of(scale, reach_of(window_size, causal), float(softcap), axes_of(alibi_slopes))
+    engine = engine_of(scale, reach_of(window_size, causal), softcap, axes_of(alibi_slopes))
     output, rows = engine.with_cache(
         q, k_cache, v_cache, *slopes, kv_lengths=lengths, page_table=block_table, num_splits=num_splits or None,
         return_rowscales=True,
@@ -100,8 +102,13 @@ def flash_attn_with_kvcache(
 
 
 def _lengths(given: int | Tensor | None, q: Tensor, cache: Tensor, table: Tensor | None) -> Tensor:
+    if table is not None:
+        check_int32("block_table", table)
     if isinstance(given, Tensor):
+        check_int32("cache_seqlens", given)
         return given
+    if given is not None and (isinstance(given, bool) or not hasattr(given, "__index__")):
+        raise WrongCache(f"cache_seqlens is {as_given(given)}. Give an integer, or int32 (batch,).")
     room = cache.shape[1] if table is None else table.shape[1] * cache.shape[1]
     return torch.full((q.shape[0],), room if given is None else given, dtype=torch.int32, device=q.device)
 

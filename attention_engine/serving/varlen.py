@@ -6,8 +6,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from attention_engine.errors import NotYetSupported
-from attention_engine.serving.engines import Window, axes_of, engine_of, reach_of, scale_of
+from attention_engine.errors import NotATensor, NotYetSupported
+from attention_engine.serving.engines import Window, axes_of, check_int32, engine_of, reach_of, scale_of
 
 WithRows = tuple[Tensor, Tensor, None]
 
@@ -65,8 +65,15 @@ def flash_attn_varlen_func(
     scale = scale_of(softmax_scale, q)
     slopes = () if alibi_slopes is None else (alibi_slopes,)
     reach = reach_of(window_size, causal)
-    engine = engine_of(scale, reach, float(softcap), axes_of(alibi_slopes), float(dropout_p), bool(deterministic))
+    engine = engine_of(scale, reach, softcap, axes_of(alibi_slopes), dropout_p, deterministic)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(starts, Tensor):
+            raise NotATensor(
+                f"{name} is {type(starts).__name__}. Give int32 (sequences + 1): where each sequence begins, and where "
+                "the last ends."
+            )
     if block_table is not None:
+        check_int32("block_table", block_table)
         output, rows = engine.with_cache(
             q, k, v, *slopes, kv_lengths=cu_seqlens_k[1:] - cu_seqlens_k[:-1], page_table=block_table,
             cu_seqlens_q=cu_seqlens_q, return_rowscales=True,

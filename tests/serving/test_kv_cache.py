@@ -112,6 +112,13 @@ def test_mistakes_have_names():
         flash_attn_with_kvcache(q, k, k, window_size=5)
     with pytest.raises(WrongCache, match="new keys or values have shape"):
         append(k, k[:, :1, :1], torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(WrongCache, match="k_cache and v_cache are one tensor, in which v would be written over k"):
+        flash_attn_with_kvcache(q, k, k, k[:, :1], k[:, 1:2], cache_seqlens=3)
+    for given in (5.0, [5, 9], True):
+        with pytest.raises(WrongCache, match=r"cache_seqlens is .* Give an integer, or int32 \(batch,\)"):
+            flash_attn_with_kvcache(q, k, k, cache_seqlens=given)
+    with pytest.raises(WrongCache, match=r"cache_seqlens is torch\.int64\. Give int32: cache_seqlens.to"):
+        flash_attn_with_kvcache(q, k, k, cache_seqlens=torch.tensor([5, 9]))
     with pytest.raises(TypeError, match="qv"):
         flash_attn_with_kvcache(q, k, k, qv=q)
 

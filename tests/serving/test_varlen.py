@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention_engine.errors import NotYetSupported, UnknownOption
+from attention_engine.errors import NotATensor, NotYetSupported, UnknownOption, WrongCache, WrongCustomShape
 from attention_engine.serving import flash_attn_varlen_func
 from tests import plain
 from tests.packed_cases import drawn, starts
@@ -108,8 +108,39 @@ def test_what_is_not_served_is_refused_by_name():
     qkv, cu, cu_k = tensors(), starts(LENGTHS), starts(KEY_LENGTHS)
     with pytest.raises(NotYetSupported, match="return_attn_probs with dropout_p"):
         flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, dropout_p=0.1, return_attn_probs=True)
-    with pytest.raises(UnknownOption, match="window_size is 5"):
-        flash_attn_varlen_func(*qkv, cu, cu_k, 30, 30, window_size=5)
+
+
+WRONG = {
+    "a window of one number": ({"window_size": 5}, UnknownOption, "window_size is 5. Give two numbers of keys, (left, "
+                               "right); -1 is any number."),
+    "a learned scale": ({"softmax_scale": torch.tensor(0.1, requires_grad=True)}, UnknownOption,
+                        "softmax_scale is a tensor of shape () and torch.float32. Give a finite number, or None: "
+                        "dim ** -0.5.\n  A learned scale belongs to the queries: q * scale, and softmax_scale=1.0."),
+    "a scale that is none": ({"softmax_scale": float("nan")}, UnknownOption, None),
+    "softcap below 0": ({"softcap": -1.0}, UnknownOption, "softcap is -1.0. Give a finite number above 0, or 0.0: "
+                        "scores stay."),
+    "softcap None": ({"softcap": None}, UnknownOption, None),
+    "a text": ({"causal": "False"}, UnknownOption, "causal is 'False'. Give True or False."),
+    "deterministic": ({"deterministic": 1}, UnknownOption, "deterministic is 1. Give True or False."),
+    "dropout": ({"dropout_p": None}, UnknownOption, None),
+    "slopes": ({"alibi_slopes": [1.0, 0.5]}, WrongCustomShape, "alibi_slopes is [1.0, 0.5]. Give fp32 (heads,) or "
+               "(sequences, heads)."),
+    "no starts": ({"cu_seqlens_k": None}, NotATensor, "cu_seqlens_k is NoneType. Give int32 (sequences + 1): where "
+                  "each sequence begins, and where the last ends."),
+    "a table of int64": ({"block_table": torch.zeros(4, 2, dtype=torch.int64)}, WrongCache,
+                         "block_table is torch.int64. Give int32: block_table.to(torch.int32)."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_told_under_flash_attns_names(name):
+    options, error, message = WRONG[name]
+    q, k, v = tensors()
+    with pytest.raises(error) as caught:
+        flash_attn_varlen_func(
+            q, k, v, **{"cu_seqlens_q": starts(LENGTHS), "cu_seqlens_k": starts(KEY_LENGTHS), **options}
+        )
+    assert message is None or str(caught.value) == message
 
 
 @pytest.mark.parametrize("options", [{}, {"softmax_scale": 0.2, "softcap": 2.0, "window_size": (9, 3)}], ids=str)
