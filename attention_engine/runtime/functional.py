@@ -65,8 +65,7 @@ def attention(
     online_func: OnlineFunc | None = None, scale: float | None = None, custom: Mapping[str, Tensor] | None = None,
     custom_io: CustomIO | None = None, block_mask: GivenBlocks | None = None, block_size: tuple[int, int] = (128, 128),
     layout: Layout = "bshd", backend: Backend = "auto", deterministic: bool = False, dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_rowscales: bool = False, **unknown: Any,
+    dropout_seed: int | Tensor | None = None, return_rowscales: bool = False, **unknown: Any,
 ) -> Tensor | WithRows:  # fmt: skip
     """An attention of q, k and v in one call: what `AttentionEngine(...)(q, k, v)` gives.
 
