@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
@@ -9,9 +10,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attention_engine.ir.expr import Axis, Expr, Op, const, topological
+from attention_engine.ir.expr import Axis, Expr, Op, VarKind, const, topological
 from attention_engine.ir.merge import Merge, part_variable, whole_variable
 from attention_engine.ir.program import OUTPUT, Q_IDX, B, H
+from attention_engine.ir.reach import BOUNDED, HIGHEST, may_be_far
 from attention_engine.reference.evaluate import DTYPES, Evaluator, lowest
 
 AddWeighted: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
@@ -100,15 +102,63 @@ def _factors(
 ) -> tuple[Evaluator, list[Tensor]]:
     """What knows the states of the whole, and what each part's sum is multiplied with."""
     first = outputs[0]
-    known = _indices(first)
-    known |= {part_variable(name): torch.stack(list(each), -1) for name, each in states.items()}
+    held = {name: torch.stack(list(each), -1) for name, each in states.items()}
+    nothing, empty = _rows_of_nothing(merge, held) if _strains(merge) else (torch.zeros(()), {})
+    known = _indices(first) | {part_variable(name): empty.get(name, each) for name, each in held.items()}
     parts = torch.ones(1, 1, 1, len(outputs), dtype=torch.bool, device=first.device)
     least = lowest(first.dtype, merge.program.score)
     evaluate = Evaluator(known, custom, first.dtype, first.device, parts, least)
     for name, state in merge.states:
         evaluate.done[whole_variable(name)] = evaluate(state)
     factor, by_part = evaluate(merge.factor).to(first.dtype), Axis.KEY in merge.factor.axes
+    if empty:  # what tells rows that keep nothing is again what it was
+        done = evaluate.done
+        evaluate = Evaluator(_indices(first), custom, first.dtype, first.device, parts, least)
+        for name, _ in merge.states:
+            variable = whole_variable(name)
+            began = torch.where(nothing, held[name][..., :1], done[variable]) if name in empty else done[variable]
+            evaluate.done[variable] = began
     return evaluate, [factor[..., number : number + 1] if by_part else factor for number in range(len(outputs))]
+
+
+@lru_cache(maxsize=256)
+def _strains(merge: Merge) -> bool:
+    """May an extreme that stands for no score, the lowest number that there is, leave a dtype's range: by a factor, or
+    by another such extreme?"""
+    if not may_be_far(merge.program.score):
+        return False
+    extremes = {s.name for s in merge.program.states if math.isinf(s.initial)}
+    bare: dict[Expr, bool] = {}  # is it as large as an extreme?
+    for node in topological(merge.factor, *(e for _, e in merge.states)):
+        of_args = [bare[a] for a in node.args]
+        if node.op is Op.VAR:
+            bare[node] = node.kind in (VarKind.PART, VarKind.WHOLE) and node.bare_name in extremes
+        else:
+            bare[node] = node.op not in (*BOUNDED, Op.EXP, Op.EXP2) and any(of_args)
+        grows = node.op is Op.MUL and any(a.op is Op.CONST and abs(a.value) > 1 for a in node.args)
+        if any(of_args) and (grows or node.op is Op.POW or (node.op is Op.MUL and sum(of_args) > 1)):
+            return True
+    return False
+
+
+def _rows_of_nothing(merge: Merge, held: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which rows keep nothing (batch, heads, queries, 1), and the extremes of parts, where a part that has kept none of
+    a row's pairs has those of the others, or 0 where none has one: its sums are 0, whatever they are multiplied with.
+    """
+    empty = torch.ones((), dtype=torch.bool)
+    for state in merge.program.states:
+        if state.name in held:
+            x = held[state.name]
+            began = x.abs() >= HIGHEST if math.isinf(state.initial) else x == state.initial
+            empty = empty.to(x.device) & began
+    nothing, found = empty.all(-1, keepdim=True), {}
+    for state in merge.program.states:
+        if state.name in held and math.isinf(state.initial):
+            x, lowest_first = held[state.name], state.initial < 0
+            others = x.amax(-1, keepdim=True) if lowest_first else x.amin(-1, keepdim=True)
+            others = torch.where(nothing, 0.0, others)
+            found[state.name] = torch.where(empty, others, x)
+    return nothing, found
 
 
 def _indices(output: Tensor) -> dict[Expr, Tensor]:

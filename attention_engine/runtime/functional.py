@@ -106,9 +106,8 @@ def attention(
     specs = _specs(custom_io, given, layout, q, k, v)
     options = (scale, specs, block_size, layout, backend, deterministic, check_probability(dropout_p))
     if is_compiling():
-        options = _known(*options)
         given_functions = _sent(score_mod), _sent(mask_mod), (_guard(score_mod), _guard(mask_mod))
-        engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *options)]
+        engine = FOR_COMPILERS[_name_of(*given_functions, online_func, *_known(*options))]
         return engine(q, k, v, block_mask=block_mask, return_rowscales=return_rowscales, dropout_seed=dropout_seed,
                       **given)  # fmt: skip
     try:

@@ -105,6 +105,21 @@ def test_rows_that_see_nothing_are_those_of_a_call():
     torch.testing.assert_close((o, rows), (whole, whole_rows), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", [name for name, row in RIGHT.items() if not row.custom])
+def test_rows_that_see_nothing_of_scores_that_may_be_far(name):
+    """A maximum then starts at the lowest number there is, twice which is no number."""
+    engine = AttentionEngine(
+        None, CustomIO({"bias": ("seq_len_kv",)}), lambda s, c, b, h, q, kv: s * 0.25 + c["bias"],
+        lambda b, h, q_idx, kv_idx: (kv_idx > 45) & (q_idx > 3), RIGHT[name].func,
+    )  # fmt: skip
+    q, k, v = drawn()
+    bias = torch.randn(KEYS, dtype=torch.float64)
+    o, rows = merged(engine, q, k, v, CUTS[2], lambda a, b: {"bias": bias[a:b]})
+    found = engine(q, k, v, bias, return_rowscales=True)
+    assert not o[:, :4].any()
+    torch.testing.assert_close((o, rows), found, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["softmax", "retention", "sigmoid"])
 def test_kernels_make_the_same_parts(name, dtype):
