@@ -37,4 +37,5 @@ def add_by_kernel(target: Target, parts: Sequence[Tensor], factors: Sequence[Ten
         add_weighted(parts, factors, out)
         return
     *of_parts, whole = [t.view(-1, out.shape[3]) for t in rows]
-    kernel.run(*of_parts, *[t.transpose(1, 2).reshape(-1) for t in factors], whole)
+    of_rows = [t.transpose(1, 2).reshape(-1).contiguous() for t in factors]  # one number for all rows has no strides
+    kernel.run(*of_parts, *of_rows, whole)

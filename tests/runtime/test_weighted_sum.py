@@ -22,6 +22,13 @@ def test_parts_are_added_in_one_pass(count, dim, dtype):
     assert (found - wanted).abs().max() <= 2 * torch.finfo(dtype).eps * wanted.abs().max()
 
 
+def test_a_factor_may_be_one_number_for_all_rows():
+    parts, factors = [torch.randn(2, 9, 3, 40).transpose(1, 2)], [torch.tensor(0.5).expand(2, 3, 9, 1)]
+    out = torch.empty(2, 9, 3, 40, dtype=torch.float16).transpose(1, 2)
+    add_by_kernel("interpret", parts, factors, out)
+    torch.testing.assert_close(out, (parts[0] * 0.5).half())
+
+
 def test_other_places_in_memory_are_left_to_torch():
     parts, factors = [torch.randn(2, 3, 5, 8)], [torch.rand(2, 3, 5, 1)]
     out = torch.empty(2, 3, 5, 8)
