@@ -27,12 +27,16 @@ def document_ids(lengths: Sequence[int] | Tensor, total: int | None = None, devi
 
     lengths: of the documents, in order. total: tokens of the row; those after the last document are one of their own.
     """
-    counts = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    counts = torch.as_tensor(lengths, device=device)
+    if counts.ndim != 1 or (counts.is_floating_point() and len(counts)):
+        raise BadInput(f"lengths of documents are {as_given(lengths)}. Give integers: document_ids([5, 3]).")
+    counts = counts.long()
     ends = counts.cumsum(0)
     last = int(ends[-1]) if len(counts) else 0
     total = last if total is None else total
     if total < last or bool((counts < 0).any()):
-        raise BadInput(f"documents of lengths {counts.tolist()} don't fit {total} tokens. Give lengths of at least 0.")
+        what_to_do = "lengths of at least 0" if bool((counts < 0).any()) else f"a total of at least {last}"
+        raise BadInput(f"documents of lengths {counts.tolist()} don't fit {total} tokens. Give {what_to_do}.")
     tokens = torch.arange(total, device=counts.device)
     return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]
 

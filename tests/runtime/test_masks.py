@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_engine import AttentionEngine, CustomIO, document_ids, meta_tensor
+from attention_engine.errors import BadInput
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, prefix_lm, scale
 from attention_engine.plan.forms import padded_rows
 from attention_engine.runtime import attention_op, op
@@ -152,3 +153,23 @@ def test_maps_of_engines_alike_but_for_their_heads_are_apart():
             found.append([o, *torch.autograd.grad(o.sum(), leaves)])
         for ours, exact in zip(*found, strict=True):
             torch.testing.assert_close(ours.double(), exact, atol=4e-3, rtol=4e-3)
+
+
+WRONG_LENGTHS = {
+    "floats": (([1.5, 2],), "lengths of documents are [1.5, 2]. Give integers: document_ids([5, 3])."),
+    "rows": (([[5, 3]],), "lengths of documents are [[5, 3]]. Give integers: document_ids([5, 3])."),
+    "below 0": (([-1, 2],), "documents of lengths [-1, 2] don't fit 1 tokens. Give lengths of at least 0."),
+    "too few tokens": (([5, 3], 6), "documents of lengths [5, 3] don't fit 6 tokens. Give a total of at least 8."),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LENGTHS)
+def test_lengths_that_are_none_are_told(name):
+    given, message = WRONG_LENGTHS[name]
+    with pytest.raises(BadInput) as caught:
+        document_ids(*given)
+    assert str(caught.value) == message
+
+
+def test_a_row_may_hold_no_document():
+    assert document_ids([]).shape == (1, 0) and document_ids([], 3).tolist() == [[0, 0, 0]]
