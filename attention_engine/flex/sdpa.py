@@ -114,12 +114,14 @@ def _of_four(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 def _mask_of_four(mask: Tensor, before: torch.Size, sizes: tuple[int, int, int, int]) -> Tensor:
     """A mask as (batch or 1, heads or 1, queries or 1, keys or 1); WrongCustomShape where it doesn't broadcast."""
     mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
-    if mask.ndim > 4:
-        mask = mask.expand(*before[:-1], *mask.shape[-3:]).flatten(0, -4)
-    if any(n not in (1, size) for n, size in zip(mask.shape, sizes, strict=True)):
+    given, wide = mask.shape[:-3], before[:-1]
+    fits = len(given) <= len(wide) and all(n in (1, size) for n, size in zip(given[::-1], wide[::-1], strict=False))
+    if fits and (len(given) > 1 or given[0] != 1):
+        mask = mask.expand(*wide, *mask.shape[-3:]).flatten(0, -4)
+    if mask.ndim != 4 or any(n not in (1, size) for n, size in zip(mask.shape, sizes, strict=True)):
         raise WrongCustomShape(
-            f"attn_mask has shape {tuple(mask.shape)}. It broadcasts to (batch, heads, queries, keys) = {sizes}: "
-            "give 1 or that length in each dimension."
+            f"attn_mask has shape {tuple(mask.shape)}. It broadcasts to {(*before, *sizes[2:])}, (..., heads, queries, "
+            "keys): give 1 or that length in each dimension."
         )
     return mask
 

@@ -49,6 +49,7 @@ CALLS = {  # shapes of q, k and v; the mask; options
     "float with -inf": (Q, K, K, (infinite, (9, 13)), {}),
     "three dimensions": ((4, 9, 8), (4, 13, 8), (4, 13, 8), (made, (9, 13)), {}),
     "five dimensions": ((3, *Q), (3, *K), (3, *K), (made, (3, 1, 1, 9, 13)), {}),
+    "four dimensions for five": ((3, *Q), (3, *K), (3, *K), (made, (2, 1, 9, 13)), {}),
     "two dimensions": ((9, 8), (13, 8), (13, 8), None, {"is_causal": True}),
 }
 
