@@ -110,5 +110,17 @@ def test_no_group_waits_for_one_that_gets_no_item():
         assert "if numbers[3] > 0:" in around, around[:4]
 
 
+@pytest.mark.parametrize("packed", ["alike", None])
+def test_weights_of_a_sigmoid_are_held_before_the_wait_for_the_output(packed):
+    """By a fence and a branch of a wait that is over, or ptxas makes them while no product of the group runs."""
+    metas = [meta_tensor(None, heads, None, 128, dtype=torch.float16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    engine = AttentionEngine(metas, mask_mod=library.causal, online_func=library.OnlineSigmoid(), scale=SCALE)
+    lines = engine._source_kernel("forward", "tilelang", packed, H100()).source("tilelang").splitlines()
+    weights = max(at for at, line in enumerate(lines) if "fast_rcp" in line)
+    found = [line.strip() for line in lines[weights + 1 : weights + 4]]
+    for line, wanted in zip(found, ("warpgroup_fence_operand", "mbarrier_wait_parity(v_full", "wait_wgmma(0)")):
+        assert wanted in line, found
+
+
 def indent_of(line):
     return len(line) - len(line.lstrip())

@@ -259,7 +259,7 @@ def take_step(work: Work, after: Any) -> None:
     memory.queries.give_back_after_scores(thread, item.round, step + 1 == work.steps)
     fenced = bind(until_output, form, memory, thread, before, turn_before)
     weigh(work, step, visit, fenced if form.waits_early else None)
-    if not form.takes_turns:
+    if not form.weighs_first:
         take_output(form, memory, thread, before)
     elif not form.waits_early:
         fenced()
