@@ -10,6 +10,7 @@ import torch
 from attention_engine.compiler import Kernel
 from attention_engine.ir.packing import PLACES, TABLES, Packing
 from attention_engine.ir.problem import Problem
+from attention_engine.kernels.sequence_tiles import CLASSES, FEW_BLOCKS, LATE
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.runtime.packed import make_tables
 from tests import packed_cases, plain
@@ -81,21 +82,26 @@ def test_short_and_empty_sequences_keep_the_rule(lengths, within):
 LONG = tuple(7 + 90 * (n * n % 23) for n in range(60))  # of more slots than are looked at together
 
 
-@pytest.mark.parametrize("lengths, more", [((5, 300, 0, 128, 1000, 1000, 129), 40), ((700,), 0), (LONG, 3)])
-def test_tiles_of_keys_are_listed_whole_sequences_together_and_long_ones_first(lengths, more):
+@pytest.mark.parametrize("kv_heads", [2, 64])
+@pytest.mark.parametrize(
+    "lengths, more", [((5, 300, 0, 128, 1000, 1000, 129), 40), ((700,), 0), (LONG, 3), ((90, 2600, 2100, 2300), 5)]
+)
+def test_tiles_of_keys_are_listed_whole_sequences_together_and_long_ones_first(lengths, more, kv_heads):
+    """Where they are few, those of a sequence's last keys come behind all others."""
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     rows, tile = int(starts[-1]) + more, TILE
     places = make_tables(Packing.ALIKE, starts, starts, rows, rows)[-1]
     custom = ((PLACES, "int32", TABLES[Packing.ALIKE][PLACES]),)
-    problem = Problem(4, 2, DIM, DIM, "float16", custom=custom)
+    problem = Problem(2 * kv_heads, kv_heads, DIM, DIM, "float16", custom=custom)
     listed = torch.full((rows // tile.kv + len(lengths) + 2, 3), -7, dtype=torch.int32)
     Kernel("sequence_tiles.key_tiles", (problem, tile), "interpret", problem, {}).run(rows, places, listed)
     count, found = int(listed[0, 0]), listed[1:].tolist()
     ends = [*zip(starts.tolist(), starts.tolist()[1:]), (int(starts[-1]), rows)]
-    wanted = {n: [[n, at, end] for at in range(begin, end, tile.kv)] for n, (begin, end) in enumerate(ends)}
-    order = [n for n, *_ in found[:count]]
-    sequences = [*dict.fromkeys(order)]
-    assert found[:count] == [each for n in sequences for each in wanted[n]]
-    assert sorted(sequences) == [n for n, tiles in wanted.items() if tiles]
-    shares = [(ends[n][1] - ends[n][0]) * 127 // rows for n in sequences]
-    assert shares == sorted(shares, reverse=True)
+    wanted = [[n, at, end] for n, (begin, end) in enumerate(ends) for at in range(begin, end, tile.kv)]
+    few = -(-rows // tile.kv) * kv_heads <= FEW_BLOCKS
+
+    def place(listed):
+        n, at, end = listed
+        return few and end - at <= LATE, -((end - ends[n][0]) * (CLASSES // 2 - 1) // rows)
+
+    assert found[:count] == sorted(wanted, key=place)
