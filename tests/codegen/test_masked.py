@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("tilelang")
-from tvm import tirx
+from tvm import ir, tirx
 
 from attention_engine.codegen.compile import load_tilelang
 from attention_engine.codegen.patches import masked
@@ -27,7 +27,7 @@ def test_loops_are_what_tilelang_makes_of_them(monkeypatch, name, mask, count):
 
     def watched(self, body):
         made = take(self, body)
-        hidden.append((len(self.conditions), masked.HIDDEN in made.script()))
+        hidden.append((len(self.formulas), masked.HIDDEN in made.script()))
         return made
 
     def look(module, whole):
@@ -52,11 +52,63 @@ def test_a_condition_is_hidden_where_columns_side_by_side_differ_in_it():
     assert not any(masked.hides(each, j) for each in (*alike, *even))
 
 
-def test_a_condition_that_reads_a_tile_or_makes_a_choice_is_not_hidden():
+def test_a_condition_that_reads_a_tile_is_not_hidden():
     i, j = numbers("i", "j")
-    register, tile = (tirx.decl_buffer((1,), "int32", scope=scope) for scope in ("local.var", "shared.dyn"))
-    assert masked.hides(j < register[0], j) and not masked.hides(j < tile[0], j)
-    assert not masked.hides(j < tirx.if_then_else(i < 3, i, 4), j)
+    variable, table, tile, row = (
+        tirx.decl_buffer((64,), "int32", scope=scope)
+        for scope in ("local.var", "global", "shared.dyn", "local.fragment")
+    )
+    read = tirx.if_then_else(i < 3, table[i], 4)
+    assert all(masked.hides(tirx.And(j < variable[0], i < number), j) for number in (i, variable[0], table[i], read))
+    placed = tile[0], row[i], tirx.if_then_else(i < tile[0], i, 4)
+    assert not any(masked.hides(tirx.And(j < variable[0], i < number), j) for number in placed)
+
+
+def hidden_of(body, *variables, **annotations):
+    """The formulas that a parallel loop over columns side by side is without; its body then, and with them again."""
+    load_tilelang()
+    from tilelang.layout import Fragment
+
+    layout = Fragment([8, 8], forward_fn=lambda i, j: (i * 4 + j // 2, j % 2))
+    inner = tirx.For(variables[1], 0, 8, tirx.ForKind.PARALLEL, body)
+    loop = tirx.For(
+        variables[0], 0, 8, tirx.ForKind.PARALLEL, inner,
+        annotations={masked.LOOP_LAYOUT: layout, **annotations},
+    )  # fmt: skip
+    hidden = masked.Hidden()
+    made = hidden.take(loop)
+    return [formula for formula, _ in hidden.formulas], made.body.body, hidden.put_back(made).body.body
+
+
+def reads(body):
+    """The buffers that it names, in order."""
+    found = []
+
+    def visit(node):
+        if isinstance(node, tirx.BufferLoad | tirx.BufferStore):
+            found.append(node.buffer.name)
+
+    tirx.stmt_functor.post_order_visit(body, visit)
+    return list(dict.fromkeys(found))
+
+
+def test_a_loop_that_names_a_value_is_without_all_that_reads_no_tile():
+    """What is written to, where something stands, and a loop that defines variables of its own stay as they are."""
+    i, j, n = numbers("i", "j", "n")
+    scopes = {"name": "local.var", "table": "global", "tile": "local.fragment"}
+    name, table, tile = (tirx.decl_buffer((64,), "int32", each, scope=scope) for each, scope in scopes.items())
+    read = tirx.if_then_else(i < n, table[i], 0)
+    value = tile[j] + (read + i) * name[0]
+    body = tirx.SeqStmt([tirx.BufferStore(name, read, [0]), tirx.BufferStore(tile, value, [j])])
+    found, inner, back = hidden_of(body, i, j)
+    assert [str(each) for each in found] == [str(read), str((read + i) * name[0])]
+    assert reads(inner) == ["name", "tile"] and ir.structural_equal(back, body)
+    address = tirx.Call("handle", "tirx.address_of", [table[i]])
+    call = tirx.Evaluate(tirx.call_extern("int32", "add", address, read))
+    found, inner, _ = hidden_of(tirx.SeqStmt([body, call]), i, j)
+    assert len(found) == 3 and reads(inner) == ["name", "tile", "table"]
+    bound = tirx.SeqStmt([tirx.Bind(tirx.Var("rank", "int32"), read), body])
+    assert not hidden_of(bound, i, j)[0] and not hidden_of(body, i, j, parallel_prefer_async=1)[0]
 
 
 def test_lanes_are_columns_where_a_threads_entries_lie_side_by_side():

@@ -1,41 +1,48 @@
-"""The conditions of a mask are hidden while loops are lowered: a third of the passes of a kernel with a mask.
+"""What a loop reads beside tiles is hidden while loops are lowered: a third of the passes of a kernel with a mask, and
+more than half where masks read tables.
 
 TileLang 0.1.15 tries each parallel loop that it lowers at 64, 32, ... 2 lanes, and asks of each condition in it whether
-it is the same for all lanes: six questions that are hundreds to Z3, with one answer where the condition compares the
-loop's last variable and lanes that lie side by side are columns side by side. So it is given a name in the place of
-such a condition, and the numbers of the row and the column; then the condition, of what it made of these. What comes
-out is the same.
+it is the same for all lanes: six questions that are hundreds to Z3, and thousands where a condition stands inside
+another, as around reads of a table. Of two kinds of loops the answer is known, one lane: a condition compares the
+loop's last variable, and lanes that lie side by side are columns side by side; or a number is written to a variable of
+the thread, as a loop that names a value does. So TileLang is given a name in the place of such a condition, or in the
+second kind of all that reads no tile, and the numbers of the row and the column; then the formula, of what it made of
+these. What comes out is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial as bind
 from typing import Any
 
 from attention_engine.codegen.patches.scope import Patch, Undo, inside, replace
 from attention_engine.codegen.tir_types import Expression
-from attention_engine.plan.rules import NO_STORAGE_SYNC
 
 LOOP_LAYOUT, HIDDEN = "parallel_loop_layout", "attention_engine_condition"
-REGISTER, CHOICE = "local.var", "tirx.if_then_else"
+TOLD = {LOOP_LAYOUT, "parallel_loop_predicate", "parallel_loop_requires_padding_guard"}
+VARIABLE, MEMORY, CHOICE = "local.var", "global", "tirx.if_then_else"
+ADDRESSES = "tirx.address_of", "tirx.tvm_access_ptr", "tl.access_ptr"
+FORMULAS = [
+    f"tirx.{kind}"
+    for kind in (
+        "Call", "BufferLoad", "Cast", "Select", "Add", "Sub", "Mul", "Div", "Mod", "FloorDiv", "FloorMod", "Min", "Max",
+        "LT", "LE", "GT", "GE", "EQ", "NE", "And", "Or", "Not",
+    )
+]  # fmt: skip
 
 
 def put() -> Undo:
     """TileLang asks for the pass by its name, at each kernel."""
     import tilelang
-    from tvm.ir.transform import PassContext
 
     known = tilelang.transform
     lower = known.LowerTileOp
 
     def lowered() -> Any:
         whole = lower()
-
-        def run(module: Any) -> Any:
-            by_hand = inside() and bool(PassContext.current().config.get(NO_STORAGE_SYNC))
-            return with_hidden(module, whole) if by_hand else whole(module)
-
-        return run
+        return lambda module: with_hidden(module, whole) if inside() else whole(module)
 
     return replace((known, "LowerTileOp", lowered))
 
@@ -44,7 +51,7 @@ def with_hidden(module: Any, lower: Any) -> Any:
     """What `lower` makes of the module, by fewer questions."""
     hidden = Hidden()
     made = lower(_each(module, hidden.take))
-    return _each(made, hidden.put_back) if hidden.conditions else made
+    return _each(made, hidden.put_back) if hidden.formulas else made
 
 
 def _each(module: Any, change: Any) -> Any:
@@ -54,12 +61,12 @@ def _each(module: Any, change: Any) -> Any:
 
 @dataclass
 class Hidden:
-    """Conditions, each with the variables of the parallel loops around it."""
+    """Formulas that have names in their places, each with the variables of the parallel loops around it."""
 
-    conditions: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    formulas: list[tuple[Any, list[Any]]] = field(default_factory=list)
 
     def take(self, body: Any) -> Any:
-        """The statements, with names in the place of conditions that tell lanes apart."""
+        """The statements, with names in the place of formulas where loops have one lane."""
         from tvm import tirx
 
         def loop(node: Any) -> Any:
@@ -68,28 +75,43 @@ class Hidden:
         return tirx.stmt_functor.ir_transform(body, loop, None, ["tirx.For"])
 
     def _without(self, loop: Any) -> Any:
-        """A nest of parallel loops without its conditions."""
+        """A nest of parallel loops without its formulas, if it has one lane."""
         from tvm import tirx
 
         loops = [loop]
         while isinstance(loops[-1].body, tirx.For) and loops[-1].body.kind == tirx.ForKind.PARALLEL:
             loops.append(loops[-1].body)
-        variables = [each.loop_var for each in loops]
-        if not lanes_are_columns(loop.annotations[LOOP_LAYOUT], len(loops)):
+        variables, inner = [each.loop_var for each in loops], loops[-1].body
+        in_columns = lanes_are_columns(loop.annotations[LOOP_LAYOUT], len(loops))
+        named = writes_variables(inner)
+        if not (named or in_columns) or defines(inner) or not TOLD.issuperset(loop.annotations.keys()):
             return loop
-
-        def choice(node: Any) -> Any:
-            if getattr(node.op, "name", "") != CHOICE or not hides(node.args[0], variables[-1]):
-                return None
-            self.conditions.append((node.args[0], variables))
-            named = HIDDEN, len(self.conditions) - 1, *variables
-            return tirx.Call(node.dtype, node.op, [tirx.call_pure_extern("bool", *named), *node.args[1:]])
-
-        inner = tirx.stmt_functor.ir_transform(loops[-1].body, None, choice, ["tirx.Call"])
+        name = self._formula if named else self._condition
+        inner = tirx.stmt_functor.ir_transform(inner, bind(name, variables), None, FORMULAS)
         for each in reversed(loops):
             start = each.loop_var, each.min, each.extent, each.kind, inner, each.thread_binding
             inner = tirx.For(*start, each.annotations, each.step)
         return inner
+
+    def _named(self, variables: list[Any], formula: Any) -> Any:
+        from tvm import tirx
+
+        self.formulas.append((formula, variables))
+        return tirx.call_pure_extern(formula.dtype, HIDDEN, len(self.formulas) - 1, *variables)
+
+    def _formula(self, variables: list[Any], node: Any) -> Any:
+        """A name in the place of what reads no tile; None where the node's parts are to be looked at."""
+        if is_address(node):
+            return node
+        return self._named(variables, node) if reads_no_tile(node) and is_asked(node) else None
+
+    def _condition(self, variables: list[Any], node: Any) -> Any:
+        """A choice without its condition, where that says that the loop has one lane; TileLang has to find it there."""
+        from tvm import tirx
+
+        if not is_choice(node) or not hides(node.args[0], variables[-1]):
+            return None
+        return tirx.Call(node.dtype, node.op, [self._named(variables, node.args[0]), *node.args[1:]])
 
     def put_back(self, body: Any) -> Any:
         """The statements with them, for the rows and columns that the names are given by then."""
@@ -98,8 +120,8 @@ class Hidden:
         def call(node: Any) -> Any:
             if not node.args or getattr(node.args[0], "value", "") != HIDDEN:
                 return None
-            condition, variables = self.conditions[int(node.args[1])]
-            return tirx.stmt_functor.substitute(condition, dict(zip(variables, node.args[2:], strict=True)))
+            formula, variables = self.formulas[int(node.args[1])]
+            return tirx.stmt_functor.substitute(formula, dict(zip(variables, node.args[2:], strict=True)))
 
         return tirx.stmt_functor.ir_transform(body, call, None, ["tirx.Call"])
 
@@ -116,18 +138,72 @@ def lanes_are_columns(layout: Any, depth: int) -> bool:
     return entries == [[0], [1]] and threads[0] == threads[1] != [None]
 
 
-def hides(condition: Expression, column: Any) -> bool:
-    """Whether it is another one for each column, and reads nothing whose place TileLang chooses."""
+def writes_variables(body: Any) -> bool:
+    """Does it write to a variable of the thread, where all lanes would write to the same place?"""
     from tvm import tirx
 
-    registers = [True]
+    return _any(body, lambda node: isinstance(node, tirx.BufferStore) and node.buffer.scope() == VARIABLE)
 
-    def visit(node: Any) -> None:
-        placed = isinstance(node, tirx.BufferLoad) and node.buffer.scope() != REGISTER
-        registers[0] &= not (placed or (isinstance(node, tirx.Call) and getattr(node.op, "name", "") == CHOICE))
 
-    tirx.stmt_functor.post_order_visit(condition, visit)
-    return registers[0] and _tells(condition, column)
+def defines(body: Any) -> bool:
+    """Does it define variables? TileLang may give them other names."""
+    from tvm import tirx
+
+    return _any(body, lambda node: isinstance(node, tirx.Bind | tirx.For))
+
+
+def hides(condition: Expression, column: Any) -> bool:
+    """Is it another one for each column, and reads no tile?"""
+    return reads_no_tile(condition) and _tells(condition, column)
+
+
+def reads_no_tile(formula: Expression) -> bool:
+    """Does it read nothing whose place TileLang chooses?"""
+    from tvm import tirx
+
+    def placed(node: Any) -> bool:
+        return isinstance(node, tirx.BufferLoad) and node.buffer.scope() not in (VARIABLE, MEMORY)
+
+    return not _any(formula, lambda node: placed(node) or is_address(node))
+
+
+def is_address(node: Any) -> bool:
+    """Does it say where a number stands?"""
+    from tvm import tirx
+
+    return isinstance(node, tirx.Call) and getattr(node.op, "name", "") in ADDRESSES
+
+
+def is_asked(formula: Expression) -> bool:
+    """Would TileLang ask of it at each number of lanes? Of conditions and of reads of memory, it would."""
+    from tvm import tirx
+
+    comparisons = tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE
+
+    def asked(node: Any) -> bool:
+        reads = isinstance(node, tirx.BufferLoad) and node.buffer.scope() == MEMORY
+        return reads or isinstance(node, comparisons) or is_choice(node)
+
+    return _any(formula, asked)
+
+
+def is_choice(node: Any) -> bool:
+    """Does it choose between two values?"""
+    from tvm import tirx
+
+    return isinstance(node, tirx.Call) and getattr(node.op, "name", "") == CHOICE
+
+
+def _any(node: Any, holds: Callable[[Any], bool]) -> bool:
+    from tvm import tirx
+
+    found = [False]
+
+    def visit(each: Any) -> None:
+        found[0] = found[0] or holds(each)
+
+    tirx.stmt_functor.post_order_visit(node, visit)
+    return found[0]
 
 
 def _tells(condition: Expression, column: Any) -> bool:
