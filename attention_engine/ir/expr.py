@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from typing import Literal, NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -309,8 +309,13 @@ def is_finite_const(expr: Expr) -> bool:
     return expr.op is Op.CONST and math.isfinite(expr.value)
 
 
-def topological(*roots: Expr, closed: frozenset[Op] = frozenset()) -> list[Expr]:
-    """Every node below the roots once, operands before users; the insides of `closed` operations are left out."""
+def topological(*roots: Expr, closed: frozenset[Op] = frozenset(), known: Collection[Expr] = frozenset()) -> list[Expr]:
+    """Every node below the roots once, operands before users; the insides of `closed` operations, and of these nodes,
+    are left out."""
+
+    def inside(node: Expr) -> Iterator[Expr]:
+        return iter(() if node.op in closed or node in known else node.args)
+
     order: dict[Expr, None] = {}
     stack: list[tuple[Expr, Iterator[Expr]]] = []
     entered: set[Expr] = set()
@@ -318,7 +323,7 @@ def topological(*roots: Expr, closed: frozenset[Op] = frozenset()) -> list[Expr]
         if root in entered:
             continue
         entered.add(root)
-        stack.append((root, iter(() if root.op in closed else root.args)))
+        stack.append((root, inside(root)))
         while stack:
             node, rest = stack[-1]
             child = next(rest, None)
@@ -327,7 +332,7 @@ def topological(*roots: Expr, closed: frozenset[Op] = frozenset()) -> list[Expr]
                 stack.pop()
             elif child not in entered:
                 entered.add(child)
-                stack.append((child, iter(() if child.op in closed else child.args)))
+                stack.append((child, inside(child)))
     return list(order)
 
 
@@ -355,11 +360,11 @@ def substitute(expr: Expr, table: dict[Expr, Expr]) -> Expr:
     return done[expr]
 
 
-def count_uses(*roots: Expr) -> dict[Expr, int]:
-    """How many operands (and roots) name each node."""
+def count_uses(*roots: Expr, known: Collection[Expr] = frozenset()) -> dict[Expr, int]:
+    """How many operands (and roots) name each node, but for what stands inside known ones."""
     uses: dict[Expr, int] = {}
-    for node in topological(*roots):
-        for child in node.args:
+    for node in topological(*roots, known=known):
+        for child in () if node in known else node.args:
             uses[child] = uses.get(child, 0) + 1
     for root in roots:
         uses[root] = uses.get(root, 0) + 1

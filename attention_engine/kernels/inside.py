@@ -25,7 +25,8 @@ def where_inside(
 ) -> None:  # fmt: skip
     """action(place), in which a tile's pairs compute `exprs`; known: the reads that are no reads of memory."""
     # a number without indices is one entry to a kernel
-    reads = [node for node in topological(*exprs) if node.op is Op.LOAD and node.args and node not in known]
+    found = topological(*exprs, known=known)
+    reads = [node for node in found if node.op is Op.LOAD and node.args and node not in known]
     asked = {(i, axis) for read in reads for i, axis in zip(read.args, sizes.axes[read.name], strict=True)}
     lasts, lengths = zip((Q_IDX, KV_IDX), corners[1], strict=True), {"seq_len": sizes.q, "seq_len_kv": sizes.kv}
     inside = {(i, axis): (last, length) for i, last in lasts for axis, length in lengths.items() if (i, axis) in asked}

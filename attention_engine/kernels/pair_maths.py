@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial as bind
 from typing import Any
 
@@ -24,11 +24,12 @@ from attention_engine.kernels.common import (
 )
 from attention_engine.kernels.ends import at_ends
 from attention_engine.kernels.inside import where_inside
+from attention_engine.kernels.side_reads import SideReads
 from attention_engine.kernels.splice import both, is_read, name_value
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.row_values import proportion
-from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.strength import split_casts
 
 NOTHING = CustomSums()
@@ -45,17 +46,12 @@ def of_pairs(schedule: BackwardSchedule) -> list[Expr]:
     return [schedule.weights, schedule.product_gradient, *gradients, *(e.value for e in schedule.extremes)]
 
 
-def keeps_products(schedule: BackwardSchedule) -> bool:
-    """Do later formulas read the products that the weights came from?"""
-    read = topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
-    return PRODUCT in read or len(schedule.extremes) > 0
-
-
 @dataclass(frozen=True)
 class PairTile:
     """A tile of pairs: its shape, (queries, keys) or transposed, and the first query and key.
 
     rows: the rows of numbers that its pairs read, by their variables. staged: biases of pairs that were copied ahead.
+    sides: what was read of custom inputs for its rows and keys.
     chosen: where others chose which weights meet values: reads their choice, which says so of an entry.
     """
 
@@ -65,6 +61,7 @@ class PairTile:
     kv0: Any
     rows: dict[Expr, Any]
     staged: StagedReads | None = None
+    sides: SideReads = field(default_factory=SideReads)
     chosen: Callable[[], Callable[[Any, Any], Any]] | None = None
 
 
@@ -74,13 +71,14 @@ class PairMaths:
     def __init__(self, schedule: BackwardSchedule, sizes: Sizes, place: Place, tile: PairTile) -> None:
         self.schedule, self.sizes, self.place = schedule, sizes, place
         self.shape, self.transposed, self.q0, self.kv0 = tile.shape, tile.transposed, tile.q0, tile.kv0
-        self.rows, self.staged, self.chosen = tile.rows, tile.staged, tile.chosen
+        self.rows, self.staged, self.sides, self.chosen = tile.rows, tile.staged, tile.sides, tile.chosen
 
     def _splice(self, place: Place, i: Any, j: Any, values: dict[Expr, Any]) -> Any:
         query, key = (j, i) if self.transposed else (i, j)
         of_row = {variable: tile[query] for variable, tile in self.rows.items()}
         if self.staged is not None:
             of_row |= self.staged.values(query, key)
+        of_row |= self.sides.values(query, key)
         sides = (Q_IDX, self.q0, query), (KV_IDX, self.kv0, key)
         row, column = sides[::-1] if self.transposed else sides
         parts = parts_of_indices(*row, *column)
@@ -101,7 +99,7 @@ class PairMaths:
         def walk(place: Place) -> None:
             over_pairs(*self.shape, bind(entry, place))
 
-        known = {} if self.staged is None else self.staged.tiles
+        known = {**({} if self.staged is None else self.staged.tiles), **self.sides.of_queries, **self.sides.of_keys}
         wanted = [expr for expr in exprs if expr is not None]
         where_inside(self.place, self.sizes, self._corners(), wanted, known, walk)
 

@@ -222,7 +222,8 @@ class Splice:
 
     def __call__(self, *exprs: Expr) -> list[Any]:
         """The expressions as TileLang values; call it once with all that a place needs."""
-        uses, depths, nodes = count_uses(*exprs), dict.fromkeys(self.done, 0), topological(*exprs)
+        uses, depths = count_uses(*exprs, known=self.done), dict.fromkeys(self.done, 0)
+        nodes = topological(*exprs, known=self.done)
         indices = {index for node in nodes if node.op is Op.LOAD for index in node.args if is_read(index)}
         asked = {node.args[0] for node in nodes if _asks_chance(node)}
         for node in nodes:

@@ -14,10 +14,9 @@ from attention_engine.ir.expr import INTEGERS, Axis, Expr, Op, Type, VarKind, co
 from attention_engine.ir.program import KV_IDX
 from attention_engine.passes.analyse_mask import conjuncts_of, difference
 from attention_engine.passes.index_ranges import LONGEST, Range, Ranges, fits
-from attention_engine.passes.row_values import largest
+from attention_engine.passes.row_values import SIDES, largest
 from attention_engine.passes.simplify import add, cast, mul, split_coefficient, terms
 
-SIDES = frozenset({Axis.QUERY, Axis.KEY})
 SMALL: Range = (-(2**30), 2**30)  # of which sums of two fit 32 bits
 
 

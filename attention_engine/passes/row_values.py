@@ -10,6 +10,8 @@ from attention_engine.ir.expr import Axis, Expr, Op, VarKind, const, rebuild, su
 from attention_engine.ir.program import DELTA, final_variable, row_variable
 from attention_engine.passes.simplify import add, construct, factors, mul, simplify, split_coefficient, terms
 
+SIDES = frozenset({Axis.QUERY, Axis.KEY})
+
 
 def reductions_in(*roots: Expr) -> list[Expr]:
     """The row reductions below the roots, inner ones first."""
@@ -127,6 +129,11 @@ def largest(roots: Iterable[Expr], chosen: Callable[[Expr], bool]) -> list[Expr]
         else:
             stack.extend(reversed(node.args))
     return list(found)
+
+
+def reads_of_one_side(exprs: Iterable[Expr]) -> list[Expr]:
+    """The reads of custom inputs at places that a pair's query alone says, or its key alone; none inside another."""
+    return largest(exprs, lambda node: node.op is Op.LOAD and len(node.axes & SIDES) == 1)
 
 
 def proportion(a: Expr, b: Expr) -> float | None:

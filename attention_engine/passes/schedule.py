@@ -93,6 +93,12 @@ class BackwardSchedule:
     dropped: Expr | None = None
 
 
+def keeps_products(schedule: BackwardSchedule) -> bool:
+    """Do later formulas read the products that the weights came from?"""
+    read = topological(schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
+    return PRODUCT in read or len(schedule.extremes) > 0
+
+
 def schedule_forward(
     program: Program, saved: tuple[tuple[str, Expr], ...] = (), parts_rows: bool = False
 ) -> ForwardSchedule:

@@ -38,13 +38,13 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.diagonals import Diagonal, sum_diagonals
 from attention_engine.kernels.key_sums import KeySum, key_sums_of, sum_keys
 from attention_engine.kernels.methods import macro_method
-from attention_engine.kernels.pair_maths import NOTHING, PairMaths, PairTile, factor_of, keeps_products, of_pairs
+from attention_engine.kernels.pair_maths import NOTHING, PairMaths, PairTile, factor_of, of_pairs
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import QueryWalk, Visit, Walks, either
 from attention_engine.kernels.unseen import clear_operand
 from attention_engine.kernels.workspace import take_sums_for_granted, workspace_offset
 from attention_engine.passes.read_places import CustomSums
-from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
 from attention_engine.plan.forms import Tile

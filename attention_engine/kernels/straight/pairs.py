@@ -25,9 +25,9 @@ from attention_engine.kernels.common import (
     place_at,
     window,
 )
-from attention_engine.kernels.pair_maths import PairMaths, PairTile, keeps_products
+from attention_engine.kernels.pair_maths import PairMaths, PairTile
 from attention_engine.kernels.tiles import kv_range, with_starts
-from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
 from attention_engine.plan.forms import Tile

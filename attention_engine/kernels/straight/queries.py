@@ -33,11 +33,12 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.methods import macro_method
-from attention_engine.kernels.pair_maths import PairMaths, PairTile, keeps_products, of_pairs
+from attention_engine.kernels.pair_maths import PairMaths, PairTile, of_pairs
+from attention_engine.kernels.side_reads import SideReads, side_reads
 from attention_engine.kernels.staged import StagedReads, copy_staged
 from attention_engine.kernels.tiles import KeyWalk, Visit, Walks, either
 from attention_engine.kernels.unseen import SeenTile
-from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
 from attention_engine.plan.forms import Tile
@@ -97,6 +98,7 @@ class _Tiles:
     rows: dict[Expr, Any]
     sums: list[Any]
     staged: StagedReads
+    sides: SideReads
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class _OverQueries:
         rows = {row_variable(n): named(f"{n}_tile", T.alloc_fragment([tile.q], FLOAT)) for n, _ in self.rows.rows}
         sums = [named("total", T.alloc_fragment([tile.q], FLOAT)) for _ in self.summed]
         staged = StagedReads([*of_pairs(schedule), *self.summed], problem, tile)
-        return _Tiles(q, do, k, v, keys, products, weights, gradients, contribution, dq, rows, sums, staged)
+        sides = side_reads([*of_pairs(schedule), *self.summed, schedule.mask, schedule.dropped], *pairs)
+        return _Tiles(q, do, k, v, keys, products, weights, gradients, contribution, dq, rows, sums, staged, sides)
 
     @macro_method
     def run(self, buffers: Buffers) -> None:
@@ -160,12 +163,13 @@ class _OverQueries:
                 T.copy(buffers[name][batch, head, q0 : q0 + tile.q], tiles.rows[row_variable(name)])
             for total in tiles.sums:
                 T.fill(total, 0)
+            tiles.sides.take_queries(place, q0)
             of = Walks(plan_tiles(self.schedule.mask), problem, sizes, tile)
             walk = KeyWalk(of, buffers, batch, head, block)
             for step in loop(walk.count, tile.stages):
                 visit = walk.at(step)
                 kv0 = visit.start
-                at = PairTile((tile.q, tile.kv), False, q0, kv0, tiles.rows, tiles.staged)
+                at = PairTile((tile.q, tile.kv), False, q0, kv0, tiles.rows, tiles.staged, tiles.sides)
                 self.take_step(buffers, tiles, visit, PairMaths(self.schedule, sizes, place, at), kv_head)
             if tiles.dq is not None:
                 if self.schedule.scale != 1:
@@ -188,6 +192,7 @@ class _OverQueries:
         multiply(tiles.do, tiles.v, tiles.gradients, transpose_B=True)
         if len(tiles.staged.tiles) > 0:
             copy_staged(tiles.staged, buffers, place.batch, place.head, q0, kv0)
+        tiles.sides.take_keys(place, kv0)
         maths.weigh(tiles.products, tiles.weights)
         for total, expr in zip(tiles.sums, self.summed, strict=True):
             maths.contribute(tiles.products, tiles.weights, tiles.gradients, expr, tiles.contribution)

@@ -13,12 +13,12 @@ from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward, row_variable
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
-from attention_engine.kernels.pair_maths import factor_of, keeps_products
+from attention_engine.kernels.pair_maths import factor_of
 from attention_engine.kernels.tiles import NO_NUMBERS, HandedQueries, QueryWalk, SequenceQueryWalk, Walks
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
 from attention_engine.kernels.workspace import transposes_dq
 from attention_engine.passes.read_places import CustomSums
-from attention_engine.passes.schedule import BackwardSchedule
+from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.tile_plan import TilePlan
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import makes_delta, rows_of_delta, vanishes_with_weights, walks_by_heads
