@@ -1,9 +1,10 @@
-"""Which tile a problem gets where kernels run in straight lines: one that spills nothing."""
+"""Which tile a problem gets: one that spills nothing, in straight lines and over keys of packed sequences."""
 
 import pytest
+import torch
 
 from attention_engine import AttentionEngine, CustomIO, arch, meta_tensor
-from attention_engine.library import OnlineSoftmax, causal, document, scale, sliding_window
+from attention_engine.library import OnlineSoftmax, alibi, causal, document, scale, sliding_window
 from attention_engine.plan.forms import Tile
 
 pytest.importorskip("tilelang")
@@ -43,3 +44,29 @@ def test_what_is_explained_of_an_amd_gpu():
     said = engine.explain()
     assert "on MI300X, 304 SMs" in said and "chosen by what fits shared memory, not measured" in said
     assert "32 threads are no whole warps of 64" in said
+
+
+def bent(score, custom, b, h, q_idx, kv_idx):
+    """A score whose gradient is made of the product once more."""
+    return (score * 0.1 - custom["slopes"] * (q_idx - kv_idx).abs()).tanh()
+
+
+def prefixed(b, h, q_idx, kv_idx, custom):
+    return (q_idx >= kv_idx) | (kv_idx < custom["prefix"])
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "packed", "queries"),
+    [
+        (alibi(0.1), causal, "alike", 64), (alibi(0.1), causal, "unlike", 64), (alibi(0.1), prefixed, "unlike", 48),
+        (bent, causal, "alike", 48), (bent, causal, "unlike", 32), (bent, prefixed, "unlike", 32),
+    ],
+)  # fmt: skip
+def test_pairs_that_hold_many_numbers_have_fewer_queries_a_tile(score, mask, packed, queries):
+    """Of packed sequences whose slopes have gradients: three fp32 tiles of pairs, and tables that these read."""
+    axes = {"slopes": ("heads",), **({"prefix": ("batch",)} if mask is prefixed else {})}
+    engine = AttentionEngine([meta_tensor(1, 2, 256, 128)] * 3, CustomIO(axes), score, mask, device=arch.H100())
+    custom = [torch.zeros(2, requires_grad=True), torch.zeros(1, dtype=torch.int32)][: len(axes)]
+    kernel = engine._all_kernels(arch.H100(), custom, packed=packed)["backward"]
+    (tile,) = (given for given in kernel.given if isinstance(given, Tile))
+    assert (tile.q, tile.kv, tile.hopper) == (queries, 128, True)
