@@ -24,6 +24,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.packing import start_in_sequence
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX
+from attention_engine.kernels.apart import Apart
 from attention_engine.kernels.common import Place, reader
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.passes.analyse_mask import Bound, MaskPlan
@@ -87,6 +88,7 @@ class Walks:
     problem: Problem
     sizes: Any
     tile: Tile
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class QueryWalk:
         self.bounds = with_starts(plan.bounds, buffers, batch)
         self.lists: _Lists | None = None
         self.begin, self.stride, self.tiles = None, None, None
+        self.turned, self.tiles_of_a_head = None, None
         if handed is not None:
             self.first, self.count = handed.first, handed.count
             self.tiles = name_value(T.truncdiv(self.count, self.group)) if by_heads else None
@@ -208,6 +211,8 @@ class QueryWalk:
         tiles = T.ceildiv(stop - self.first, tile.q // PIECE)
         self.count = _name("count", self.group * tiles)
         self.tiles = name_value(tiles) if by_heads else None
+        if of.apart is not None:
+            self.turned, self.tiles_of_a_head = name_value(of.apart.start_of(row, tiles)), name_value(tiles)
         if backwards is True:
             self.begin, self.stride = name_value(self.first * PIECE + (tiles - 1) * tile.q), -tile.q
         elif backwards is not None:
@@ -219,12 +224,26 @@ class QueryWalk:
         """The first entry of a list, read together with its count by who would wait for one after the other."""
         return None if self.lists is None else self.lists.entry(0)
 
+    def tile_of(self, step: Any) -> tuple[Any, Any]:
+        """The number of a step's tile in the walk over one head, from the block's start on; which head of the group."""
+        if self.tiles is None:
+            return step // self.group, step % self.group
+        head = name_value(T.truncdiv(step, self.tiles))
+        return name_value(step - head * self.tiles), head
+
+    def turned_tile_of(self, step: Any) -> Any:
+        """The number of a step's tile in the walk that starts nowhere else."""
+        tile = self.tile_of(step)[0]
+        if self.turned is None:
+            return tile
+        turned = name_value(tile + self.turned)
+        return name_value(T.if_then_else(turned >= self.tiles_of_a_head, turned - self.tiles_of_a_head, turned))
+
     def at(self, step: Any, first: Any = None) -> Visit:
         """The tile and the query head of a step; first: the `first_entry`, where it was read."""
-        first_head, tile, in_turn = self.kv_head * self.group, step // self.group, step % self.group
-        if self.tiles is not None:
-            in_turn = name_value(T.truncdiv(step, self.tiles))
-            tile = name_value(step - in_turn * self.tiles)
+        first_head, (tile, in_turn) = self.kv_head * self.group, self.tile_of(step)
+        if self.turned is not None:
+            tile = self.turned_tile_of(step)
         if not self.plan.mapped:
             start = self.first * PIECE + tile * self.shape.q
             if self.begin is not None:

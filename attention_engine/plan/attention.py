@@ -20,7 +20,7 @@ from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.passes.verify_schedule import verify_row_sums
 from attention_engine.plan import attention_buffers as buffers
-from attention_engine.plan.attention_buffers import AHEAD, DEALT, MADE_BEFORE, TOGETHER, TURN, deals_by_counter
+from attention_engine.plan.attention_buffers import AHEAD, APART, DEALT, MADE_BEFORE, TOGETHER, TURN, deals_by_counter
 from attention_engine.plan.buffers import buffers_of
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
@@ -30,7 +30,7 @@ from attention_engine.plan.hopper import (
     blocks_of_a_turn,
     makes_delta,
     may_add_in_order,
-    pairs_in_order,
+    order_of_pairs,
     pairs_issue_much,
     pairs_of_a_listed_unit,
     pairs_of_a_unit,
@@ -171,15 +171,15 @@ class AttentionPlan:
         tile, places = self.tiles.backward, places_of(self.target)
         turns = walks_turn(self.problem, tile, self.tile_plan)
         pairs = batch * self.problem.kv_heads
-        together = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places, turns)
+        together, apart = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places, turns), 0
         if self.tile_plan.mapped:
             together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
         if tile.in_order:
-            together = pairs_in_order(self.problem, tile, pairs, keys, places)
+            together, apart = order_of_pairs(self.problem, tile, self.tile_plan, pairs, keys, places)
             ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
         turn = blocks_of_a_turn(tile, keys, places, together)
-        return {TOGETHER: together, TURN: turn, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if finals else ahead}
+        return {TOGETHER: together, TURN: turn, AHEAD: ahead, APART: apart, MADE_BEFORE: ALL_UNITS if finals else ahead}
 
     # ---- what the mask and the maths ask for
 

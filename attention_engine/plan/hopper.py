@@ -133,6 +133,21 @@ def starts_latest_first(tile: Tile, plan: TilePlan) -> bool:
     return tile.in_order and plan.later_is_longer and tile.q == tile.kv
 
 
+def may_start_apart(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
+    """May blocks of a head that add to dQ in order start their walks a part of it apart? All meet the same tiles.
+    Head dim 64, whose blocks take few registers more, is as fast without."""
+    return tile.in_order and not plan.later_is_longer and (problem.dim, problem.dim_v) == (128, 128)
+
+
+def start_apart(tile: Tile, keys: int, places: int) -> bool:
+    """Do they, on a GPU that runs so many blocks at once? They wait for one another in a ring, so that all blocks of a
+    head must run at once: two heads have places, and few places are left beside whole heads. On an H100, bf16, of the
+    default: S 1024 and 2048, batch 2, 0.909 and 0.946, in a chain 0.829 and 0.870; S 4096 and 8192 0.950 and 0.945, in
+    a chain 0.924 and 0.905."""
+    blocks = -(-keys // tile.kv)
+    return 2 * blocks <= places and 16 * (places % blocks) <= places
+
+
 def walks_turn(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """Do blocks over keys walk from the last queries to the first, so many and then not so many (blocks_of_a_turn)?
 
@@ -247,6 +262,15 @@ def pairs_in_order(problem: Problem, tile: Tile, pairs: int, keys: int, places: 
     at_once = max(round(places / -(-keys // tile.kv)), 1)
     twice = at_once <= 2 or max(problem.dim, problem.dim_v) <= 64
     return -(-pairs // -(-pairs // min(at_once * (1 + twice), pairs)))
+
+
+def order_of_pairs(
+    problem: Problem, tile: Tile, plan: TilePlan, pairs: int, keys: int, places: int
+) -> tuple[int, int]:  # fmt: skip
+    """Of blocks that add to dQ in order: over how many pairs they start, and 1 where blocks of a head start apart."""
+    if may_start_apart(problem, tile, plan) and start_apart(tile, keys, places):
+        return 1, 1
+    return pairs_in_order(problem, tile, pairs, keys, places), 0
 
 
 def blocks_of_a_turn(tile: Tile, keys: int, places: int, together: int) -> int:

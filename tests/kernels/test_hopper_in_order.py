@@ -7,9 +7,9 @@ import torch
 
 from attention_engine import AttentionEngine
 from attention_engine.library import OnlineSoftmax, causal_from, scale
-from attention_engine.plan.attention_buffers import MADE_BEFORE, TOGETHER
+from attention_engine.plan.attention_buffers import APART, MADE_BEFORE, TOGETHER
 from attention_engine.plan.forms import HopperKeys, Tile
-from attention_engine.plan.hopper import starts_latest_first
+from attention_engine.plan.hopper import start_apart, starts_latest_first
 from attention_engine.runtime import op
 from tests import plain
 from tests.cases import Shape
@@ -58,6 +58,36 @@ def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
     o = plain.attention(*exact, "softmax", score=plain.scaled(0.1), mask=keep)
     for mine, true in zip(found, torch.autograd.grad(o, exact, tensors["do"].double()), strict=True):
         assert (mine.double() - true).norm() < 2e-3 * true.norm()
+
+
+@pytest.mark.usefixtures("memory_holds_nan")
+@pytest.mark.parametrize(("group", "keys"), [(1, 400), (2, 300)])
+def test_blocks_of_a_head_start_their_walks_apart(group, keys, chosen_tiles, monkeypatch):
+    chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
+    monkeypatch.setattr("attention_engine.plan.hopper.start_apart", lambda *_: True)
+    shape = Shape(2, 420, keys, 2, 2 // group, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    meta = shape.meta(torch.float16)
+    engine = AttentionEngine(meta, None, scale(0.1), None, OnlineSoftmax(), backend="interpret", deterministic=True)
+    found = []
+    for first in (0, 1):  # the last of a batch, which the batch changes no bit of
+        leaves = [tensors[n][first:].clone().requires_grad_() for n in "qkv"]
+        gradients = torch.autograd.grad(engine(*leaves), leaves, tensors["do"][first:].contiguous())
+        found.append([gradient[-1] for gradient in gradients])
+    (made,) = [k for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    assert made.plan.numbers(2, 420, keys)[APART] == 1
+    exact = [tensors[n][1:].double().requires_grad_() for n in "qkv"]
+    o = plain.attention(*exact, "softmax", score=plain.scaled(0.1))
+    true = torch.autograd.grad(o, exact, tensors["do"][1:].double())
+    for together, alone, of_double in zip(*found, true, strict=True):
+        assert torch.equal(together, alone)
+        assert (alone.double() - of_double[-1]).norm() < 2e-3 * of_double.norm()
+
+
+def test_blocks_start_apart_where_all_of_two_heads_run_at_once():
+    tile = Tile(80, 128, 256, 2, HopperKeys())
+    assert all(start_apart(tile, keys, 132) for keys in (128, 1000, 1024, 2048, 8192, 66 * 128))
+    assert not any(start_apart(tile, keys, 132) for keys in (3072, 66 * 128 + 1, 16384))
 
 
 def test_who_makes_delta_changes_no_bit(chosen_tiles):

@@ -46,6 +46,7 @@ class ExpressionCompiler(BufferCompiler):
         self.asks_thread = False  # within a condition on it
         self.waits = 0  # for barriers, so far
         self.polls = False  # within the condition of a loop that does nothing
+        self.blocks_wait = False  # for one another
         self._twice: set[int] = set()
         self._compiled: dict[int, Code] = {}
         self._memory: list[int] = []  # the slots of the values that this statement keeps

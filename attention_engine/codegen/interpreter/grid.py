@@ -1,10 +1,14 @@
-"""The blocks of a grid in the interpreter: one after another, in the order that a GPU starts them."""
+"""The blocks of a grid in the interpreter, in the order that a GPU starts them: one after another, or beside each other
+where they wait for one another."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from functools import partial as bind
 from typing import Protocol, cast
 
+from attention_engine.codegen.simulator.blocks import run_blocks
 from attention_engine.codegen.tiles.buffers import ROLE
 from attention_engine.codegen.tiles.tir_nodes import is_call, kind_of
 from attention_engine.codegen.tiles.windows import Frame, Run
@@ -16,6 +20,8 @@ GRID_KIND = 4  # tirx.ForKind.THREAD_BINDING: an index of a block
 
 class Compiler(Protocol):
     """The part of the interpreter's compiler that loops over blocks need."""
+
+    blocks_wait: bool  # for one another, as far as was compiled
 
     def statement(self, node: Statement) -> Run:
         """The code of one statement."""
@@ -35,13 +41,25 @@ def grid(compiler: Compiler, node: Statement) -> Run:
         slots.insert(0, compiler.variable(loop.loop_var))
         extents.insert(0, compiler.value(loop.extent))
         node = loop.body
+    compiler.blocks_wait = False
     body = compiler.statement(node)
+    wait = compiler.blocks_wait
+
+    def run_at(frame: Frame, indices: tuple[int, ...]) -> None:
+        for slot, index in zip(slots, indices, strict=True):
+            frame[slot] = index
+        body(frame)
+
+    def bodies(frame: Frame) -> Iterator[Callable[[], None]]:
+        for indices in itertools.product(*(range(extent(frame)) for extent in extents)):
+            yield bind(run_at, list(frame) if wait else frame, indices)
 
     def run(frame: Frame) -> None:
-        for indices in itertools.product(*(range(extent(frame)) for extent in extents)):
-            for slot, index in zip(slots, indices, strict=True):
-                frame[slot] = index
-            body(frame)
+        if wait:
+            run_blocks(bodies(frame))
+        else:
+            for run_block in bodies(frame):
+                run_block()
 
     return run
 

@@ -294,6 +294,7 @@ class _StatementCompiler(ExpressionCompiler):
         if condition.lanes:
             raise NotInterpretable("a while loop whose condition differs between lanes")
         if is_nothing(node.body):
+            self.blocks_wait = True
             return wait_for_blocks(condition.run, str(node.condition))
         test, body = condition.run, self.statement(node.body)
 

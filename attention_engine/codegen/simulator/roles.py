@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_engine.codegen.simulator.blocks import block_here
 from attention_engine.codegen.simulator.lanes import READ, WARP, Accesses, Clock, Lanes, join
 from attention_engine.codegen.tiles.scalar_ops import as_matrix_operand
 from attention_engine.errors import HazardInKernel
@@ -51,6 +52,7 @@ class Turns:
         self._told: dict[tuple[int, int], Clock] = {}  # at each meeting there
         self.accesses = Accesses()
         self._error: BaseException | None = None
+        self._block = block_here()
 
     def run(self) -> None:
         """All roles to their ends; raises the first error of any."""
@@ -113,6 +115,16 @@ class Turns:
                 raise _Stopped
 
     def _pass_on(self) -> None:
+        while not self._choose() and self._error is None and len(self._done) < len(self._roles):
+            if self._block is None or self._block.is_last_try:
+                stuck = "; ".join(what for role, (_, what) in sorted(self._waiting.items()) if role not in self._done)
+                self._error = HazardInKernel(f"a deadlock: {stuck}")
+            else:
+                self._block.let_others_run()
+        self._free.notify_all()
+
+    def _choose(self) -> bool:
+        """The role that runs next, if one can."""
         order = [(self._running + 1 + i) % len(self._roles) for i in range(len(self._roles))]
         for role in sorted(order, key=lambda role: role == self.late):
             if role in self._done:
@@ -126,12 +138,10 @@ class Turns:
             if may_run:
                 self._waiting.pop(role, None)
                 self._running = role
-                break
-        else:
-            if len(self._done) < len(self._roles) and self._error is None:
-                stuck = "; ".join(what for role, (_, what) in sorted(self._waiting.items()) if role not in self._done)
-                self._error = HazardInKernel(f"a deadlock: {stuck}")
-        self._free.notify_all()
+                if self._block is not None:
+                    self._block.moved = True
+                return True
+        return False
 
 
 class _Stopped(Exception):

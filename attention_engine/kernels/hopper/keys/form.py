@@ -11,6 +11,7 @@ from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.apart import Apart
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.pair_maths import factor_of
@@ -20,8 +21,15 @@ from attention_engine.kernels.workspace import transposes_dq
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.tile_plan import TilePlan
+from attention_engine.plan.attention_buffers import APART
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import makes_delta, rows_of_delta, vanishes_with_weights, walks_by_heads
+from attention_engine.plan.hopper import (
+    makes_delta,
+    may_start_apart,
+    rows_of_delta,
+    vanishes_with_weights,
+    walks_by_heads,
+)
 
 COPYING, COPYING_LISTS = 24, 40  # registers of a copying thread; more where persistent blocks read lists
 CHOOSING = 40  # registers of a thread that chooses which weights are dropped
@@ -56,6 +64,13 @@ class KeyForm(Form):
     def prepares(self) -> bool:
         """Do blocks prepare for later ones? Where they add to dQ in order, they make delta at most."""
         return self.with_dq and (not self.tile.in_order or self.delta is not None)
+
+    @cached_property
+    def apart(self) -> Apart | None:
+        """Where blocks of a head start their walks, if they may start apart."""
+        if not (self.with_dq and may_start_apart(self.problem, self.tile, self.plan)):
+            return None
+        return Apart(self.sizes.variable(APART), self.blocks.blocks)
 
     @cached_property
     def leaders(self) -> int:
@@ -210,7 +225,7 @@ class KeyForm(Form):
     ) -> QueryWalk:  # fmt: skip
         """The walk of a block of keys over tiles of queries; handed: one that another warp begins; batch: b, of which
         these numbers are known; index: the block's in the grid, by which walks may turn."""
-        of = Walks(self.plan, self.problem, sizes or self.sizes, self.tile)
+        of = Walks(self.plan, self.problem, sizes or self.sizes, self.tile, self.apart)
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         backwards = self.blocks.walks_back(index) if index is not None else None

@@ -78,16 +78,27 @@ def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, wal
             tile = name_value(T.truncdiv(visit.start, form.tile.q))
             take_for_granted(T.And(row >= 0, row < tickets.shape[0]))
             take_for_granted(T.And(tile >= 0, tile < tickets.shape[1]))
+            before = block
+            if form.apart is not None:
+                before = name_value(form.apart.blocks_before(block, walk.turned_tile_of(step), walk.tiles_of_a_head))
             if form.blocks.latest_first:
                 while T.And(tile >= after, T.atomic_load(tickets[row, tile], memory_order="acquire") != block + 1):
                     pass
             else:
-                while T.atomic_load(tickets[row, tile], memory_order="acquire") < block:
+                while T.atomic_load(tickets[row, tile], memory_order="acquire") < before:
                     pass
             T.barrier_arrive(order.may)
             T.barrier_wait(order.has, step % 2)
             raised = 1 if not form.blocks.latest_first else T.if_then_else(tile >= after, -1, block)
             T.evaluate(T.atomic_add(tickets[row, tile], raised, memory_order="release", return_prev=True))
+
+
+def tiles_first(form: KeyForm, buffers: Buffers, item: KeyItem, walk: QueryWalk) -> Any:
+    """To which tiles a block comes before all others: those below this number, of its steps where blocks start
+    apart, else of all tiles."""
+    if form.apart is not None:
+        return name_value(form.apart.own_tiles(item.block, walk.tiles_of_a_head))
+    return first_tile_after(form, buffers, item)
 
 
 def first_tile_after(form: KeyForm, buffers: Buffers, item: KeyItem) -> Any:

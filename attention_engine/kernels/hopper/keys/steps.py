@@ -34,7 +34,7 @@ from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
 from attention_engine.kernels.hopper.keys.neighbours import at_ends, clear_neighbours, keep_own_dq
-from attention_engine.kernels.hopper.keys.order import first_tile_after
+from attention_engine.kernels.hopper.keys.order import tiles_first
 from attention_engine.kernels.hopper.keys.pair_operands import Step
 from attention_engine.kernels.key_sums import sum_keys
 from attention_engine.kernels.pair_maths import PairMaths, PairTile, factor_of
@@ -51,7 +51,7 @@ class Work:
 
     first_row: the row of the block's first query head among all heads and batches. only_head: the block's values of its
     only query head, or none where it has several; of packed sequences, those that all heads share. tile_after: where
-    the first block to add to dQ stores, the `first_tile_after`.
+    the first block to add to dQ stores, the `tiles_first`.
     """
 
     form: KeyForm
@@ -84,7 +84,7 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     k, v = memory.keys.tile, memory.values.tile
     unseen = (k, v) if not memory.pairs.masks_gradients else (k,) if form.with_dq else ()
     clear_behind(form, item, Place(item.b, kv_head, only_head if form.within else {}, own_read), kv0, unseen)
-    tile_after = first_tile_after(form, buffers, item) if form.tile.stores_first else None
+    tile_after = tiles_first(form, buffers, item, walk) if form.tile.stores_first else None
     work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread, tile_after)
     if form.hides_additions:
         await_queries(work, 0)
@@ -178,7 +178,7 @@ def take_step(work: Work, step: Any) -> None:
         if memory.order is not None:
             memory.order.wait(step)
         if form.tile.stores_first:
-            store_or_add(work, sums, q0)
+            store_or_add(work, sums, q0, step)
         elif form.within:
             workspace.add_at(work.buffers, sums, memory.results.dq, tile, form.dim, form.vectors)
         else:
@@ -300,12 +300,12 @@ def issue_results(work: Work, at: Step) -> None:
 
 
 @T.macro
-def store_or_add(work: Work, row: Any, q0: Any) -> None:
+def store_or_add(work: Work, row: Any, q0: Any, step: Any) -> None:
     """A step's dQ becomes the sums in memory, if the block is the first that adds to them; else it is added."""
     form, dq = work.form, work.memory.results.dq
     first = work.item.block == 0
-    if form.blocks.latest_first:
-        first = T.truncdiv(q0, form.tile.q) < work.tile_after
+    if form.blocks.latest_first or form.apart is not None:
+        first = (T.truncdiv(q0, form.tile.q) if form.apart is None else work.walk.tile_of(step)[0]) < work.tile_after
     if first:
         for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
             query, d = (j, i) if form.transposes_dq else (i, j)
