@@ -32,6 +32,19 @@ def test_dv_is_issued_before_threads_meet(dim, options, early):
 @pytest.mark.parametrize(("dim", "held"), [(64, False), (128, True)])
 def test_the_row_of_delta_comes_while_weights_are_made(dim, held):
     step = step_of(dim)
-    rows = [n for n, line in enumerate(step) if "_held" in line and "T.copy" in line]
+    rows = [n for n, line in enumerate(step) if "row1_held" in line and "T.copy" in line]
     waits = [n for n, line in enumerate(step) if "T.wait_wgmma(" in line]
     assert len(rows) == held and all(waits[0] < n < waits[1] for n in rows)
+
+
+@pytest.mark.parametrize(("dim", "options", "early"), [
+    (64, {}, False), (128, {}, True), (128, {"mask_mod": library.causal}, True), (96, {}, False),
+    (128, {"mask_mod": library.sliding_window(100)}, False),  # two bounds: too few registers
+], ids=["64", "128", "causal", "96", "window"])  # fmt: skip
+def test_the_next_row_of_weights_comes_before_additions(dim, options, early):
+    step = step_of(dim, **options)
+    rows = [n for n, line in enumerate(step) if "row0_held" in line and "T.copy" in line]
+    products = [n for n, line in enumerate(step) if "T.wgmma_gemm(" in line]
+    waited = [n for n, line in enumerate(step) if "mbarrier_wait_parity(q_full" in line]
+    assert len(products) == 5 and len(rows) == early and all(products[4] < n for n in rows)
+    assert (products[0] < waited[0]) == early

@@ -1,4 +1,4 @@
-"""Packed sequences: what a block of keys does of rows of a neighbouring sequence in a tile of queries."""
+"""Packed sequences: what a block of keys does of rows of a neighbouring sequence in a tile of queries, or of keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.kernels.common import Buffers
+from attention_engine.kernels.hopper.barriers import arrive_when_read
 from attention_engine.kernels.hopper.keys.form import KeyForm
+from attention_engine.kernels.hopper.keys.items import KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
 from attention_engine.kernels.hopper.keys.pair_operands import Step, meet
 from attention_engine.kernels.warps import COMPUTE
@@ -40,3 +43,23 @@ def keep_own_dq(form: KeyForm, dq: Any, ends: Any, q0: Any) -> None:
     for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
         query = q0 + (j if form.transposes_dq else i)
         dq[i, j] = T.if_then_else(T.And(query >= ends.first_query, query < ends.last_query), dq[i, j], 0)
+
+
+@T.macro
+def leave_within(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, kv0: Any) -> None:
+    """dK and dV leave: a copy would not end where the sequence does, so that rows of its last block are
+    stored each."""
+    results, tile = memory.results, form.tile
+    end = item.ends.last_key
+    if kv0 + tile.kv <= end:
+        T.copy(results.dv, memory.values.tile)
+        T.copy(results.dk, memory.keys.tile)
+        T.fence_proxy_async()
+        leave_by_groups(memory.values.tile, buffers["dv"], item, tile)
+        leave_by_groups(memory.keys.tile, buffers["dk"], item, tile)
+    else:
+        for gradient, name in ((results.dv, "dv"), (results.dk, "dk")):
+            for j, d in T.Parallel(tile.kv, int(gradient.shape[1])):
+                if kv0 + j < end:
+                    buffers[name][item.batch, kv0 + j, item.kv_head, d] = gradient[j, d]
+    arrive_when_read(T.get_thread_binding(), [(memory.values.empty, 0), (memory.keys.empty, 0)])

@@ -67,10 +67,16 @@ class PairOperands:
         return self.rows_held[name] if name in self.rows_held else Stage(self.rows[name], stage)
 
     @macro_method
-    def hold_rows(self, stage: Any) -> None:
+    def hold_rows(self, names: list[str], stage: Any) -> None:
         """Rows that registers are kept for come to them."""
-        for name in self.rows_held:
+        for name in names:
             T.copy(self.rows[name][stage, : self.form.tile.q], self.rows_held[name])
+
+    @macro_method
+    def hold_early_rows(self, queries: Ring, stage: Any, turn: Any) -> None:
+        """The row that a step's weights read comes to registers, when the step's queries are there."""
+        T.barrier_wait(queries.full[stage], turn)
+        self.hold_rows(self.form.early_rows, stage)
 
     @macro_method
     def make(self, at: Step, queries: Ring, output_gradients: Ring, v: Any) -> None:
@@ -84,7 +90,7 @@ class PairOperands:
         at.maths.weigh(self.products, self.weights)
         finish_before(self.weights, self._registers, queries.full, at.stage, at.turn)
         if self.form.holds_late_rows:
-            self.hold_rows(at.stage)
+            self.hold_rows(self.form.late_rows, at.stage)
         T.wait_wgmma(0)
         at.maths.differentiate(self.products, self.weights, self.gradients, then_meet_values=True)
         clear_pairs(self.form, at, (self.weights, self.gradients))
@@ -244,7 +250,7 @@ def operands_of(form: KeyForm, rows: Mapping[str, Any]) -> PairOperands:
     apart = kind is OneAfterAnother and form.schedule.dropped is not None
     weights_reaching = named("weights_reaching", T.alloc_fragment(pairs, dtype)) if apart else None
     gradients_packed = named("gradients_in", T.alloc_fragment(pairs, dtype)) if not in_memory else None
-    held = form.late_rows if form.holds_late_rows else []
+    held = [*(form.early_rows * form.holds_early_rows), *(form.late_rows * form.holds_late_rows)]
     rows_held = {name: named(f"{name}_held", T.alloc_fragment([form.tile.q], FLOAT)) for name in held}
     return kind(
         form=form, products=products, weights=weights, gradients=gradients, weights_packed=weights_packed,

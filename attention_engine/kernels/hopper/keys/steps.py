@@ -33,7 +33,7 @@ from attention_engine.kernels.hopper.chances import Bits
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
-from attention_engine.kernels.hopper.keys.neighbours import at_ends, clear_neighbours, keep_own_dq
+from attention_engine.kernels.hopper.keys.neighbours import at_ends, clear_neighbours, keep_own_dq, leave_within
 from attention_engine.kernels.hopper.keys.order import tiles_first
 from attention_engine.kernels.hopper.keys.pair_operands import Step
 from attention_engine.kernels.key_sums import sum_keys
@@ -88,6 +88,9 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread, tile_after)
     if form.hides_additions:
         await_queries(work, 0)
+    if form.holds_early_rows:  # noqa: SIM102 - Python's condition, then the kernel's
+        if item.steps > 0:
+            memory.pairs.hold_early_rows(memory.queries, *item.round.stage(0, form.tile.stages))
     for step in T.serial(item.steps):
         take_step(work, step)
     if form.crosses:
@@ -137,7 +140,7 @@ def take_step(work: Work, step: Any) -> None:
     stage, turn = item.round.stage(step, tile.stages)
     if memory.entries is None:
         visit = walk.at(step)
-    if not form.hides_additions:
+    if not (form.hides_additions or form.holds_early_rows):
         T.barrier_wait(queries.full[stage], turn)
     T.wgmma_gemm(
         memory.keys.tile, queries.tile[stage, :, :], pairs.products, transpose_B=True, policy=form.policy,
@@ -297,6 +300,9 @@ def issue_results(work: Work, at: Step) -> None:
     T.wgmma_gemm(pairs.gradients_for_dk(at), queries.tile[at.stage, :, :], results.dk, policy=form.policy)
     if form.hides_additions:
         await_queries(work, at.number + 1)
+    if form.holds_early_rows:
+        after = T.min(at.number + 1, work.item.steps - 1)
+        pairs.hold_early_rows(queries, *work.item.round.stage(after, form.tile.stages))
 
 
 @T.macro
@@ -377,23 +383,3 @@ def store(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem) -> 
             T.copy(k, window(buffers["dk"], batch, kv_head, kv0, tile.kv, form.dim))
             if thread % GROUP == 0:
                 T.tma_store_wait(0)  # has read: the memory may go
-
-
-@T.macro
-def leave_within(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, kv0: Any) -> None:
-    """The same of packed sequences: a copy would not end where the sequence does, so that rows of its last block are
-    stored each."""
-    results, tile = memory.results, form.tile
-    end = item.ends.last_key
-    if kv0 + tile.kv <= end:
-        T.copy(results.dv, memory.values.tile)
-        T.copy(results.dk, memory.keys.tile)
-        T.fence_proxy_async()
-        leave_by_groups(memory.values.tile, buffers["dv"], item, tile)
-        leave_by_groups(memory.keys.tile, buffers["dk"], item, tile)
-    else:
-        for gradient, name in ((results.dv, "dv"), (results.dk, "dk")):
-            for j, d in T.Parallel(tile.kv, int(gradient.shape[1])):
-                if kv0 + j < end:
-                    buffers[name][item.batch, kv0 + j, item.kv_head, d] = gradient[j, d]
-    arrive_when_read(T.get_thread_binding(), [(memory.values.empty, 0), (memory.keys.empty, 0)])
