@@ -7,6 +7,10 @@ added. All blocks of a head walk over its tiles in the same direction.
 Where all blocks meet the same tiles, those of earlier keys add first, and the ticket counts them. Each comes to a tile
 as the one before it leaves, and only the first blocks wait, for their start.
 
+Where a GPU runs all blocks of two heads at once, they start their walks a part of it apart, at head dim 128
+(kernels/apart.py): none waits for its start. The order at a tile is then that of a ring: the block that starts there,
+those of later keys, and then those of the first keys on.
+
 Where later keys have fewer queries, as under a causal mask, those of later keys add first, and start first. All walk up
 from their own keys: at the same time a block is a tile or two behind the block of the keys after its own, which has
 been at its tile by then. So they may start together, and nobody waits. The ticket shows the number of the block that
@@ -16,8 +20,9 @@ Where each tile meets some block, by the mask's bounds, a tile's first block sto
 
 No wait is for ever: a block waits for its neighbour alone, of the same head. That one meets every tile for which it is
 waited for (`may_add_in_order` in plan/hopper.py) and has a lower number in the grid, so the GPU has started it. The
-first of a head waits for nobody. Inside a block, the copying warp and the products wait for neither ticket but through
-the additions of the step before.
+first of a head waits for nobody. In a ring a block may wait for one of a higher number. All blocks of the heads before
+have been started, and as those end, the rest of its head starts: it has fewer blocks than the GPU runs at once. Inside
+a block, the copying warp and the products wait for neither ticket but through the additions of the step before.
 """
 
 from __future__ import annotations
