@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine
+from attention_engine.errors import HazardInKernel
 from attention_engine.library import OnlineSoftmax, causal_from, scale
 from attention_engine.plan.attention_buffers import APART, MADE_BEFORE, TOGETHER
 from attention_engine.plan.forms import HopperKeys, Tile
@@ -82,6 +83,19 @@ def test_blocks_of_a_head_start_their_walks_apart(group, keys, chosen_tiles, mon
     for together, alone, of_double in zip(*found, true, strict=True):
         assert torch.equal(together, alone)
         assert (alone.double() - of_double[-1]).norm() < 2e-3 * of_double.norm()
+
+
+def test_a_ring_of_more_blocks_than_run_at_once_is_a_deadlock(chosen_tiles, monkeypatch):
+    chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
+    monkeypatch.setattr("attention_engine.plan.hopper.start_apart", lambda *_: True)
+    monkeypatch.setattr("attention_engine.codegen.simulator.blocks.AT_ONCE", 2)
+    shape = Shape(1, 250, 300, 1, 1, 128, 128)
+    leaves = [shape.tensors(torch.float16, "cpu", 0)[n].requires_grad_() for n in "qkv"]
+    meta = shape.meta(torch.float16)
+    engine = AttentionEngine(meta, None, scale(0.1), None, OnlineSoftmax(), backend="interpret", deterministic=True)
+    o = engine(*leaves)
+    with pytest.raises(HazardInKernel, match=r"deadlock.*tickets"):
+        o.backward(torch.ones_like(o))
 
 
 def test_blocks_start_apart_where_all_of_two_heads_run_at_once():
