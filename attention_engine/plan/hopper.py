@@ -137,7 +137,8 @@ def may_start_apart(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """May blocks of a head that add to dQ in order start their walks a part of it apart? All meet the same tiles.
 
     Head dim 64, whose blocks take few registers more, is as fast without. Grouped heads, of which a block of keys
-    walks one after another, are faster without: on an H100, 32/8 heads, S 4096, 0.592 of the default, in a chain 0.721."""
+    walks one after another, are faster without: on an H100, 32/8 heads, S 4096, in a ring 0.592 of the default, in a
+    chain 0.721."""
     alone = problem.group == 1 and (problem.dim, problem.dim_v) == (128, 128)
     return alone and tile.in_order and not plan.later_is_longer
 
