@@ -11,7 +11,7 @@ from tests import levels, levels_rows, levels_table
 pytest.importorskip("tilelang")
 from attention_engine.codegen.cache import sources_digest
 from attention_engine.codegen.compile import find_nvcc
-from attention_engine.codegen.dialects import lower_as
+from attention_engine.codegen.dialects import find_hipcc, lower_as
 from attention_engine.compiler import Kernel
 
 ROWS = levels.read()
@@ -128,7 +128,13 @@ def test_a_sample_is_made_again(gpu):
     kept = [row for row in ROWS if row.place == (gpu, job.family, job.dim, job.program)]
 
     def known(rows):
-        return sorted((r.kernel, r.level, r.spilled, r.shared, bool(r.why), r.digest) for r in rows)
+        """Where no hipcc is at hand, a GPU of AMD's has its text alone."""
+        compiled = levels._gpu(gpu).language != "hip" or find_hipcc() is not None
+        of_machine_code = [(r.level, r.spilled) if compiled else () for r in rows]
+        return sorted(
+            (r.kernel, *machine, r.shared, bool(r.why), r.digest)
+            for r, machine in zip(rows, of_machine_code, strict=True)
+        )
 
     assert known(levels.made(gpu, job)) == known(kept)
 
