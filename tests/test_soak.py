@@ -15,6 +15,7 @@ from tests.gpu.soak.parts import lengths_of
 from tests.gpu.soak.programs import PACKED, PROGRAMS
 from tests.gpu.soak.workers import Setting, Worker
 
+UNLIKE = next(n for n, program in enumerate(PROGRAMS) if getattr(program, "ends_meet", False))
 ON_CPU = ["--tiny", "--backend", "reference", "--device", "cpu", "--workers", "1"]
 
 
@@ -61,7 +62,7 @@ def test_a_draw_that_hangs_and_one_that_dies_are_told(capsys):
     assert "HUNG       1" in said and "crashed    1" in said and "still running after a limit of 2 s" in said
 
 
-@pytest.mark.parametrize("program", [0, 13])
+@pytest.mark.parametrize("program", [0, 13, UNLIKE])
 def test_the_kernels_are_held_to_the_same_rule(program):
     drawn = Draw(program, 1, 20, packing="uneven", documents=2, seed=1, small=True)
     assert run(drawn, "interpret", "cpu").outcome == "right"

@@ -14,6 +14,7 @@ from attention_engine import library as lib
 
 REACH, WINDOW, PREFIX, BLOCK = 64, 300, 500, 128
 BLOCKS = "blocks"  # the tensor that a call takes as its block_mask
+STARTS = ("cu_seqlens_q", "cu_seqlens_k")  # tensors that a packed call takes
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,35 @@ def padded_documents(sizes: Sizes, generator: torch.Generator) -> dict[str, Tens
     return {"documents": torch.where(ids == ids.amax(1, keepdim=True), -1, ids).int()}
 
 
+def unlike_documents(sizes: Sizes, generator: torch.Generator) -> dict[str, Tensor]:
+    """Documents that have more or fewer keys than queries, and of some one alone: ids of queries and keys, where they
+    start in all batches together, and how far the place of a query is ahead of its index: the last one stands at the
+    last key."""
+    make = torch.Generator().manual_seed(generator.initial_seed())
+    device, ids, ahead, starts = generator.device, ([], []), [], [[0], [0]]
+    for row in range(sizes.batch):
+        count = min(sizes.documents + 1, sizes.queries, sizes.keys)
+        both = []
+        for total, absent in ((sizes.queries, 0), (sizes.keys, 1)):
+            found = torch.tensor(lengths_of(sizes.packing, count, total, make))
+            found = torch.cat([found, found.new_zeros(count + 1 - len(found))])  # the last has none of either
+            if count > 2 and row % 2 == absent:
+                found[0], found[1] = 0, found[0] + found[1]
+            both.append(found)
+        ends = [lengths.cumsum(0) for lengths in both]
+        for side, lengths in enumerate(both):
+            ids[side].append(torch.repeat_interleave(torch.arange(count + 1), lengths))
+            starts[side] += (ends[side] + starts[side][-1]).tolist()
+        ahead.append((ends[1] - ends[0])[ids[0][-1]])
+    found = {"documents": torch.stack(ids[0]), "keys_documents": torch.stack(ids[1]), "ahead": torch.stack(ahead)}
+    found |= {name: torch.tensor(of) for name, of in zip(STARTS, starts, strict=True)}
+    return {n: x.to(device, torch.int32) for n, x in found.items()}
+
+
+def of_one_document(b: int, i: Tensor, j: Tensor, documents: Tensor, keys_documents: Tensor) -> Tensor:
+    return documents[b, i] == keys_documents[b, j]
+
+
 def unpadded(b: Any, h: Any, q_idx: Any, kv_idx: Any, custom: Any) -> Any:
     ids = custom["documents"]
     return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx]) & (ids[b, q_idx] >= 0)
@@ -104,6 +134,7 @@ def blocks(sizes: Sizes, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 IDS = {"documents": ("batch", "seq_len")}
+UNLIKE_IDS = {"documents": ("batch", "seq_len"), "keys_documents": ("batch", "seq_len_kv")}
 MASKS = {
     "full": Part(None, lambda b, h, i, j: (i >= 0) & (j >= 0)),
     "causal": Part(lib.causal, lambda b, h, i, j: i >= j),
@@ -125,6 +156,16 @@ MASKS = {
         unpadded,
         lambda b, h, i, j, documents: (i >= j) & (documents[b, i] == documents[b, j]) & (documents[b, i] >= 0),
         IDS, padded_documents, local=True,
+    ),
+    # These are packed ones' alone; i is a query's place.
+    "causal unlike documents": Part(
+        lib.causal, lambda b, h, i, j, at, **ids: (i >= j) & of_one_document(b, at, j, **ids), UNLIKE_IDS,
+        unlike_documents, local=True,
+    ),
+    "window in unlike documents": Part(
+        lib.sliding_window(WINDOW, 0),
+        lambda b, h, i, j, at, **ids: (i >= j) & (i - j <= WINDOW) & of_one_document(b, at, j, **ids), UNLIKE_IDS,
+        unlike_documents, local=True,
     ),
     "lengths": Part(lib.padding(), lambda b, h, i, j, lengths: j < lengths[b], {"lengths": ("batch",)}, lengths),
     "blocks": Part(None, lambda b, h, i, j, blocks: blocks[0, h, i // BLOCK, j // BLOCK] != 0, custom=blocks),
@@ -163,6 +204,19 @@ class Score(Part):
     """ours: of the scale; plain: (products, scale, b, h, i, j, **custom)."""
 
 
+def our_capped(scale: float) -> Callable[..., Any]:
+    """Softcap, and then ALiBi."""
+
+    def score_mod(score: Any, custom: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return CAP * (score * (scale / CAP)).tanh() - custom["slopes"][h] * (q_idx - kv_idx).abs()
+
+    return score_mod
+
+
+def slopes(sizes: Sizes, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"slopes": 2.0 ** (-8 * (torch.arange(sizes.heads, device=generator.device) + 1.0) / sizes.heads)}
+
+
 CAP = 2.0
 SCORES = {
     "scaled": Score(lib.scale, lambda s, scale, b, h, i, j: s * scale),
@@ -173,9 +227,13 @@ SCORES = {
         lib.alibi,
         lambda s, scale, b, h, i, j, slopes: s * scale - slopes[h].to(s.dtype) * (i - j),
         {"slopes": ("heads",)},
-        lambda sizes, generator: {
-            "slopes": 2.0 ** (-8 * (torch.arange(sizes.heads, device=generator.device) + 1.0) / sizes.heads)
-        },
+        slopes,
+    ),
+    "capped alibi": Score(
+        our_capped,
+        lambda s, scale, b, h, i, j, slopes: CAP * torch.tanh(s * scale / CAP) - slopes[h].to(s.dtype) * (i - j).abs(),
+        {"slopes": ("heads",)},
+        slopes,
     ),
     "relative": Score(
         lambda scale: lib.relative_bias("table", REACH, scale),

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, meta_tensor
 from attention_engine import library as lib
 from tests.gpu.soak import cached
-from tests.gpu.soak.parts import BLOCK, BLOCKS, MASKS, SCORES, Sizes
+from tests.gpu.soak.parts import BLOCK, BLOCKS, MASKS, SCORES, STARTS, Sizes
 
 ONLINE = {
     "softmax": lib.OnlineSoftmax, "softmax_one": lib.OnlineSoftmaxOne, "sigmoid": lib.OnlineSigmoid,
@@ -20,6 +20,7 @@ ONLINE = {
 }  # fmt: skip
 BF16, FP16 = torch.bfloat16, torch.float16
 ANY = (None, None)
+OF_EACH = {"causal documents": "causal", "documents": "full"}  # the masks of packed documents
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Program:
     rows: a gradient arrives at the returned rows too; learned: the custom inputs that want one, of dtype `held`;
     hint: batch and length of the metas; longest: of a draw; square: as many keys as queries. packed: all documents of
     all batches are one packed call, whose mask says nothing of documents; unlike: whose keys have starts of their own,
-    with the same numbers.
+    with the same numbers where the mask does not say that documents are unlike.
     """
 
     mask: str
@@ -64,7 +65,12 @@ class Program:
 
     @property
     def square(self) -> bool:
-        return "documents" in self.mask
+        return "documents" in self.mask and not self.ends_meet
+
+    @property
+    def ends_meet(self) -> bool:
+        """Are documents' lengths of queries and keys unlike?"""
+        return "unlike documents" in self.mask
 
     @property
     def name(self) -> str:
@@ -100,10 +106,15 @@ class Program:
 
     def keeps(self, b: int, h: Tensor, i: Tensor, j: Tensor, custom: dict[str, Tensor]) -> Tensor:
         mask = MASKS[self.mask]
-        return mask.plain(b, h, i, j, **{n: custom[n] for n in ([BLOCKS] if self.mask == BLOCKS else mask.axes)})
+        named = {n: custom[n] for n in ([BLOCKS] if self.mask == BLOCKS else mask.axes)}
+        if self.ends_meet:
+            return mask.plain(b, h, i + custom["ahead"][b, i], j, at=i, **named)
+        return mask.plain(b, h, i, j, **named)
 
     def scores(self, s: Tensor, b: int, h: Tensor, i: Tensor, j: Tensor, custom: dict[str, Tensor]) -> Tensor:
         score = SCORES[self.score]
+        if self.ends_meet:
+            i = i + custom["ahead"][b, i]
         return score.plain(s, self.scale, b, h, i, j, **{n: custom[n] for n in score.axes}).to(s.dtype)
 
     @functools.cache  # noqa: B019 - programs are few
@@ -116,10 +127,10 @@ class Program:
         )
         mask, score, sizes = MASKS[self.mask], SCORES[self.score], {"block_size": (BLOCK, BLOCK)}
         if self.packed:
-            mask = MASKS[{"causal documents": "causal", "documents": "full"}[self.mask]]
+            mask = MASKS[OF_EACH.get(self.mask, self.mask)]
         return AttentionEngine(
             metas,
-            CustomIO({**score.axes, **mask.axes}),
+            CustomIO({**score.axes, **({} if self.packed else mask.axes)}),
             score.ours(self.scale),
             mask.ours,
             ONLINE[self.kind](),
@@ -142,20 +153,20 @@ class Program:
         self, backend: str, q: Tensor, k: Tensor, v: Tensor, custom: dict[str, Tensor]
     ) -> tuple[Tensor, dict]:  # fmt: skip
         batch, length, heads, _ = q.shape
-        ids = custom["documents"]
-        begins = torch.ones_like(ids, dtype=torch.bool)
-        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        starts = torch.cat([begins.view(-1).nonzero()[:, 0], begins.new_tensor([batch * length], dtype=torch.int64)])
-        named = {n: x for n, x in custom.items() if n != "documents"}
-        if self.unlike:
-            named["cu_seqlens_k"] = starts.int()
+        named = {n: custom[n] for n in SCORES[self.score].axes}
+        named |= {n: custom[n] for n in STARTS if n in custom} or self._starts(custom["documents"])
         output: Any = self.engine(backend)(
-            *(t.reshape(batch * length, *t.shape[2:]) for t in (q, k, v)), **named, cu_seqlens_q=starts.int(),
-            return_rowscales=self.kind.startswith("softmax"),
-        )  # fmt: skip
+            *(t.flatten(0, 1) for t in (q, k, v)), **named, return_rowscales=self.kind.startswith("softmax")
+        )
         o, rows = output if isinstance(output, tuple) else (output, {})
         rows = {n: row.view(heads, batch, length).transpose(0, 1) for n, row in rows.items()}
         return o.view(batch, length, heads, -1), rows
+
+    def _starts(self, ids: Tensor) -> dict[str, Tensor]:
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        starts = torch.cat([begins.view(-1).nonzero()[:, 0], ids.new_tensor([ids.numel()], dtype=torch.int64)]).int()
+        return dict.fromkeys(STARTS if self.unlike else STARTS[:1], starts)
 
 
 @dataclass(frozen=True)
@@ -245,6 +256,18 @@ OF_TENSORS: tuple[Program | Linear, ...] = (
     Program("causal documents", 16, 4, deterministic=True, packed=True),
     Program("causal documents", 16, 4, kind="sigmoid", score="shifted", packed=True),
     Program("causal documents", 32, 4, dtype=FP16, rows=True, packed=True, unlike=True),
+    Program("causal unlike documents", 16, 4, score="softcap", rows=True, packed=True, unlike=True),
+    Program(
+        "window in unlike documents",
+        8,
+        4,
+        score="capped alibi",
+        rows=True,
+        deterministic=True,
+        packed=True,
+        unlike=True,
+    ),
+    Program("causal unlike documents", 8, 8, 64, dtype=FP16, packed=True, unlike=True),
     Linear("token", 4, 16, 128, 64, states=True),
     Linear("token", 16, 16, 64, 64, FP16),
     Linear("token", 1, 16, 128, 64, mods=True),
