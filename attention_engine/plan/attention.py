@@ -41,6 +41,7 @@ from attention_engine.plan.hopper import (
     walks_turn,
 )
 from attention_engine.plan.launches import Launch, Step, Trim
+from attention_engine.plan.room import of_any_sequence
 from attention_engine.plan.rules import (
     DISABLE_WARP_SPECIALIZATION,
     HELD_BARRIERS,
@@ -95,10 +96,9 @@ class AttentionPlan:
             self.tiles = tiles = replace(tiles, backward=adds_in_order(tiles.backward, self.tile_plan))
         self.over_queries = of_rows or (deterministic and not tiles.backward.in_order)
         if self.over_queries and tiles.backward.within_sequences:  # whose blocks also make dQ
-            self.tiles = tiles = replace(tiles, backward=tiles.backward.in_form(within_sequences=False))
-        self.by_queries = False
-        if schedule is not None and tiles.backward.hopper and not (self.over_queries or maths.in_blocks):
-            self.by_queries = walks_over_listed_keys(problem, schedule, self.tile_plan, self.custom_sums)
+            self.tiles = tiles = replace(tiles, backward=of_any_sequence(problem, self._schedule, tiles.backward))
+        may_list = schedule is not None and tiles.backward.hopper and not (self.over_queries or maths.in_blocks)
+        self.by_queries = may_list and walks_over_listed_keys(problem, self._schedule, self.tile_plan, self.custom_sums)
         if self.by_queries:
             self.tiles = tiles = replace(tiles, backward=LISTED)
         self.vectors = not isinstance(target, Arch) or target.has_wgmma

@@ -11,8 +11,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import CustomSums, plan_custom_sums
-from attention_engine.passes.row_values import reads_of_one_side
-from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule, keeps_products
+from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan.attention import Tiles
 from attention_engine.plan.demand import demand
@@ -21,13 +20,13 @@ from attention_engine.plan.hopper import (
     backward_persists,
     may_drop_apart,
     pairs_are_light,
-    pairs_in_turn,
     scores_are_light,
     scores_are_of_places,
     weights_take_special_functions,
     why_not_forward,
     why_not_over_keys,
 )
+from attention_engine.plan.room import queries_with_room
 from attention_engine.plan.targets import Target
 
 NO_SUMS = CustomSums()
@@ -206,27 +205,11 @@ def _over_keys(problem: Problem, schedule: BackwardSchedule, target: Arch, strai
     if mapped and not (summed.of_keys or summed.diagonals):
         walks = backward_persists(problem, tile)  # documents on an H100: 4 to 5 % faster
         tile, why = tile.in_form(persistent=walks), f"{why}, and lists of tiles differ in length"
-        if (queries := _queries_with_room(problem, schedule, tile)) < tile.q:
+        if (queries := queries_with_room(problem, schedule, tile)) < tile.q:
             tile, why = replace(tile, q=queries), f"{why}, and pairs hold many numbers"
     skewed = tile.in_form(skewed_sums=bool(summed.diagonals))
     room = demand("backward", problem, skewed).shared_bytes <= target.shared_memory_per_block
     return skewed if room else tile, why
-
-
-def _queries_with_room(problem: Problem, schedule: BackwardSchedule, tile: Tile) -> int:
-    """How many queries a tile over keys has, that its pairs find room beside dK and dV: fewer where its warpgroups have
-    their own keys, later formulas read the products too, or pairs read many tables by their query or key alone."""
-    sums = tile.kv * sum(problem.tile_dims) // tile.threads
-    tiles = 3 if keeps_products(schedule) else 2
-    exprs = [schedule.weights, schedule.product_gradient, *([schedule.mask] if schedule.mask else [])]
-    tables = TABLE * len(reads_of_one_side(exprs))
-
-    def fits(queries: int) -> bool:
-        return sums + tiles * queries * tile.kv // tile.threads + tables <= ROOM
-
-    if tile.shared_weights or pairs_in_turn(problem, tile) or fits(tile.q):
-        return tile.q
-    return next((queries for queries in FEWER if queries < tile.q and fits(queries)), FEWER[-1])
 
 
 # By head dims, for maths of pairs that need few registers, and for others: queries and keys of a tile; 64 queries for
@@ -282,10 +265,6 @@ CROWDED_FORWARD, CROWDED_BACKWARD = Tile(128, 64, 128, 2), Tile(64, 64, 256, 2, 
 NEEDS_REGISTERS = "its mask needs registers"
 BESIDE_SENDS = "copies to other GPUs take SMs beside it"
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
-# Of 240 registers a thread, how many dK, dV, fp32 tiles of pairs and what those read may take, and how many one table
-# takes. Compiled for sm_90a at head dims 128, tiles and tables: bytes spilled with 64, 48 and 32 queries: 3 and 2, 108,
-# 0; 3 and 3, 356, 28, 0; 3 and 4, 88, 40, 12; 3 and 5, 560, 32, 12; 2 and 5, 72, 0, 24; 2 and 3, none.
-ROOM, TABLE, FEWER = 224, 9, (48, 32)
 # By head dims, for light maths of pairs and for others.
 BACKWARD = {
     (32, 32): (_own_keys(128), _own_keys(64)), (96, 96): (_own_keys(64), _own_keys(64)),
