@@ -1,19 +1,22 @@
 """The GPU's soak, on a CPU: what is wrong, hangs or dies is told, and a right draw is right."""
 
+import random
 import threading
 
 import pytest
 import torch
 
+from attention_engine import arch
 from tests.cached_cases import CASES
-from tests.gpu.soak import workers
+from tests.gpu.soak import cached, workers
 from tests.gpu.soak.__main__ import main
 from tests.gpu.soak.cached import Cached
 from tests.gpu.soak.check import Measured, run
 from tests.gpu.soak.draws import HARD, PACKINGS, Draw, draw
 from tests.gpu.soak.parts import lengths_of
-from tests.gpu.soak.programs import PACKED, PROGRAMS
+from tests.gpu.soak.programs import PACKED, PROGRAMS, Linear, Program
 from tests.gpu.soak.workers import Setting, Worker
+from tests.kernels.test_each_gpu import planned_for
 
 UNLIKE = next(n for n, program in enumerate(PROGRAMS) if getattr(program, "ends_meet", False))
 ON_CPU = ["--tiny", "--backend", "reference", "--device", "cpu", "--workers", "1"]
@@ -66,6 +69,32 @@ def test_a_draw_that_hangs_and_one_that_dies_are_told(capsys):
 def test_the_kernels_are_held_to_the_same_rule(program):
     drawn = Draw(program, 1, 20, packing="uneven", documents=2, seed=1, small=True)
     assert run(drawn, "interpret", "cpu").outcome == "right"
+
+
+def of_hopper(place, monkeypatch):
+    """A draw whose kernels are those of an H100, in the warp simulator."""
+    program, rng = PROGRAMS[place], random.Random(place)
+    if isinstance(program, Cached):
+        batch, queries, keys = cached.drawn(rng, True)
+        drawn = Draw(place, batch, queries, keys, seed=place, small=True)
+    else:
+        keys = 0 if program.linear or program.square else rng.randint(1, 300)
+        drawn = Draw(place, 2, rng.randint(130, 300), keys, documents=5, packing="uneven", seed=place, small=True)
+    for kind in (Program, Linear):  # whose engines know calls by plans that are forgotten here
+        monkeypatch.setattr(kind, "engine", kind.engine.__wrapped__)
+    with planned_for(arch.H100(), monkeypatch):
+        return run(drawn, "interpret", "cpu")
+
+
+@pytest.mark.parametrize("place", [n for n, p in enumerate(PROGRAMS) if getattr(p, "unlike", False)])
+def test_lengths_of_keys_of_their_own_are_held_to_it_in_kernels_for_hopper(place, monkeypatch):
+    assert of_hopper(place, monkeypatch).outcome == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", range(len(PROGRAMS)))
+def test_each_program_is_held_to_it_in_kernels_for_hopper(place, monkeypatch):
+    assert of_hopper(place, monkeypatch).outcome == "right"
 
 
 def test_one_wrong_row_is_seen_in_a_mean_that_hides_it():

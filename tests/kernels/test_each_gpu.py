@@ -1,9 +1,10 @@
 """The very kernels of each GPU, with its tiles and forms, on a CPU: right by the rule of tests/plain.py.
 
-Elsewhere the interpreter stands for Hopper. Here an engine plans for another GPU, and the interpreter runs what would
-be compiled there. What that can't show: that the GPU's compiler and its warps do what the tile program says.
+Here an engine plans for a GPU, and the interpreter runs what would be compiled there. What that can't show: that the
+GPU's compiler and its warps do what the tile program says.
 """
 
+from contextlib import contextmanager
 from functools import cached_property
 
 import pytest
@@ -31,8 +32,14 @@ RAN = []  # kernels of a test
 
 @pytest.fixture(params=GPUS, ids=lambda gpu: gpu.__name__)
 def gpu(request, monkeypatch):
-    """Engines plan for it, and know of no call that was planned for another."""
-    made, before = request.param(), dict(ATTENTIONS)
+    with planned_for(request.param(), monkeypatch) as made:
+        yield made
+
+
+@contextmanager
+def planned_for(made, monkeypatch):
+    """Engines plan for this GPU, and know of no call that was planned for another."""
+    before = dict(ATTENTIONS)
     ATTENTIONS.clear()
     RAN.clear()
     for owner in (ProgramKernels, LinearProgramKernels, CachedAttention):
