@@ -257,6 +257,10 @@ class UnknownProgram(AttentionEngineError, RuntimeError):
     """A graph calls an attention that this process hasn't built."""
 
 
+class FunctionsChanged(AttentionEngineError, RuntimeError):
+    """An engine's functions read a number or a flag that has changed since the engine was built."""
+
+
 class UnknownOption(AttentionEngineError, ValueError):
     """An option has a value that means nothing."""
 
@@ -326,10 +330,7 @@ class NoHostCompiler(AttentionEngineError, RuntimeError):
     """A kernel for a GPU was asked for where nvcc finds no C++ compiler to work with."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "nvcc finds no C++ compiler to work with. Install g++ (on Debian and Ubuntu: apt-get install g++), or put "
-            "a compiler's path into CXX."
-        )
+        super().__init__("nvcc finds no C++ compiler. Install g++ (apt-get install g++), or put one's path into CXX.")
 
 
 class NoHipCompiler(AttentionEngineError, RuntimeError):

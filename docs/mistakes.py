@@ -41,6 +41,7 @@ class Softmax(OnlineFunc):
 
 engine = AttentionEngine(qkv_meta, online_func=Softmax())
 """
+BUILD = "engine = AttentionEngine(qkv_meta, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window)"
 RIGHT_END = 'return weights, {"m": m_new, "r": r * rescale + weights.get_reduce("sum")}, rescale'
 
 
@@ -228,6 +229,8 @@ MISTAKES = [
     Mistake(E.CacheNotDifferentiable, "a gradient through attention to a cache", *(
         "engine = AttentionEngine(qkv_meta)\nq.requires_grad_()\nlengths = torch.tensor([8], dtype=torch.int32)\n"
         f"{way}engine.with_cache(q, k, v, kv_lengths=lengths)" for way in ("", "with torch.no_grad():\n    "))),
+    Mistake(E.FunctionsChanged, "a number that a mask reads, changed after the engine was built", *(
+        f"window = 3\n{BUILD}\nwindow = 5\n{way}engine(q, k, v)" for way in ("", BUILD + "\n"))),
     Mistake(E.NoDevice, "kernels asked for on a CPU", *(
         f'engine = AttentionEngine(qkv_meta, backend="{name}")\nengine(q, k, v)'
         for name in ("tilelang", "interpret"))),

@@ -102,13 +102,14 @@ def _spell(value: Any) -> str:
 
 
 class Captured:
-    """One captured tensor: its name, where a call finds it, and the indices it is read at, dimension by dimension.
+    """One captured tensor: its name, where a call finds it, what it held when its functions were traced, and the
+    indices it is read at, dimension by dimension.
 
     A number has no dimensions, whatever the shape of its tensor.
     """
 
-    def __init__(self, name: str, source: Source, rank: int) -> None:
-        self.name, self.source, self.rank = name, source, rank
+    def __init__(self, name: str, source: Source, rank: int, dtype: Type) -> None:
+        self.name, self.source, self.rank, self.dtype = name, source, rank, dtype
         self.indices: list[set[Expr]] = [set() for _ in range(rank)]
 
     def axes(self, shape: Sequence[int], sizes: Mapping[str, int | None]) -> tuple[AxisSpec, ...]:
@@ -213,10 +214,11 @@ class Capture:
         source = self._source(tensor)
         key = f"{source.key} {rank}"
         if key not in self.captured:
-            self.captured[key] = captured = Captured(self._free_name(source.name), source, rank)
-            spec = CustomSpec(captured.name, tuple(f"size{n}" for n in range(rank)))
-            dtype = self._types.get(captured.name, type_of(tensor))
-            self.wide |= {captured.name} if dtype is Type.LONG else set()
+            name = self._free_name(source.name)
+            dtype = self._types.get(name, type_of(tensor))
+            self.captured[key] = Captured(name, source, rank, dtype)
+            spec = CustomSpec(name, tuple(f"size{n}" for n in range(rank)))
+            self.wide |= {name} if dtype is Type.LONG else set()
             self._inputs[key] = CustomInput(spec, dtype, self._declared)
         return _Noting(self._inputs[key], self.captured[key])
 

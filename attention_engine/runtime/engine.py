@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from attention_engine.arch import Arch, check_gpu, detect
 from attention_engine.compiler import Kernel
-from attention_engine.errors import NoDevice, SizesUnknown, UnknownOption, as_given
+from attention_engine.errors import FunctionsChanged, NoDevice, SizesUnknown, UnknownOption, as_given
 from attention_engine.frontend.captured import Captured
 from attention_engine.frontend.custom_io import CustomIO, CustomSpec
 from attention_engine.frontend.frames import briefly
@@ -133,6 +133,16 @@ class Engine(torch.nn.Module):
     _has_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # as _key is
 
     def _trace(self, types: Mapping[str, Type], variant: Any) -> Any:
+        """The program of a kind of calls. Raises FunctionsChanged."""
+        if self._first is not None:
+            program, captured = self._first
+            held = {c.name: c.dtype for c in captured}
+            if self._traced({**self._types, **held}, self.ORDINARY)[0] != program:
+                raise FunctionsChanged(
+                    "the functions of this engine say something else than when it was built: a number, a flag or a "
+                    "parametrization that they read has changed since. Build the engine anew after such a change.\n"
+                    "  What changes often belongs into a tensor: a custom input, or a buffer that a function captures."
+                )
         return self._traced(types, variant)[0]
 
     def _traced(self, types: Mapping[str, Type], variant: Any) -> tuple[Any, tuple[Captured, ...]]:

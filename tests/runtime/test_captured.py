@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from attention_engine import (
@@ -31,6 +32,7 @@ from attention_engine.errors import (
     BadInitialValue,
     CustomInputMissing,
     DevicesDiffer,
+    FunctionsChanged,
     NotATensor,
     TensorInMod,
     UnsupportedOperation,
@@ -497,6 +499,59 @@ def test_a_read_that_does_not_fit_is_refused(read, error, message):
     t = torch.zeros(HEADS, S)
     with pytest.raises(error, match=message):
         build(score_mod=lambda s, c, b, h, i, j: s + read(t, h, i))
+
+
+class Windowed(torch.nn.Module):
+    """A module whose score and mask read a number, a flag and a weight of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.window, self.weighs, self.weight = 3, False, torch.nn.Parameter(torch.ones(HEADS))
+        self.engine = AttentionEngine(score_mod=self.score, mask_mod=self.mask)
+
+    def score(self, score, custom, b, h, q_idx, kv_idx):
+        return score * self.weight[h] if self.weighs else score
+
+    def mask(self, b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
+
+
+@pytest.mark.parametrize("call", ["plain", "partial", "with_cache", "packed"])
+@pytest.mark.parametrize("name, value", [("window", 9), ("weighs", True)])
+def test_functions_that_say_something_else_than_when_the_engine_was_built_are_refused(name, value, call):
+    inputs = [t.detach() for t in qkv(S, batch=1)]
+    calls = {
+        "plain": lambda engine: engine(*inputs),
+        "partial": lambda engine: engine.partial(*inputs),
+        "with_cache": lambda engine: engine.with_cache(*inputs, kv_lengths=torch.tensor([S]).int()),
+        "packed": lambda engine: engine(*(t[0] for t in inputs), cu_seqlens_q=torch.tensor([0, S]).int()),
+    }
+    module = Windowed()
+    setattr(module, name, value)
+    with pytest.raises(FunctionsChanged, match=r"has changed since. Build the engine anew"):
+        calls[call](module.engine)
+    copy.deepcopy(module).engine(*inputs)  # a copy is built anew
+
+
+def test_weights_that_are_moved_or_replaced_are_no_change_of_functions():
+    module = Windowed()
+    module.weighs = True
+    module.engine = AttentionEngine(score_mod=module.score, mask_mod=module.mask)
+    module.half().weight = torch.nn.Parameter(2 * module.weight.detach())
+    found = module.engine(*[t.detach().half() for t in qkv(S, batch=1)])
+    assert found.isfinite().all() and found.dtype is torch.float16
+
+
+def test_a_weight_that_is_parametrized_after_the_engine_was_built_is_refused_until_a_call_has_met_it():
+    inputs, after, before = [t.detach() for t in qkv(S, batch=1)], Windowed(), Windowed()
+    for module in (after, before):
+        module.weighs = True
+        module.engine = AttentionEngine(score_mod=module.score, mask_mod=module.mask)
+    with pytest.raises(FunctionsChanged):
+        register_parametrization(after, "weight", torch.nn.Softplus()).engine(*inputs)
+    first = before.engine(*inputs)
+    register_parametrization(before, "weight", torch.nn.Softplus())
+    assert not torch.allclose(before.engine(*inputs), first)  # an attribute is looked up in each call
 
 
 def test_numbers_drawn_in_a_mod_are_refused():
