@@ -22,7 +22,7 @@ from attention_engine.errors import (
 )
 from attention_engine.frontend.meta import DTYPES, Meta
 from attention_engine.plan.cached import MOST_PARTS
-from attention_engine.runtime.inputs import check_lengths
+from attention_engine.runtime.inputs import check_lengths, refuse_dtensor
 
 PAGE = 16  # keys, of which a page has a multiple
 ORDERS = {
@@ -77,6 +77,7 @@ def check_tensors(layout: str, q: Tensor, k: Tensor, v: Tensor | None, paged: bo
     for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v)):
         if tensor is None and name == "v_cache":
             continue
+        refuse_dtensor(name, tensor)
         if not isinstance(tensor, Tensor):
             raise NotATensor(f"{name} is {type(tensor).__name__}. Give a tensor {orders[name]}.")
         if tensor.ndim != (3 if packed and name == "q" else 4):

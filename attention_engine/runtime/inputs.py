@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -31,6 +32,7 @@ from attention_engine.errors import (
     WrongCustomShape,
     WrongDtype,
     WrongHeads,
+    WrongPlacement,
     WrongRank,
     WrongResult,
     as_given,
@@ -223,9 +225,23 @@ def follow_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors)
 
 
-def check_ranks(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """BadInput unless q, k, v are tensors of four dimensions."""
+def is_dtensor(tensor: object) -> bool:
+    """Is it a torch.distributed.tensor.DTensor? Their module takes seconds to import: who has one has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refuse_dtensor(name: str, tensor: object, what: str = "only engine(q, k, v) takes one") -> None:
+    """WrongPlacement where a DTensor is given to what takes none."""
+    if type(tensor) is not Tensor and is_dtensor(tensor):
+        raise WrongPlacement(f"{name} is a DTensor, and {what}. Give each rank its own: {name}.to_local().")
+
+
+def check_ranks(layout: str, q: Tensor, k: Tensor, v: Tensor, sharded: bool = False) -> None:
+    """BadInput unless q, k, v are tensors of four dimensions, and no DTensors. sharded: they are."""
     for name, tensor in zip("qkv", (q, k, v), strict=True):
+        if not sharded:
+            refuse_dtensor(name, tensor)
         if not isinstance(tensor, Tensor):
             raise NotATensor(f"{name} is {type(tensor).__name__}. Give a tensor {ORDERS[layout]}.")
         if tensor.ndim != 4:

@@ -49,6 +49,7 @@ from attention_engine.runtime.inputs import (
     heads_of,
     is_cast,
     order_custom,
+    refuse_dtensor,
     share_keys,
     type_of,
 )
@@ -68,7 +69,6 @@ from attention_engine.runtime.linear_tuning import LinearAsked
 from attention_engine.runtime.names import declared, either, explains_names
 from attention_engine.runtime.packed import check_starts, sizes_of_packed
 from attention_engine.runtime.program_kernels import Direct
-from attention_engine.runtime.sharded import refuse_dtensor
 from attention_engine.runtime.tuning import Tuning, choose
 
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -196,8 +196,7 @@ class LinearAttentionEngine(LinearShown):
         """
         try:
             check_flag("output_final_state", output_final_state)
-            if type(q) is not Tensor:
-                refuse_dtensor(q)
+            refuse_dtensor("q", q, "a linear engine takes none")
             captured = self._captured
             tensors = order_custom(self.custom_io, custom, named)
             tensors = [*tensors, *tensors_now(captured)] if captured else tensors

@@ -45,6 +45,7 @@ from attention_engine.runtime.inputs import (
     guess_types,
     heads_of,
     is_cast,
+    is_dtensor,
     order_custom,
     share_keys,
     type_of,
@@ -54,7 +55,7 @@ from attention_engine.runtime.on_caches import OnCaches
 from attention_engine.runtime.packed import refuse_lengths
 from attention_engine.runtime.packed_call import call_packed
 from attention_engine.runtime.parted import Parted
-from attention_engine.runtime.sharded import call_sharded, is_dtensor
+from attention_engine.runtime.sharded import call_sharded
 from attention_engine.runtime.tuning import Tuning
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ batch or head, and whole elsewhere. DTensors bring gradients of what is whole to
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -34,18 +33,6 @@ DIMS = {"bshd": {"batch": 0, "heads": 2}, "bhsd": {"batch": 0, "heads": 1}}  # o
 WIDTHS = {"bshd": {1: "tokens", 3: "a head's entries"}, "bhsd": {2: "tokens", 3: "a head's entries"}}
 Own: TypeAlias = frozenset[tuple[str, str, int]]  # (axis, custom input, dimension)
 KNOWN: WeakKeyDictionary[Any, dict[object, tuple[Own, bool]]] = WeakKeyDictionary()  # by engine, then axes
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Is it a torch.distributed.tensor.DTensor? Their module takes seconds to import: who has one has imported it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def refuse_dtensor(q: object) -> None:
-    """WrongPlacement where an engine that takes no DTensors is given one."""
-    if is_dtensor(q):
-        raise WrongPlacement("q is a DTensor, and a linear engine takes none. Give each rank its own: q.to_local().")
 
 
 @dataclass(frozen=True)
@@ -106,7 +93,7 @@ def call_sharded(
         if value is not None:
             raise OptionsClash(f"q is a DTensor, and a call with {name} takes none. Give each rank its own tensors.")
     tensors = order_custom(engine.custom_io, custom, named)
-    check_ranks(engine.layout, q, k, v)
+    check_ranks(engine.layout, q, k, v, sharded=True)
     shares = shares_of(engine.layout, q, k, v)
     if engine.qkv_meta is not None:
         turned = [t if engine.layout == "bshd" else t.transpose(1, 2) for t in (q, k, v)]

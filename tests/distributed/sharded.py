@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, meta_tensor
+from attention_engine import AttentionEngine, CustomIO, LinearAttentionEngine, attention, meta_tensor
 from attention_engine import library as lib
 from attention_engine.errors import AttentionEngineError
 from attention_engine.runtime.sharded import Shares
@@ -163,6 +163,11 @@ def refused_placements(mesh: Any) -> dict[str, str]:
     turned = AttentionEngine(layout="bhsd", backend="reference")
     said("tokens, bhsd", *[[Shard(2)]] * 3, engine=turned)
     said("linear", *[HEADS] * 3, engine=LinearAttentionEngine())
+    said("attention()", *[HEADS] * 3, engine=attention)
+    said("part", *[HEADS] * 3, engine=engine.partial)
+    said("check", *[HEADS] * 3, engine=engine.check)
+    said("rows of blocks", *[HEADS] * 2, given=(q, k), engine=engine.block_rows)
+    said("cache", *[HEADS] * 3, engine=engine.with_cache, kv_lengths=torch.tensor([8, 8], dtype=torch.int32))
     parts = [DTensor.from_local(t, mesh, [Partial()], run_check=False) for t in (q, k, v)]
     with pytest.raises(AttentionEngineError) as error:
         engine(*parts)

@@ -57,5 +57,10 @@ def test_placements_that_no_rank_could_attend_with_are_refused(found):
         assert said["three heads"].startswith("HeadsDoNotDivide: 3 query heads can't be shared evenly among 2 ranks")
         assert "a batch of 3 can't be shared evenly among 2 ranks" in said["three batches"]
         assert said["packed"].startswith("OptionsClash: q is a DTensor, and a call with cu_seqlens_q takes none")
+        for name in ("attention()", "part", "check", "rows of blocks", "cache"):
+            assert said[name] == (
+                "WrongPlacement: q is a DTensor, and only engine(q, k, v) takes one. Give each rank its own: "
+                "q.to_local()."
+            )
         assert said["partial"].startswith("WrongPlacement: q is ")
         assert said["linear"].startswith("WrongPlacement: q is a DTensor, and a linear engine takes none")
