@@ -23,6 +23,7 @@ from attention_engine.errors import (
 from attention_engine.frontend.meta import DTYPES, Meta
 from attention_engine.plan.cached import MOST_PARTS
 from attention_engine.runtime.inputs import check_lengths, refuse_dtensor
+from attention_engine.runtime.packed import check_numbers
 
 PAGE = 16  # keys, of which a page has a multiple
 ORDERS = {
@@ -141,6 +142,8 @@ def check_caches(metas: Sequence[Meta] | None, kernels: bool, call: CachedCall) 
         check_lengths(q.shape[1], call.capacity)
     if call.lengths.device.type == "cpu":
         check_places(call)
+        if call.cu is not None:
+            check_numbers("cu_seqlens_q", call.cu.tolist(), q.shape[1])
 
 
 def _check_heads(metas: Sequence[Meta] | None, call: CachedCall) -> None:
@@ -150,7 +153,13 @@ def _check_heads(metas: Sequence[Meta] | None, call: CachedCall) -> None:
         raise WrongCache(f"q has head dim {dim} and k_cache {dim_k}. They must be equal.")
     if kv_heads == 0 or heads % kv_heads:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise WrongCache(f"{heads} query heads cannot share {kv_heads} key heads evenly. Key heads can be {divisors}.")
+        keys = call.k.shape[1]
+        swapped = " Heads and keys look swapped: is the cache in the engine's layout?" * (
+            keys > 0 and heads % keys == 0
+        )
+        raise WrongCache(
+            f"{heads} query heads cannot share {kv_heads} key heads evenly. Key heads can be {divisors}.{swapped}"
+        )
     if call.v is None and call.dim_v > dim:
         raise WrongCache(f"values are the first {call.dim_v} columns of keys, which have {dim}.")
     if metas is None:

@@ -59,6 +59,8 @@ HABITS = {
     "cu_seqlens": "AttentionEngine calls it cu_seqlens_q, and cu_seqlens_k where keys have other lengths.",
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "LinearAttentionEngine calls it cu_seqlens."),
     "enable_gqa": "Leave it out: query heads share key heads wherever there are more of them.",
+    "block_table": "with_cache calls it page_table.",
+    "cache_seqlens": "with_cache calls it kv_lengths.",
     "kernel_options": "Tiles are chosen for you: tune=True measures them.",
     **{name: OF_THE_ENGINE.format(name) for name in (
         "scale", "score_mod", "mask_mod", "online_func", "backend", "layout", "deterministic", "tune", "block_size",

@@ -149,11 +149,12 @@ def check_starts(name: str, starts: Tensor, rows: Tensor) -> Tensor:
     if starts.device != rows.device:
         raise DevicesDiffer(f"{name} is on '{starts.device}' and q on '{rows.device}'. Put them on one device.")
     if type(starts) is Tensor and starts.device.type == "cpu" and not is_compiling():
-        _check_numbers(name, starts.tolist(), rows.shape[0])
+        check_numbers(name, starts.tolist(), rows.shape[0])
     return starts.to(torch.int32)
 
 
-def _check_numbers(name: str, starts: Sequence[int], rows: int) -> None:
+def check_numbers(name: str, starts: Sequence[int], rows: int) -> None:
+    """WrongSequences unless these are places where sequences of so many rows can begin."""
     if starts[0] != 0:
         raise WrongSequences(f"{name} begins with {starts[0]}. The first sequence begins at row 0.")
     if back := [n for n, (a, b) in enumerate(itertools.pairwise(starts)) if b < a]:

@@ -147,6 +147,7 @@ WRONG = {
         "kv_lengths[0] is 10, and the cache has places for 0 to 9 keys of a request.",
     ),
     "keys below 0": (", kv_lengths=lengths - 4", errors_of.WrongCache, "kv_lengths[1] is -1, and the cache has places"),
+    "flash-attn's name of a table": (", block_table=table", errors_of.CustomInputMissing, "calls it page_table."),
     "another argument": (", causal=True", errors_of.CustomInputMissing, "'causal' is no argument of a call"),
 }
 
@@ -303,6 +304,17 @@ def test_packed_queries_have_names_for_their_mistakes():
         engine.with_cache(q, k, k, kv_lengths=lengths, cu_seqlens_q=cu[:2])
     with pytest.raises(errors_of.WrongRank, match="rows, heads, dim"):
         engine.with_cache(q[None], k, k, kv_lengths=lengths, cu_seqlens_q=cu)
+    for starts, message in (([0, 2, 6], "ends at row 6, and there are 5"), ([0, 3, 2], "goes back from 3 to 2")):
+        with pytest.raises(errors_of.WrongSequences, match=message):
+            engine.with_cache(q, k, k, kv_lengths=lengths, cu_seqlens_q=torch.tensor(starts, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_cache_whose_heads_and_keys_are_swapped_is_told_so(layout):
+    engine, q = AttentionEngine(layout=layout), torch.randn(2, 4, 4, 16)
+    k = torch.randn(2, 2, 9, 16) if layout == "bshd" else torch.randn(2, 9, 2, 16)
+    with pytest.raises(errors_of.WrongCache, match=r"Key heads can be 1, 2, 4\. Heads and keys look swapped"):
+        engine.with_cache(q, k, k, kv_lengths=torch.tensor([9, 3], dtype=torch.int32))
 
 
 def test_dropout_is_refused_in_training():
