@@ -47,6 +47,7 @@ METHODS_OF: dict[tuple[bool, int], tuple[Any, ...]] = {  # (a linear engine?, di
 }  # fmt: skip
 NUMBERS = count()
 MOST_LENGTHS = 64  # that are remembered
+OF_THIS_PROCESS = ("split", "key", "_agreed", "_made", "_in_blocks", "_found")
 
 
 class ContextParallel(torch.nn.Module):
@@ -97,21 +98,35 @@ class ContextParallel(torch.nn.Module):
                 "the engine has a block_mask that is a tensor, which can't be split.\n"
                 "  Write it as a function: block_mask=lambda b, h, q_idx, kv_idx: ..."
             )
-        self.engine, self.method, self.balance = engine, method, balance
+        self.engine, self.mesh, self.method, self.balance = engine, mesh, method, balance
+        self._layouts: dict[int, Layout] = {}  # by length, the newest last
+        self._begin()
+        if isinstance(balance, Layout):
+            self._know(balance)
+
+    def _begin(self) -> None:
+        """What a process knows of the mesh's groups, and has found out of calls: nothing so far."""
+        mesh, method = self.mesh, self.method
         dims = [Ranks(mesh.get_group(n), mesh.size(n), mesh.get_local_rank(n)) for n in range(mesh.ndim)]
         roles = ("gather",) if mesh.ndim == 1 else ("gather", "heads") if method == "auto" else tuple(method)
         held = {"gather" if role == "ring" else role: ranks for role, ranks in zip(roles, dims, strict=True)}
         self.split = Split(held.get("heads"), held.get("gather"), "ring" in roles)
         self.device_type = mesh.device_type
-        self._layouts: dict[int, Layout] = {}  # by length, the newest last
         self._agreed: set[object] = set()
         self._made: dict[object, Any] = {}
         self._in_blocks: dict[object, RingAttention | BlockGradients | None] = {}
         self._found: Known | None = None
         self.key = f"ContextParallel {next(NUMBERS)}"  # by which compiled graphs find it
         compiled.KNOWN[self.key] = self
-        if isinstance(balance, Layout):
-            self._know(balance)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was given, and the lengths that were told; a process group has no copy."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {n: value for n, value in state.items() if n not in OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin()
 
     def extra_repr(self) -> str:
         return f"method={self.method!r}, balance={self.balance!r}, rank={self.split.rank} of {self.split.size}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -242,11 +244,21 @@ def with_wrong_laws(mesh) -> dict[str, float]:
     return found
 
 
+def copies(mesh) -> dict[str, float]:
+    """How far copies are from what was copied, which knows a length that ranks hold unlike parts of."""
+    q, k, v = torch.randn(3, 1, 13, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shared = ContextParallel(AttentionEngine(mask_mod=lib.causal, backend="reference"), mesh, "ring")
+    mine = [shared.shard(t) for t in (q, k, v)]
+    exact, module = shared(*mine), torch.nn.ModuleList([shared])
+    made = {"deepcopy": copy.deepcopy(module)[0], "pickle": pickle.loads(pickle.dumps(shared))}
+    return {f"copies, {name}": far(other(*mine), exact) for name, other in made.items()}
+
+
 def everything(mesh):
     return (
         compare_all(mesh, every=False),
         compare_kernels(mesh, every=False),
-        {**other_calls(mesh), **compare_more(mesh)},
+        {**other_calls(mesh), **compare_more(mesh), **copies(mesh)},
         mistakes(mesh),
         compare_linear(mesh),
         {**with_wrong_laws(mesh), **linear_with_wrong_laws(mesh)},
@@ -285,9 +297,9 @@ def test_kernels_of_three_attentions_are_as_exact_as_in_one_process():
         assert all(mine <= 1.5 * one for mine, one in errors.values()), errors
 
 
-def test_other_lengths_layouts_captured_tensors_meshes_and_dropout(found):
+def test_other_lengths_layouts_captured_tensors_meshes_dropout_and_copies(found):
     for _, _, errors, *_ in found:
-        assert len(errors) == 6 + 8 + 4 and max(errors.values()) <= EXACT, errors
+        assert len(errors) == 6 + 8 + 4 + 2 and max(errors.values()) <= EXACT, errors
 
 
 def test_mistakes_are_told_on_every_rank(found):
