@@ -330,7 +330,7 @@ class NoHostCompiler(AttentionEngineError, RuntimeError):
     """A kernel for a GPU was asked for where nvcc finds no C++ compiler to work with."""
 
     def __init__(self) -> None:
-        super().__init__("nvcc finds no C++ compiler. Install g++ (apt-get install g++), or put one's path into CXX.")
+        super().__init__("nvcc finds no C++ compiler: set CXX or install g++ (Debian and Ubuntu: apt-get install g++).")
 
 
 class NoHipCompiler(AttentionEngineError, RuntimeError):

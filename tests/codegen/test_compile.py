@@ -153,10 +153,10 @@ def test_a_missing_compiler_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch
         lambda: codegen_compile.compile_kernel(None, arch.H100()),
         lambda: codegen_compile.ptxas_report("", arch.H100()),
     ):
-        with pytest.raises(NoHostCompiler, match=r"Install g\+\+ \(on Debian and Ubuntu: apt-get install g\+\+\)"):
+        with pytest.raises(NoHostCompiler, match=r"install g\+\+ \(Debian and Ubuntu: apt-get install g\+\+\)"):
             ask()
     found = doctor.compiler()
-    assert found.well is False and "Install g++" in found.words
+    assert found.well is False and "install g++" in found.words
 
 
 def test_nvcc_is_found_in_cuda_home_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
