@@ -131,6 +131,7 @@ class LinearAttentionEngine(LinearShown):
         self.backend = "tilelang" if backend == "tl" else backend
         self._begin()
         self._types = guess_types(list(self.custom_io.specs), lambda types: self._trace(types, True))
+        self._has_traced()
 
     def _trace_functions(self, types: Mapping[str, Type], variant: int) -> LinearProgram:
         io = self._io(variant)

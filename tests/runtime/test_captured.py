@@ -533,6 +533,14 @@ def test_functions_that_say_something_else_than_when_the_engine_was_built_are_re
     copy.deepcopy(module).engine(*inputs)  # a copy is built anew
 
 
+def test_mods_that_say_something_else_than_when_a_linear_engine_was_built_are_refused():
+    factor, (q, k, v) = 1.0, torch.randn(3, 1, S, 2, 8)
+    engine = LinearAttentionEngine(k_mod=lambda x, custom: x * factor)
+    factor = 2.0
+    with pytest.raises(FunctionsChanged):
+        engine(q, k, v, -torch.rand(1, S, 2))
+
+
 def test_weights_that_are_moved_or_replaced_are_no_change_of_functions():
     module = Windowed()
     module.weighs = True
