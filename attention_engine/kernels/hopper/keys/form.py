@@ -113,8 +113,10 @@ class KeyForm(Form):
     def holds_early_rows(self) -> bool:
         """Does the row that a step's weights read come to registers before the additions to dQ of the step before? Its
         loads would else stand behind those in the same queue, and the weights wait for them. On an H100, head dim 128:
-        1 % fewer cycles; 64: 2 % more."""
-        return self.has_few_rows and self.dims == (128, 128) and len(self.early_rows) == 1
+        1 % fewer cycles; 64: 2 % more. With two query heads a key head and walks that turn, products would wait for one
+        another (ptxas C7512)."""
+        crowded = self.problem.group == 2 and self.blocks.turn is not None
+        return self.has_few_rows and self.dims == (128, 128) and len(self.early_rows) == 1 and not crowded
 
     @cached_property
     def has_few_rows(self) -> bool:
