@@ -88,6 +88,7 @@ def of_documents():
         chosen, default = {}, program_kernels.default_tiles
         patch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
         patch.setattr(attention_plan, "units_ahead", lambda *_: 1)
+        patch.setattr(attention_plan, "pairs_of_a_listed_unit", lambda *_: 1)
         patch.setattr(Interpreter, "__call__", note)
         o, leaves, do, _ = documents(chosen, Shape(1, 300, 300, 6, 3, 128, 128), [100, 40, 160])
         torch.autograd.grad(o, leaves, do)
@@ -124,9 +125,7 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", [
-    name if number < 2 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(NEEDED)
-])  # fmt: skip
+@pytest.mark.parametrize("what", NEEDED)
 def test_a_warp_that_does_not_meet_before_a_lane_goes_on_is_a_hazard(what, of_documents):
     before, count, message = NEEDED[what]
     kernel, left_out = without_meetings(of_documents[0], before)
@@ -175,6 +174,7 @@ def test_a_walk_begins_when_all_lanes_have_left_the_one_before(meets):
 ])  # fmt: skip
 def test_packed_documents_with_grouped_heads_come_back_right(batch, heads, lengths, persistent, kernels, monkeypatch):
     monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: 1)
+    monkeypatch.setattr(attention_plan, "pairs_of_a_listed_unit", lambda *_: 1)
     shape = Shape(batch, 300, 300, *heads, 128, 128)
     o, leaves, do, ids = documents(kernels, shape, lengths, persistent)
     found = torch.autograd.grad(o, leaves, do)
