@@ -29,6 +29,7 @@ from attention_engine.ir.program import H
 from attention_engine.passes.analyse_mask import Bound
 from attention_engine.passes.starts import Dimension, lists_queries, own_rows
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.runtime.begins_anew import BeginsAnew
 from attention_engine.runtime.captured import tensors_now
 from attention_engine.runtime.dropout import check_seed, seed_tensor
 from attention_engine.runtime.gpu import is_capturing
@@ -47,10 +48,10 @@ METHODS_OF: dict[tuple[bool, int], tuple[Any, ...]] = {  # (a linear engine?, di
 }  # fmt: skip
 NUMBERS = count()
 MOST_LENGTHS = 64  # that are remembered
-OF_THIS_PROCESS = ("split", "key", "_agreed", "_made", "_in_blocks", "_found")
+OF_THIS_PROCESS = ("split", "key", "_agreed", "_made", "_in_blocks", "_found")  # a process group has no copy
 
 
-class ContextParallel(torch.nn.Module):
+class ContextParallel(BeginsAnew):
     """An attention over sequences that are split among the ranks of a device mesh. Each rank holds some tokens of each.
 
     The engine stays what it is: its masks, scores and custom inputs see the whole sequence's indices. A call takes this
@@ -74,6 +75,8 @@ class ContextParallel(torch.nn.Module):
         LengthNotInLayout: a tensor isn't this rank's part of a length that it was told.
         RanksDisagree: other ranks call for something else.
     """
+
+    of_this_process = OF_THIS_PROCESS
 
     def __init__(
         self, engine: AttentionEngine | LinearAttentionEngine, mesh: DeviceMesh, method: Method = "auto",
@@ -118,15 +121,6 @@ class ContextParallel(torch.nn.Module):
         self._found: Known | None = None
         self.key = f"ContextParallel {next(NUMBERS)}"  # by which compiled graphs find it
         compiled.KNOWN[self.key] = self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What was given, and the lengths that were told; a process group has no copy."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {n: value for n, value in state.items() if n not in OF_THIS_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._begin()
 
     def extra_repr(self) -> str:
         return f"method={self.method!r}, balance={self.balance!r}, rank={self.split.rank} of {self.split.size}"

@@ -22,6 +22,7 @@ from attention_engine.frontend.signatures import Form
 from attention_engine.ir.expr import Type
 from attention_engine.runtime import op
 from attention_engine.runtime.attentions import ATTENTIONS, Given
+from attention_engine.runtime.begins_anew import BeginsAnew
 from attention_engine.runtime.cached_again import SeenCaches
 from attention_engine.runtime.captured import Axes, capturing, specs_of
 from attention_engine.runtime.inputs import signature
@@ -31,16 +32,18 @@ from attention_engine.runtime.seen import Again, Seen
 from attention_engine.runtime.tuning import Tuning
 
 MOST_SEEN = 4096
+# A traced program's nodes are one of a kind in a process.
 OF_THIS_PROCESS = ("_first", "_keys", "_seen", "_again", "_cached", "_cached_seen", "_parted", "_looking", "_looks")
 
 
-class Engine(torch.nn.Module):
+class Engine(BeginsAnew):
     """A user's functions, traced once a process, as a module that knows the calls it has seen.
 
     A call is made of tensors (`Given`), a form (all that the call says beside them, a value) and whether it returns
     more than the output. A variant is what a call says of the program: whether there are blocks, or decays.
     """
 
+    of_this_process = OF_THIS_PROCESS
     qkv_meta: tuple[Meta, Meta, Meta] | None  # None: heads, dims and dtype are those of each call
     _called: tuple[Meta, Meta, Meta] | None = None  # those of the newest kind of call, where there are no metas
     _reads_numbers: bool = False  # did a function make a Python number of a captured tensor?
@@ -68,15 +71,6 @@ class Engine(torch.nn.Module):
         self._cached: dict[object, Any] = {}  # what runs calls with caches, by backend, types, variant and axes
         self._cached_seen = SeenCaches()  # those calls
         self._first: tuple[Any, tuple[Captured, ...]] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What was given; the traced program's nodes are one of a kind in a process, so they stay in theirs."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {n: value for n, value in state.items() if n not in OF_THIS_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._begin()
 
     # ---- heads, dims and dtype
 
