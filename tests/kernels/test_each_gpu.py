@@ -24,7 +24,7 @@ pytest.importorskip("tilelang")
 from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.tuner.defaults import default_tiles
 
-# One of each family of tiles, of each kind of instructions; H100's are what all other tests run.
+# One of each family of tiles, of each kind of instructions. H100's run in test_soak.py and in test_hopper_interpret.py.
 GPUS = (arch.A100, arch.RTX4090, arch.B200, arch.RTX5090, arch.MI300X)
 DTYPE_OF_DIM = {64: torch.float16, 128: torch.bfloat16}
 RAN = []  # kernels of a test
