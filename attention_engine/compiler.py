@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from attention_engine.plan.cached_buffers import Cache
 from attention_engine.plan.channels import ChannelPlan
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.plan.linear import LinearPlan
+from attention_engine.plan.long_sequences import of_long_sequences, over_keys_by_heads
 from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, NO_STORAGE_SYNC
 from attention_engine.plan.targets import Target
 
@@ -194,6 +195,15 @@ def compile_all(kernels: Collection[Kernel]) -> None:
         _ = kernel.compiled
 
 
+def resources_by_symbol(kernels: Mapping[str, Kernel]) -> dict[str, Resources]:
+    """What kernels take of a GPU, by the names of their functions; a second one of a name has its own behind it."""
+    found: dict[str, Resources] = {}
+    for name, kernel in kernels.items():
+        symbol = kernel.compiled.lowered.symbol
+        found[f"{symbol}, {name}" if symbol in found else symbol] = kernel.resources
+    return found
+
+
 class Kernels(_Launched):
     """The kernels of a program for one problem, tile choice and target: what its plan launches."""
 
@@ -222,7 +232,17 @@ class Kernels(_Launched):
     @property
     def of_backward(self) -> dict[str, Kernel]:
         """What a backward pass launches where no gradient arrives at returned rows; of custom inputs in fp32."""
-        return self.named((*self.plan.backward_steps(), *self.plan.pair_launches))
+        return self.of_backward_where(long=False)
+
+    def of_backward_where(self, long: bool) -> dict[str, Kernel]:
+        """The same where packed sequences are long, or are not."""
+        steps = (*self.plan.backward_steps(), *self.plan.pair_launches)
+        return self.named(of_long_sequences(self.plan, steps) if long else steps)
+
+    def over_keys(self, long: bool) -> Kernel:
+        """`backward` where packed sequences are long, or are not."""
+        launch = over_keys_by_heads(self.plan) if long else None
+        return self.backward if launch is None else self.kernel(launch)
 
 
 class CachedKernels(_Launched):

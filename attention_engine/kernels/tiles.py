@@ -286,7 +286,8 @@ class SequenceQueryWalk(QueryWalk):
     """The same of packed sequences: a block's keys, from the row kv0 on, are of one. known: numbers of the sequence.
 
     It goes from the last tile to the first: blocks of a sequence that run together, of which later ones have fewer
-    tiles, meet the same queries so, while the L2 cache holds them.
+    tiles, meet the same queries so, while the L2 cache holds them. By heads, from the last tile of a head to its first,
+    from the last head to the first: a later block catches up with each head, as it has fewer tiles of it.
     """
 
     def __init__(
@@ -308,8 +309,12 @@ class SequenceQueryWalk(QueryWalk):
     def at(self, step: Any, first: Any = None) -> Visit:
         """The tile and the query head of a step."""
         left = self.count - 1 - step
-        start = self.first * PIECE + left // self.group * self.shape.q
-        return Visit(start, self._is_partial, self.kv_head * self.group + left % self.group)
+        tile, head = left // self.group, left % self.group
+        if self.shape.by_heads:  # comparisons: a division takes more instructions
+            tiles = self.count // self.group
+            head = sum((T.cast(left >= tiles * n, "int32") for n in range(1, self.group)), T.int32(0))
+            tile = left - head * tiles
+        return Visit(self.first * PIECE + tile * self.shape.q, self._is_partial, self.kv_head * self.group + head)
 
 
 def with_starts(plan: MaskPlan, buffers: Any, batch: Any, known: Mapping[Expr, Any] = NO_NUMBERS) -> MaskPlan:

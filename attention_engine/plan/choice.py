@@ -26,6 +26,7 @@ from attention_engine.plan.hopper import (
     why_not_forward,
     why_not_over_keys,
 )
+from attention_engine.plan.long_sequences import LONG, walks_by_heads
 from attention_engine.plan.room import queries_with_room
 from attention_engine.plan.targets import Target
 
@@ -62,6 +63,8 @@ def choose(problem: Problem, maths: Maths, target: Target, straight: Tiles, hint
             backward = backward.in_form(persistent=False)
         if not maths.in_blocks and (within := keys_within(problem, maths)) is not None:
             backward, why["backward"] = within, "each block of keys lies in one of the packed sequences"
+            if walks_by_heads(problem, within):
+                why["backward"] += f"; where these have {LONG} queries in the mean or more, {BY_HEADS}"
     return Choice(replace(straight, forward=forward, backward=backward), why)
 
 
@@ -263,6 +266,7 @@ DROPPED = {(128, 128): 48}
 # none; backward windows 255 and 8, trees 255 and 40; with 32 queries 230 and 240, none.
 CROWDED_FORWARD, CROWDED_BACKWARD = Tile(128, 64, 128, 2), Tile(64, 64, 256, 2, Straight(shared_weights=True))
 NEEDS_REGISTERS = "its mask needs registers"
+BY_HEADS = "another kernel takes one head after another, not all heads of a tile"
 BESIDE_SENDS = "copies to other GPUs take SMs beside it"
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others.

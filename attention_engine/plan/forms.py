@@ -55,20 +55,24 @@ class HopperKeys:
 
     shared_weights: warpgroups share the keys of a tile; else each has keys of its own. persistent: as in HopperForward.
     skewed_sums: diagonals of tiles are summed by walks over a copy (kernels/diagonals.py). within_sequences: of packed
-    sequences, each block's keys are of one. drops_apart: as in HopperForward. in_order: blocks add to dQ one after
-    another: it has the same bits in every run (kernels/hopper/keys/order.py). stores_first: the first of them stores,
-    and nobody zeroes the sums before.
+    sequences, each block's keys are of one. by_heads: such a block then walks over all queries of one head, and then
+    over those of the next; else over all heads of a tile of queries. drops_apart: as in HopperForward. in_order: blocks
+    add to dQ one after another: it has the same bits in every run (kernels/hopper/keys/order.py). stores_first: the
+    first of them stores, and nobody zeroes the sums before.
     """
 
     shared_weights: bool = False
     persistent: bool = False
     skewed_sums: bool = False
     within_sequences: bool = False
+    by_heads: bool = False
     drops_apart: bool = False
     in_order: bool = False
     stores_first: bool = False
 
     def __post_init__(self) -> None:
+        if self.by_heads and not self.within_sequences:
+            raise ValueError("by_heads asks for within_sequences")
         if self.drops_apart and (self.persistent or self.shared_weights):
             raise ValueError(
                 "drops_apart asks for a block that ends with its item, and warpgroups with keys of their own"
@@ -118,6 +122,11 @@ class Tile:
     def within_sequences(self) -> bool:
         """Does each block, of queries or of keys, lie in one of the packed sequences?"""
         return isinstance(self.form, HOPPER_FORMS) and self.form.within_sequences
+
+    @property
+    def by_heads(self) -> bool:
+        """Does a block of keys within a sequence walk over the queries of one head after another?"""
+        return isinstance(self.form, HopperKeys) and self.form.by_heads
 
     @property
     def lazy_rescale(self) -> bool:

@@ -34,5 +34,5 @@ def queries_with_room(problem: Problem, schedule: BackwardSchedule, tile: Tile) 
 
 def of_any_sequence(problem: Problem, schedule: BackwardSchedule, tile: Tile) -> Tile:
     """That tile for blocks that may hold several of the packed sequences: pairs then read whose they are."""
-    listed = tile.in_form(within_sequences=False)
+    listed = tile.in_form(within_sequences=False, by_heads=False)
     return replace(listed, q=queries_with_room(problem, schedule, listed))

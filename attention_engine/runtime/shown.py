@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_engine.arch import Arch, check_gpu
 from attention_engine.codegen.compile import Resources
-from attention_engine.compiler import CachedKernels, Kernel, Kernels, compile_all
+from attention_engine.compiler import CachedKernels, Kernel, Kernels, compile_all, resources_by_symbol
 from attention_engine.frontend.frames import briefly
 from attention_engine.frontend.meta import hints_of, lengths_of
 from attention_engine.frontend.online_func import OnlineFunc
@@ -147,7 +147,7 @@ class Shown(Engine):
     def _source_kernel(self, kernel: str, form: str, packed: Packed = None, device: Arch | None = None) -> Kernel:
         kernels, trained = (self._kernels(form, trained, packed, device) for trained in (False, True))
         found = dict(kernels.of_forward)
-        found |= {} if trained.maths.backward is None else trained.of_backward
+        found |= {} if trained.maths.backward is None else {**trained.of_backward_where(True), **trained.of_backward}
         return kernel_of(found, kernel)
 
     def _of_caches(
@@ -268,7 +268,7 @@ class Shown(Engine):
         else:
             kernels = self._of_caches(device, cache_page, cache_shared, packed).every
         compile_all(kernels.values())
-        return {kernel.compiled.lowered.symbol: kernel.resources for kernel in kernels.values()}
+        return resources_by_symbol(kernels)
 
     def _all_kernels(
         self, device: Arch, given: Sequence[Tensor] = (), packed: Packed = None, block_mask: GivenBlocks | None = None
@@ -283,7 +283,9 @@ class Shown(Engine):
             both["map of blocks"] = map_kernel(block_mask.counts is not None, device)
         if asked.maths.bent is not None:
             both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward.items()}
-        return both if trained.maths.backward is None else both | trained.of_backward
+        if trained.maths.backward is None:
+            return both
+        return both | trained.of_backward | trained.of_backward_where(long=True)
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: GivenBlocks | None

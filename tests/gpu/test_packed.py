@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attention_engine import AttentionEngine, library
+from attention_engine.plan.long_sequences import are_long
 from tests import packed_cases, plain
 from tests.packed_cases import CASES, io_of, sequence_by_sequence, starts, tensors, with_gradients
 
@@ -65,6 +66,15 @@ def test_sequences_of_many_tiles_keep_the_rule(name, dim):
     assert not any(found[n][-40:].any() for n in ("o", "dq", "dk", "dv"))
 
 
+@pytest.mark.parametrize("name", ["causal", "sigmoid in a window", "ALiBi", "causal, unlike lengths"])
+def test_sequences_that_are_long_in_the_mean_keep_the_rule(name, dim):
+    if dim == 64:
+        pytest.skip("the kernel of their own is of head dim 128 alone")
+    case, lengths, of_keys = by_name[name], (3700, 2900, 17, 5800), (3900, 2900, 40, 5600)
+    assert are_long(sum(lengths), len(lengths))
+    check(replace(case, lengths=lengths, key_lengths=of_keys if case.key_lengths else None), torch.bfloat16, more=40)
+
+
 @pytest.mark.parametrize("name", ["causal", "causal, unlike lengths"])
 def test_deterministic_gradients_are_the_same_bits_in_each_run(name, dim):
     case = by_name[name]
@@ -92,11 +102,17 @@ def test_what_a_neighbour_holds_reaches_nobody(dim):
             torch.testing.assert_close(found[n][of], wanted[n][of], rtol=1e-2, atol=1e-2)
 
 
-def test_a_graph_replays_with_other_lengths():
+@pytest.mark.parametrize("times", [1, 10])
+def test_a_graph_replays_with_other_lengths(times):
+    """times: ten times as long, all are long in the mean. A graph keeps the kernel that its sizes chose."""
     torch.manual_seed(0)
     engine = AttentionEngine(mask_mod=library.causal)
-    qkv = [torch.randn(1000, heads, 128, device="cuda").half().requires_grad_() for heads in (8, 2, 2)]
-    d_o, cu = torch.randn(1000, 8, 128, device="cuda").half(), starts((400, 0, 600), "cuda")
+
+    def scaled(lengths):
+        return starts([n * times for n in lengths], "cuda")
+
+    qkv = [torch.randn(1000 * times, heads, 128, device="cuda").half().requires_grad_() for heads in (8, 2, 2)]
+    d_o, cu = torch.randn(1000 * times, 8, 128, device="cuda").half(), scaled((400, 0, 600))
 
     def step(cu):
         o = engine(*qkv, cu_seqlens_q=cu)
@@ -113,8 +129,8 @@ def test_a_graph_replays_with_other_lengths():
     with torch.cuda.graph(graph):
         captured = step(cu)
     for lengths in ((1, 700, 299), (333, 333, 300)):
-        cu.copy_(starts(lengths, "cuda"))
+        cu.copy_(scaled(lengths))
         graph.replay()
         torch.cuda.synchronize()
-        for replayed, eager in zip(captured, step(starts(lengths, "cuda"))):
+        for replayed, eager in zip(captured, step(scaled(lengths))):
             torch.testing.assert_close(replayed, eager, rtol=1e-2, atol=1e-2)

@@ -1,5 +1,6 @@
 """Kernels and forms that no problem of test_golden.py meets, kept as text: a change of one is read as a diff."""
 
+import difflib
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,14 @@ def test_items_over_queries_that_come_ahead(golden):
 
 def test_items_over_keys(golden):
     assert text(kernels(mask=document(), backward={"persistent": True}, **DOCUMENTS).backward) == golden
+
+
+def test_what_differs_where_packed_sequences_are_long(golden):
+    """Blocks of keys of such sequences walk over one head after another."""
+    metas = [meta_tensor(1, heads, 256, 128, dtype=torch.float16) for heads in (8, 2, 2)]
+    made = AttentionEngine(metas, None, scale(0.1), causal, OnlineSoftmax())._all_kernels(GPU, packed="alike")
+    both = [text(made[name]).splitlines() for name in ("backward", "backward of long sequences")]
+    assert "\n".join(difflib.unified_diff(*both, lineterm="", n=0)) == golden
 
 
 def test_sums_of_diagonals(golden):

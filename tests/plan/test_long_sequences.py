@@ -1,0 +1,59 @@
+"""Packed sequences that are long in the mean: which kernel over keys a call launches, and which a plan has."""
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, arch, meta_tensor
+from attention_engine.library import OnlineSoftmax, causal, scale, sliding_window
+from attention_engine.plan.forms import HopperKeys, Tile
+from attention_engine.plan.launches import launches
+from attention_engine.plan.long_sequences import LONG, are_long, of_long_sequences
+
+pytest.importorskip("tilelang")
+
+ONE_BY_ONE = "backward of long sequences"
+
+
+@pytest.mark.parametrize(
+    ("queries", "sequences", "long"),
+    [(LONG, 1, True), (LONG - 1, 1, False), (4 * LONG, 4, True), (4 * LONG, 5, False), (LONG, 0, True), (0, 0, False)],
+)
+def test_rows_and_sequences_say_whether_these_are_long(queries, sequences, long):
+    assert are_long(queries, sequences) is long
+
+
+def engine_of(heads, kv_heads, dim=128, mask=causal, **options):
+    metas = [meta_tensor(1, n, 256, dim, dtype=torch.float16) for n in (heads, kv_heads, kv_heads)]
+    return AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100(), **options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "packed", "more", "own"),
+    [
+        (8, 2, 128, "alike", {}, True), (8, 2, 128, "unlike", {"mask": sliding_window(100)}, True),
+        (8, 1, 128, "alike", {}, True), (16, 1, 128, "alike", {}, False),  # of 16 heads a step has 15 comparisons
+        (8, 8, 128, "alike", {}, False), (8, 2, 64, "alike", {}, False), (8, 2, 128, None, {}, False),
+        (8, 2, 128, "alike", {"deterministic": True}, False),
+    ],
+)  # fmt: skip
+def test_a_plan_has_a_kernel_for_them_where_heads_share_keys(heads, kv_heads, dim, packed, more, own):
+    engine = engine_of(heads, kv_heads, dim, **more)
+    kernels = engine._kernels("cuda", trained=True, packed=packed)
+    assert (ONE_BY_ONE in engine._all_kernels(arch.H100(), packed=packed)) is own
+    steps = kernels.plan.backward_steps()
+    names = [step.name for step in launches(of_long_sequences(kernels.plan, steps))]
+    usual = [step.name for step in launches(steps)]
+    assert names == [ONE_BY_ONE if own and name == "backward" else name for name in usual]
+    if "deterministic" not in more:
+        assert (f"where these have {LONG} queries in the mean or more" in engine.explain(packed)) is own
+    tiles = {
+        name: next(each for each in kernels.over_keys(long).given if isinstance(each, Tile))
+        for name, long in (("others", False), ("long", True))
+    }
+    assert not tiles["others"].by_heads and tiles["long"].by_heads is own
+    assert not own or tiles["long"] == tiles["others"].in_form(by_heads=True)
+
+
+def test_one_head_after_another_asks_for_blocks_of_one_sequence():
+    with pytest.raises(ValueError, match="within_sequences"):
+        HopperKeys(by_heads=True)
