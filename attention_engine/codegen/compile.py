@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
-from attention_engine.codegen.patches import fences, headers, matrices, patched, printed, wait_groups
+from attention_engine.codegen.patches import descriptors, fences, headers, matrices, patched, printed, wait_groups
 from attention_engine.codegen.patches.later import imported_later
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.codegen.tir_types import Function, Printed
@@ -32,6 +32,7 @@ from attention_engine.plan.rules import (
     ONE_CHAIN,
     STORED_MATRICES,
     UNIFORM_GROUPS,
+    WHOLE_DESCRIPTORS,
 )
 
 Made = TypeVar("Made")
@@ -201,8 +202,11 @@ def _prepare(
 ) -> tuple[dict[str, Any], AbstractContextManager[None], list[str]]:
     """What TileLang is told, what is done to the text that it prints, and the flags for nvcc."""
     configs = dict(pass_configs or {})
-    asked = UNIFORM_GROUPS, ONE_CHAIN, HELD_BARRIERS, HELD_THREADS, STORED_MATRICES, NO_CONTRACTION
-    uniform, one_chain, held, threads, matrices_stored, apart = (bool(configs.pop(rule, False)) for rule in asked)
+    asked = (
+        UNIFORM_GROUPS, ONE_CHAIN, HELD_BARRIERS, HELD_THREADS, STORED_MATRICES, WHOLE_DESCRIPTORS, NO_CONTRACTION
+    )  # fmt: skip
+    *asked_of_text, apart = (bool(configs.pop(rule, False)) for rule in asked)
+    uniform, one_chain, held, threads, matrices_stored, whole = asked_of_text
     flags = [
         *work_arounds(arch, configs),
         *(printed.UNIFORM_FLAGS if uniform else []),
@@ -210,9 +214,10 @@ def _prepare(
         *(printed.HELD_FLAGS if held else []),
         *(printed.THREAD_FLAGS if threads else []),
         *(matrices.FLAGS if matrices_stored else []),
+        *(descriptors.FLAGS if whole else []),
         *(["--fmad=false"] if apart else []),
     ]
-    return configs, printed.rewriting(uniform, one_chain, held, threads, matrices_stored), flags
+    return configs, printed.rewriting(*asked_of_text), flags
 
 
 def tilelang_target(arch: Arch) -> dict[str, str]:

@@ -106,6 +106,15 @@ def multiply_row(row: Any, factors: Any, tile: Tile) -> None:
         row[i] *= factors[i]
 
 
+@T.macro
+def add_columns_in_order(part: Any, values: Any, tile: Tile) -> None:
+    """Adds each column of a tile to the part of its own, one after another: sums take weights in the order in which
+    they are made and packed, so that ptxas sets all three among exponentials."""
+    for m in T.unroll(tile.kv // LANES):
+        for i, c in T.Parallel(tile.q, LANES):
+            part[i, c] = part[i, c] + values[i, m * LANES + c]
+
+
 @dataclass(frozen=True)
 class ScoreTile:
     """A tile of scores, and what stands beside it: a second tile, where a row value is made of another formula; row
@@ -280,7 +289,10 @@ class TileMaths:
         if part is not None:
             if factor is not None:
                 multiply_rows(part, self.rows[factor], self.tile, LANES)
-            add_columns(part, self.scores, self.tile.q, self.tile.kv)
+            if self.tile.woven:
+                add_columns_in_order(part, self.scores, self.tile)
+            else:
+                add_columns(part, self.scores, self.tile.q, self.tile.kv)
         else:
             if factor is not None:
                 multiply_row(row, self.rows[factor], self.tile)

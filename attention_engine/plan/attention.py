@@ -42,13 +42,7 @@ from attention_engine.plan.hopper import (
 )
 from attention_engine.plan.launches import Launch, Step, Trim
 from attention_engine.plan.room import of_any_sequence
-from attention_engine.plan.rules import (
-    DISABLE_WARP_SPECIALIZATION,
-    HELD_BARRIERS,
-    NO_CONTRACTION,
-    ONE_CHAIN,
-    UNIFORM_GROUPS,
-)
+from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, NO_CONTRACTION, rules_of_forward
 from attention_engine.plan.targets import Target, places_of
 from attention_engine.plan.verify import verify_steps
 
@@ -283,7 +277,7 @@ class AttentionPlan:
             builder = "straight.forward.forward_of_part" if self.maths.unfinished else "straight.forward.forward"
             return Launch("forward", builder, (schedule, tile), arguments, writes, self._one_role)
         places = (places_of(self.target),) if tile.persistent else ()
-        rules = (UNIFORM_GROUPS, HELD_BARRIERS, *([ONE_CHAIN] if pairs_issue_much(schedule) else []))
+        rules = rules_of_forward(pairs_issue_much(schedule), tile.woven)
         builder = "hopper.forward.forward_of_part" if self.maths.unfinished else "hopper.forward.forward"
         return Launch("forward", builder, (schedule, tile, *places), arguments, writes, rules)
 

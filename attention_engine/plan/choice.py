@@ -9,6 +9,7 @@ from typing import TypeAlias
 from attention_engine.arch import Arch
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem, padded
+from attention_engine.ir.program import PRODUCT
 from attention_engine.passes.maths import Maths
 from attention_engine.passes.read_places import CustomSums, plan_custom_sums
 from attention_engine.passes.schedule import BackwardSchedule, ForwardSchedule
@@ -121,7 +122,7 @@ def _forward(
         tile = tile.in_form(persistent=True, queries_ahead=ahead)
         if hints is not None and not apart:
             tile = _with_fewer_waves(tile, problem, target, hints)
-        return tile, "pairs need few registers"
+        return tile.in_form(woven=_suits_woven(tile, schedule)), "pairs need few registers"
     return tile, "a block for each tile of queries: all take as long"
 
 
@@ -188,6 +189,17 @@ def _with_fewer_waves(tile: Tile, problem: Problem, target: Arch, hints: Hints) 
         return -(-blocks // target.sm_count) * a.q * of_a_row
 
     return brief if time(brief, cost) < time(tile, 1.0) else tile
+
+
+def _suits_woven(tile: Tile, schedule: ForwardSchedule) -> bool:
+    """Do three warpgroups wait for the output when they have their row maxima, and take sums in the order of columns?
+
+    Where a pair is a product and an exponential, and none is masked. On an H100, softmax at head dim 64, full, S 2048,
+    8192 and 16384: 391 to 402, 540 to 550, 558 to 572 TFLOP/s; causal 306 to 299, 505 to 498, 534 to 530.
+    """
+    plain = schedule.score is PRODUCT and schedule.mask is None and schedule.dropped is None
+    exponential = schedule.rescales_early and weights_take_special_functions(schedule)
+    return tile.threads == 384 and plain and exponential
 
 
 def _over_keys(problem: Problem, schedule: BackwardSchedule, target: Arch, straight: Tile) -> tuple[Tile, str]:

@@ -35,7 +35,8 @@ class HopperForward:
     queries come while it works on the present ones, where shared memory has room; it costs each step a little, so it is
     for few steps. lazy_rescale: a warp rescales the output only where one of its rows has a factor that is not 1, as
     after a new maximum. within_sequences: of packed sequences, each block of queries lies in one. drops_apart: a group
-    of warps of its own chooses which weights dropout drops.
+    of warps of its own chooses which weights dropout drops. woven: three warpgroups wait for the output as soon as two
+    do, and take sums in the order of columns, so that both stand among exponentials.
     """
 
     persistent: bool = False
@@ -43,6 +44,7 @@ class HopperForward:
     lazy_rescale: bool = False
     within_sequences: bool = False
     drops_apart: bool = False
+    woven: bool = False
 
     def __post_init__(self) -> None:
         if self.queries_ahead and not self.persistent:
@@ -132,6 +134,11 @@ class Tile:
     def lazy_rescale(self) -> bool:
         """Is the output rescaled only where a row has a factor that is not 1?"""
         return isinstance(self.form, HopperForward) and self.form.lazy_rescale
+
+    @property
+    def woven(self) -> bool:
+        """Do multiplications of the output and sums of weights stand among exponentials?"""
+        return isinstance(self.form, HopperForward) and self.form.woven
 
     @property
     def drops_apart(self) -> bool:

@@ -164,7 +164,10 @@ def _tile(held: object, kernel: str) -> AnyTile:
 
 
 # A tile of attention in a file, by name: must it be there? A form is the flags that are true.
-FLAGS = ("shared_weights", "specialised", "skewed_sums", "persistent", "lazy_rescale", "queries_ahead", "drops_apart")
+FLAGS = (
+    "shared_weights", "specialised", "skewed_sums", "persistent", "lazy_rescale", "queries_ahead", "drops_apart",
+    "woven",
+)  # fmt: skip
 FLAT = dict.fromkeys(NUMBERS[Tile], True) | dict.fromkeys(FLAGS, False)
 
 

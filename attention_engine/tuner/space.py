@@ -155,8 +155,9 @@ def _placed_by_hand(default: Tile) -> Iterator[Tile]:
     match default.form:
         case Straight():
             return
-        case HopperForward():
-            for groups, kv, form in itertools.product((2, 3), MOVING, FORWARD_FORMS):
+        case HopperForward(woven=woven):  # where pairs suit that
+            forms = (*FORWARD_FORMS, *[HopperForward(persistent=True, woven=True)] * woven)
+            for groups, kv, form in itertools.product((2, 3), MOVING, forms):
                 yield Tile(64 * groups, kv, 128 * groups, 2, form)
         case HopperKeys(persistent=persists, skewed_sums=skews):  # with lists of tiles; where diagonals are summed
             skewed, walking = ((False, True) if has else (False,) for has in (skews, persists))

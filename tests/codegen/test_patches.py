@@ -33,6 +33,7 @@ from attention_engine.codegen.patches import (  # noqa: E402
     PATCHES,
     carried,
     choices,
+    descriptors,
     ended_reads,
     idle,
     later,
@@ -54,7 +55,7 @@ from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 
-RULES = (carried, choices, ended_reads, matrices, swizzled)
+RULES = (carried, choices, descriptors, ended_reads, matrices, swizzled)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -325,6 +326,18 @@ def test_tilelang_stores_a_stage_of_a_tile_by_four_bytes(monkeypatch):
     cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
     assert cuda.count("*(uint1*)(((half_t*)gradients_out)") == 1
     assert rule(cuda).count("store_four_matrices(((half_t*)gradients_out)") == 1
+
+
+@pytest.mark.slow  # of a TileLang that is pinned: what may go with the next
+def test_tilelang_adds_to_the_lower_half_of_a_descriptor(monkeypatch):
+    rule = descriptors.with_whole_descriptors
+    monkeypatch.setattr(printed, rule.__name__, lambda cuda: cuda)
+    meta = meta_tensor(1, 2, None, 64, dtype=torch.float16)
+    kernel = AttentionEngine((meta,) * 3, device=arch.H100())._source_kernel("forward", "cuda")
+    cuda = lower_kernel(kernel.prim_func, arch.H100(), pass_configs=kernel.configs).cuda
+    lower, whole = r"uint64_t\(desc_\w+ \+ \(", r"\(uint64_t\(desc_\w+\) \+ uint64_t\(\("
+    assert len(re.findall(lower, cuda)) >= 6 and not re.search(whole, cuda)
+    assert len(re.findall(whole, rule(cuda))) == len(re.findall(lower, cuda)) and not re.search(lower, rule(cuda))
 
 
 def test_tilelang_includes_more_than_a_kernel_needs():

@@ -8,6 +8,7 @@ import pytest
 from attention_engine.arch import H100
 from attention_engine.codegen.compile import lower_kernel
 from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
+from attention_engine.codegen.patches.descriptors import with_whole_descriptors
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
 from attention_engine.codegen.patches.printed import (
     in_chains,
@@ -73,6 +74,16 @@ def test_totals_of_their_own_stay():
     assert in_chains(each) == each
     decayed = PRINTED.replace("max(most[i_5], scores", "(most[i_5] + most[i_5] * scores")
     assert in_chains(decayed) == decayed
+
+
+def test_descriptors_are_added_to_as_one_number():
+    """Of both operands, by instruction; the first one's own stays, and so does what is no operand of a product."""
+    a, b = "((((warpgroup + 2) % 3) * 8192) + (ki_1 * 32)) >> 4", "(ki_1 * 32) >> 4"
+    product = "tl::wgmma_ss<64, 128>(uint64_t(desc_a_1 + ({})), uint64_t(desc_b_1 + ({})), scores, 1);\n"
+    kept = "  int other = int(desc_a_1 + ((i * 32) >> 4));\n  use(uint64_t(desc_b_1), 1);\n"
+    found = with_whole_descriptors(kept + product.format(a, b))
+    wanted = f"tl::wgmma_ss<64, 128>((uint64_t(desc_a_1) + uint64_t(({a}))), (uint64_t(desc_b_1) + uint64_t(({b}))), "
+    assert found == f"{kept}{wanted}scores, 1);\n"
 
 
 def test_a_warpgroups_number_is_one_lanes():

@@ -51,6 +51,7 @@ ROOMY = {
     "sigmoid_forward": ("forward", "mha-128.sigmoid.full.2048"),
     "capped_forward": ("forward", "mha-128.softcap.full.2048"),
     "brief_forward": ("forward", "vit.softmax.full.1024"),
+    "woven_forward": ("forward", "mha-64.softmax.full.8192"),
 }
 IN_MEMORY = ("deep_backward", "ungrouped_deep_backward", "widest_backward")
 

@@ -24,9 +24,9 @@ GPU = arch.H100()
 DOCUMENTS = {"documents": ("batch", "seq_len")}
 
 
-def kernels(dim=128, score=None, mask=causal, wanting=(), forward=None, backward=None, queries=0, **custom):
+def kernels(dim=128, score=None, mask=causal, wanting=(), forward=None, backward=None, queries=0, long=256, **custom):
     """The kernels of a problem whose tiles have these forms, and over keys so many queries."""
-    metas = [meta_tensor(1, heads, 256, dim, dtype=torch.float16) for heads in (4, 2, 2)]
+    metas = [meta_tensor(1, heads, long, dim, dtype=torch.float16) for heads in (4, 2, 2)]
     engine = AttentionEngine(metas, CustomIO(custom), score or scale(0.1), mask, OnlineSoftmax(), device=GPU)
     made = engine._kernels("cuda")
     tiles = replace(
@@ -43,6 +43,11 @@ def text(kernel):
 def test_items_over_queries_that_come_ahead(golden):
     made = kernels(mask=document(), forward={"persistent": True, "queries_ahead": True}, **DOCUMENTS)
     assert text(made.forward) == golden
+
+
+def test_sums_and_multiplications_among_exponentials(golden):
+    made = kernels(dim=64, mask=None, long=None)
+    assert made.tiles.forward.woven and text(made.forward) == golden
 
 
 def test_items_over_keys(golden):

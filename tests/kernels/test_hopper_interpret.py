@@ -224,12 +224,13 @@ WALKS = {
 
 @pytest.mark.parametrize("mask", WALKS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_persistent_and_lazy_forms_are_the_others_bit_for_bit(mask, dim, kernels):
+def test_persistent_lazy_and_woven_forms_are_the_others_bit_for_bit(mask, dim, kernels):
     keep, lengths = WALKS[mask]
     shape = Shape(2, *lengths, 4, 2, dim, dim)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     found = []
-    for forms in ({}, {"persistent": True, "lazy_rescale": True}, {"persistent": True, "queries_ahead": True}):
+    others = ({"lazy_rescale": True}, {"queries_ahead": True}, {"woven": True})
+    for forms in ({}, *({"persistent": True} | more for more in others)):
         op.ATTENTIONS.clear()
         tile = forward_tile(192, threads=384) if dim == 64 else forward_tile(128)
         kernels.update(forward=tile.in_form(**forms))

@@ -38,7 +38,7 @@ from attention_engine.plan.hopper import (
     walks_turn,
     why_not_over_keys,
 )
-from attention_engine.plan.rules import ONE_CHAIN
+from attention_engine.plan.rules import ONE_CHAIN, WHOLE_DESCRIPTORS
 from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 
@@ -231,6 +231,21 @@ def test_queries_come_ahead_where_a_block_of_them_has_few_steps(dim, length, mas
     metas = [meta_tensor(2, 4, length, dim, dtype=torch.float16)] * 3
     engine = AttentionEngine(metas, None, scale(0.1), mask, OnlineSoftmax(), device=arch.H100())
     assert engine._kernels("cuda").tiles.forward.queries_ahead is ahead
+
+
+@pytest.mark.parametrize(
+    ("name", "woven"),
+    [
+        ("mha-64.softmax.full.8192", True), ("vit.softmax.full.4096", True), ("mha-64.softmax.causal.8192", False),
+        ("mha-64.softmax.window.8192", False), ("mha-64.alibi.full.8192", False), ("mha-64.softcap.full.8192", False),
+        ("mha-64.retention.full.8192", False), ("mha-64.sigmoid.full.8192", False), ("mha-64.relu.full.8192", False),
+        ("mha-64.softmax.full.2048", False), ("mha-128.softmax.full.8192", False),
+    ],
+)  # fmt: skip
+def test_what_stands_among_exponentials_where_pairs_are_products_and_none_is_masked(name, woven):
+    (case,) = find(name)
+    made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
+    assert made.tiles.forward.woven is woven and (WHOLE_DESCRIPTORS in made.plan.forward.rules) is woven
 
 
 def test_blocks_beside_sends_end_with_their_item():

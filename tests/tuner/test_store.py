@@ -44,7 +44,7 @@ def test_the_file_reads_as_the_design_says(tmp_path):
             "tile": {
                 "q": 128, "kv": 64, "threads": 256, "stages": 2, "shared_weights": False, "specialised": False,
                 "skewed_sums": False, "persistent": False, "lazy_rescale": False, "queries_ahead": False,
-                "drops_apart": False,
+                "drops_apart": False, "woven": False,
             },
             "time_us": 10.0, "tried": 3, "when": "2026-01-01T00:00:00Z",
         }],

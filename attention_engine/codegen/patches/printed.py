@@ -32,6 +32,7 @@ from typing import Any
 
 from attention_engine.codegen.patches.carried import with_carried_sums
 from attention_engine.codegen.patches.choices import with_pairs_dropped, with_whole_products
+from attention_engine.codegen.patches.descriptors import with_whole_descriptors
 from attention_engine.codegen.patches.ended_reads import with_ended_reads
 from attention_engine.codegen.patches.matrices import with_stored_matrices
 from attention_engine.codegen.patches.scope import Patch, Undo
@@ -84,13 +85,14 @@ def put() -> Undo:
 @contextlib.contextmanager
 def rewriting(
     uniform_groups: bool = False, one_chain: bool = False, held_barriers: bool = False, held_threads: bool = False,
-    stored_matrices: bool = False,
+    stored_matrices: bool = False, whole_descriptors: bool = False,
 ) -> Iterator[None]:  # fmt: skip
     """Kernels that this thread compiles inside are ours; those of others stay as they are."""
     asked = {
         with_ended_reads: True, with_pairs_dropped: True, with_whole_products: True, in_chains: not one_chain,
         with_uniform_groups: uniform_groups, with_held_barriers: held_barriers, with_held_threads: held_threads,
         with_stored_matrices: stored_matrices, with_turned_bits: held_threads, with_carried_sums: held_threads,
+        with_whole_descriptors: whole_descriptors,
     }  # fmt: skip
     _ours.rules = [rule for rule, wanted in asked.items() if wanted]
     try:

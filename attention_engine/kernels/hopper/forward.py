@@ -10,7 +10,9 @@ Where products bound a step, groups issue them in turns. Two wait for the output
 row maxima, so that the output is multiplied by its rows' factors while exponentials are made; three, and two whose
 factors are made of weights, when they have those. Elsewhere the second of two starts when the first has weights. Sums
 of weights stay in parts, one for each thread of a row: joined at each step, they keep ptxas from setting
-multiplications between exponentials.
+multiplications between exponentials. HopperForward(woven=True): three wait as two do, and sums take weights in the
+order in which those are made and packed. ptxas then sets a sum, half a packing and half a multiplication of the output
+behind each exponential.
 
 HopperForward(persistent=True): as many blocks as the GPU runs at once, each of which walks over work items (items.py).
 The copying warp goes on to the next item's tiles while the others end the present one, and tells them by shared memory

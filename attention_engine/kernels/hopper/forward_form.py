@@ -138,7 +138,8 @@ class ForwardForm(Form):
     def waits_early(self) -> bool:
         """Does a step wait for the output of the step before when it has its row maxima, not when it has weights?"""
         factors_are_early = self.schedule.rescale is None or self.schedule.rescales_early
-        return self.takes_turns and self.tile.threads == 2 * GROUP and factors_are_early
+        groups_wait = self.tile.threads == 2 * GROUP or self.tile.woven
+        return self.takes_turns and groups_wait and factors_are_early
 
     @cached_property
     def weighs_first(self) -> bool:
