@@ -52,6 +52,9 @@ ROOMY = {
     "capped_forward": ("forward", "mha-128.softcap.full.2048"),
     "brief_forward": ("forward", "vit.softmax.full.1024"),
     "woven_forward": ("forward", "mha-64.softmax.full.8192"),
+    "grouped_ordered_backward": ("backward", "llama-8b.softmax.full.4096", True),
+    "ordered_backward": ("backward", "mha-128.softmax.full.4096", True),
+    "causal_ordered_backward": ("backward", "mha-128.softmax.causal.4096", True),
 }
 IN_MEMORY = ("deep_backward", "ungrouped_deep_backward", "widest_backward")
 
@@ -101,12 +104,12 @@ def lower_default_sums_of_diagonals(kv_heads, dtype):
     return codegen_compile.lower_kernel(kernels.backward.prim_func, arch.H100(), pass_configs=kernels.backward.configs)
 
 
-def lower_case(kernel, name):
+def lower_case(kernel, name, deterministic=False):
     (case,) = find(name)
     made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
     maths = made.maths.wanting(())
     tiles = default_tiles(made.problem, maths, arch.H100(), hints_of(case.metas()))
-    source = getattr(Kernels(maths, made.problem, tiles, arch.H100(), deterministic=False), kernel)
+    source = getattr(Kernels(maths, made.problem, tiles, arch.H100(), deterministic), kernel)
     return codegen_compile.lower_kernel(source.prim_func, arch.H100(), pass_configs=source.configs)
 
 

@@ -232,6 +232,14 @@ class KeyForm(Form):
         spill four bytes for it."""
         return len(self.row_names) > 0
 
+    @cached_property
+    def walks_back_in_order(self) -> bool:
+        """Do blocks that add to dQ in order walk from the last queries to the first? Where all meet the same tiles they
+        need not: those of grouped heads then hold one number less, without which their products wait for one another
+        (ptxas C7512)."""
+        alike = not self.plan.bounds.bounds and self.problem.group > 1
+        return self.tile.in_order and not (self.blocks.latest_first or alike)
+
     def walk(
         self, buffers: Buffers, batch: Any, kv_head: Any, block: Any, handed: HandedQueries | None = None,
         sizes: Sizes | None = None, known: Mapping[Expr, Any] = NO_NUMBERS, index: Any = None,
@@ -242,6 +250,6 @@ class KeyForm(Form):
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         backwards = self.blocks.walks_back(index) if index is not None else None
-        backwards = True if self.tile.in_order and not self.blocks.latest_first else backwards
+        backwards = True if self.walks_back_in_order else backwards
         by_heads = walks_by_heads(self.problem, self.tile, self.plan)
         return QueryWalk(of, buffers, batch, kv_head, block, handed, backwards, by_heads)
