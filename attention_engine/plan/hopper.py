@@ -136,11 +136,9 @@ def starts_latest_first(tile: Tile, plan: TilePlan) -> bool:
 def may_start_apart(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """May blocks of a head that add to dQ in order start their walks a part of it apart? All meet the same tiles.
 
-    Head dim 64, whose blocks take few registers more, is as fast without. Grouped heads, of which a block of keys
-    walks one after another, are faster without: on an H100, 32/8 heads, S 4096, in a ring 0.592 of the default, in a
-    chain 0.721."""
-    alone = problem.group == 1 and (problem.dim, problem.dim_v) == (128, 128)
-    return alone and tile.in_order and not plan.later_is_longer
+    Head dim 64, whose blocks take few registers more, is as fast without. Grouped heads then walk over one head after
+    another (`walks_by_heads`)."""
+    return tile.in_order and not plan.later_is_longer and (problem.dim, problem.dim_v) == (128, 128)
 
 
 def start_apart(tile: Tile, keys: int, places: int) -> bool:
@@ -215,11 +213,11 @@ def walks_over_listed_keys(problem: Problem, schedule: BackwardSchedule, plan: T
 def walks_by_heads(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """Does a block over keys walk over all queries of one head, and then over those of the next?
 
-    Where blocks that run together see other queries (windows, documents), they read at as many places as there are
-    blocks. The L2 cache holds those of one head of each group, not of all. The form that has pairs in turn has no
-    registers left for it.
+    Where blocks that run together see other queries (windows, documents, walks that start apart), they read at as many
+    places as there are blocks. The L2 cache holds those of one head of each group, not of all. The form that has pairs
+    in turn has no registers left for it.
     """
-    apart = plan.mapped or bool(plan.bounds.bounds)
+    apart = plan.mapped or bool(plan.bounds.bounds) or may_start_apart(problem, tile, plan)
     grouped = problem.group > 1 and not plan.by_head and not pairs_in_turn(problem, tile)
     return grouped and apart and not walks_turn(problem, tile, plan)
 

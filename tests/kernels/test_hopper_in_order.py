@@ -62,10 +62,11 @@ def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
 
 
 @pytest.mark.usefixtures("memory_holds_nan")
-def test_blocks_of_a_head_start_their_walks_apart(chosen_tiles, monkeypatch):
+@pytest.mark.parametrize(("group", "keys"), [(1, 400), (2, 300)])
+def test_blocks_of_a_head_start_their_walks_apart(group, keys, chosen_tiles, monkeypatch):
     chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
     monkeypatch.setattr("attention_engine.plan.hopper.start_apart", lambda *_: True)
-    shape = Shape(2, 420, 400, 2, 2, 128, 128)
+    shape = Shape(2, 420, keys, 2, 2 // group, 128, 128)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     meta = shape.meta(torch.float16)
     engine = AttentionEngine(meta, None, scale(0.1), None, OnlineSoftmax(), backend="interpret", deterministic=True)
@@ -75,7 +76,7 @@ def test_blocks_of_a_head_start_their_walks_apart(chosen_tiles, monkeypatch):
         gradients = torch.autograd.grad(engine(*leaves), leaves, tensors["do"][first:].contiguous())
         found.append([gradient[-1] for gradient in gradients])
     (made,) = [k for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
-    assert made.plan.numbers(2, 420, 400)[APART] == 1
+    assert made.plan.numbers(2, 420, keys)[APART] == 1
     exact = [tensors[n][1:].double().requires_grad_() for n in "qkv"]
     o = plain.attention(*exact, "softmax", score=plain.scaled(0.1))
     true = torch.autograd.grad(o, exact, tensors["do"][1:].double())
@@ -101,20 +102,6 @@ def test_blocks_start_apart_where_all_of_two_heads_run_at_once():
     tile = Tile(80, 128, 256, 2, HopperKeys())
     assert all(start_apart(tile, keys, 132) for keys in (128, 1000, 1024, 2048, 8192, 66 * 128))
     assert not any(start_apart(tile, keys, 132) for keys in (3072, 66 * 128 + 1, 16384))
-
-
-@pytest.mark.parametrize("heads", [2, 4], ids=["alone", "grouped"])
-def test_blocks_of_grouped_heads_start_with_the_same_tile(heads, chosen_tiles, monkeypatch):
-    chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
-    monkeypatch.setattr("attention_engine.plan.hopper.start_apart", lambda *_: True)
-    shape = Shape(2, 420, 400, heads, 2, 128, 128)
-    engine = AttentionEngine(
-        shape.meta(torch.float16), None, scale(0.1), None, OnlineSoftmax(), backend="interpret", deterministic=True
-    )
-    q, k, v = (shape.tensors(torch.float16, "cpu", 0)[n].requires_grad_() for n in "qkv")
-    engine(q, k, v).sum().backward()
-    (made,) = [k for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
-    assert (made.plan.numbers(2, 420, 400)[APART] == 1) == (heads == 2)
 
 
 def test_who_makes_delta_changes_no_bit(chosen_tiles):

@@ -9,7 +9,7 @@ as the one before it leaves, and only the first blocks wait, for their start.
 
 Where a GPU runs all blocks of two heads at once, they start their walks a part of it apart, at head dim 128
 (kernels/apart.py): none waits for its start. The order at a tile is then that of a ring: the block that starts there,
-those of later keys, and then those of the first keys on.
+those of later keys, and then those of the first keys on. Blocks of grouped heads do so in each head, one after another.
 
 Where later keys have fewer queries, as under a causal mask, those of later keys add first, and start first. All walk up
 from their own keys: at the same time a block is a tile or two behind the block of the keys after its own, which has
