@@ -106,10 +106,15 @@ class PairOperands:
         """The gradients of products become an operand of dK, and of dQ if all threads read them. Where dV is issued
         early, `issue_results` lets threads meet."""
         T.copy(self.gradients, self.gradients_packed)
-        if self.form.shares_gradients:
-            T.copy(self.gradients_packed, self.gradients_shared[at.number % 2, :, :])
+        if self.form.shares_gradients and not self.form.shares_behind_dv:
+            self.share_gradients(at)
             if not self.form.issues_dv_early:
                 meet(self.form.tile.threads)
+
+    @macro_method
+    def share_gradients(self, at: Step) -> None:
+        """All threads will read them, for dQ."""
+        T.copy(self.gradients_packed, self.gradients_shared[at.number % 2, :, :])
 
     def weights_for_dv(self, at: Step) -> Any:
         """The operand of dV."""

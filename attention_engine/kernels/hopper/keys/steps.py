@@ -281,12 +281,13 @@ def issue_results(work: Work, at: Step) -> None:
     """What a step adds to dV, its dQ, and what it adds to dK are on their way. The next step's queries are there."""
     form, memory, pairs, results = work.form, work.memory, work.memory.pairs, work.memory.results
     k, queries, output_gradients = memory.keys.tile, memory.queries, memory.output_gradients
-    if form.hides_additions:
+    if form.issues_dv_early and not form.shares_behind_dv:
         T.fence_proxy_async()
     T.wgmma_gemm(pairs.weights_for_dv(at), output_gradients.tile[at.stage, :, :], results.dv, policy=form.policy)
+    if form.shares_behind_dv:
+        pairs.share_gradients(at)
+        T.fence_proxy_async()
     if form.issues_dv_early:
-        if not form.hides_additions:
-            T.fence_proxy_async()
         T.sync_threads(COMPUTE, form.tile.threads)
     if form.with_dq:
         if form.transposes_dq:
