@@ -17,7 +17,16 @@ from typing import Any, Literal, TypeVar
 
 from attention_engine import folders, settings
 from attention_engine.arch import Arch
-from attention_engine.codegen.patches import descriptors, fences, headers, matrices, patched, printed, wait_groups
+from attention_engine.codegen.patches import (
+    descriptors,
+    extremes,
+    fences,
+    headers,
+    matrices,
+    patched,
+    printed,
+    wait_groups,
+)
 from attention_engine.codegen.patches.later import imported_later
 from attention_engine.codegen.patches.proofs import with_quick_proofs
 from attention_engine.codegen.tir_types import Function, Printed
@@ -228,7 +237,8 @@ def tilelang_target(arch: Arch) -> dict[str, str]:
 def work_arounds(arch: Arch, pass_configs: Mapping[str, object]) -> list[str]:
     """Flags for nvcc that say which of our changes to TileLang a kernel was made with."""
     waits = wait_groups.FLAGS if needs_wait_fix(arch, pass_configs) else []
-    return [*waits, *printed.FLAGS, *(fences.FLAGS if arch.has_wgmma else [])]
+    of_three = extremes.FLAGS if extremes.has_such(arch.target) else []
+    return [*waits, *printed.FLAGS, *(fences.FLAGS if arch.has_wgmma else []), *of_three]
 
 
 def needs_wait_fix(arch: Arch, pass_configs: Mapping[str, object]) -> bool:
@@ -312,9 +322,11 @@ def _asked_of_nvcc(nvcc: Path, cuda: str, arch: Arch, flags: Sequence[str]) -> s
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cu"
         source.write_text(cuda)
-        output = ["-o", str(source.with_suffix(".cubin")), str(source)]
         command = [str(nvcc), "--cubin", "-O3", "-w", "-std=c++20", f"-arch={arch.target}", *flags, *includes]
-        return subprocess.run([*command, "-Xptxas", "-v", *output], capture_output=True, text=True, check=False)
+        command += ["-Xptxas", "-v", "-o", str(source.with_suffix(".cubin"))]
+        keep = ["--keep", f"--keep-dir={folder}"] if extremes.has_such(arch.target) else []
+        done = subprocess.run([*command, *keep, str(source)], capture_output=True, text=True, check=False)
+        return (extremes.compiled(command, Path(folder)) if keep and done.returncode == 0 else None) or done
 
 
 def parse_resources(report: str, dynamic_shared: int) -> Resources:

@@ -28,7 +28,7 @@ from tvm import ir, tirx  # noqa: E402
 
 from attention_engine import AttentionEngine, arch, library, meta_tensor  # noqa: E402
 from attention_engine.codegen import patches  # noqa: E402
-from attention_engine.codegen.compile import lower_kernel  # noqa: E402
+from attention_engine.codegen.compile import compile_kernel, lower_kernel  # noqa: E402
 from attention_engine.codegen.patches import (  # noqa: E402
     PATCHES,
     carried,
@@ -53,6 +53,7 @@ from tests.codegen import flash  # noqa: E402
 from tests.codegen.at_pass import at_pass, seconds  # noqa: E402
 from tests.codegen.runs import passes_of, placed_by_hand  # noqa: E402
 from tests.codegen.test_compile import causal_sum  # noqa: E402
+from tests.codegen.test_extremes import loses_a_minus  # noqa: E402
 from tests.codegen.test_host_code import needs_compilers, watched  # noqa: E402
 
 RULES = (carried, choices, descriptors, ended_reads, matrices, swizzled)
@@ -576,3 +577,30 @@ def test_tilelang_proves_slowly():
     full = min(seconds(lower) for _ in range(2))
     quick = min(seconds(lambda: proofs.with_quick_proofs(lower)) for _ in range(2))
     assert quick < 0.8 * full, (quick, full)
+
+
+@needs_compilers
+def test_tilelang_leaves_to_ptxas_a_minus_that_it_loses(tmp_path):
+    assert loses_a_minus(tmp_path)
+
+
+@needs_compilers
+def test_a_kernel_whose_extremes_ptxas_gets_wrong_is_compiled_anew(tmp_path, monkeypatch):
+    """Three of a tile's numbers, one negated: as tile maps have them."""
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "theirs"))
+    started = watched(monkeypatch)
+    compiled = compile_kernel(largest_of_three(), arch.H100())
+    assert sum("--cubin" in words for words in started) == 2 and callable(compiled.run)
+    before = len(started)
+    compile_kernel(flash.largest_scores(keys=32), arch.H100())
+    assert sum("--cubin" in words for words in started[before:]) == 1
+
+
+def largest_of_three():
+    @T.prim_func
+    def largest_of_three(a: T.Tensor((128, 3), "int32"), o: T.Tensor((128,), "int32")):
+        with T.Kernel(1, threads=128):
+            for i in T.Parallel(128):
+                o[i] = T.max(T.max(a[i, 0], 0 - a[i, 1]), a[i, 2])
+
+    return largest_of_three

@@ -13,7 +13,7 @@ import torch
 from attention_engine import AttentionEngine, library
 from attention_engine.plan.long_sequences import are_long
 from tests import packed_cases, plain
-from tests.packed_cases import CASES, io_of, sequence_by_sequence, starts, tensors, with_gradients
+from tests.packed_cases import CASES, Case, io_of, sequence_by_sequence, starts, tensors, with_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +84,18 @@ def test_deterministic_gradients_are_the_same_bits_in_each_run(name, dim):
     first, again = (with_gradients(call(case, engine, qkv, custom), qkv, custom) for _ in range(2))
     assert all(torch.equal(first[n], again[n]) for n in first)
     check(case, torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_that_one_query_sees_in_a_window_get_their_gradients(dim, deterministic):
+    """Their map of tiles is made of extremes of places, in which ptxas lost a minus (codegen/patches/extremes.py)."""
+    case = Case(
+        "one query", {"mask_mod": library.sliding_window(333)}, packed_cases.scaled,
+        lambda c, at: (at.q - at.kv <= 333) & (at.q >= at.kv),
+        lengths=(500, 1, 0, 900), key_lengths=(700, 300, 20, 400),
+    )  # fmt: skip
+    _, found = check(case, torch.bfloat16, deterministic=deterministic)
+    assert all(found[n][700:1000].any(-1).all() for n in ("dk", "dv"))
 
 
 def test_what_a_neighbour_holds_reaches_nobody(dim):

@@ -5,6 +5,7 @@ later, finds it as it is.
 """
 
 from attention_engine.codegen.patches import (
+    extremes,
     fences,
     headers,
     host_code,
@@ -21,7 +22,8 @@ from attention_engine.codegen.patches import (
 from attention_engine.codegen.patches.scope import Patch, Scope
 
 PATCHES: tuple[Patch, ...] = (
-    remembered.PATCH, shared_names.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH, headers.PATCH,
+    remembered.PATCH, shared_names.PATCH, wait_groups.PATCH, fences.PATCH, printed.PATCH, quiet.PATCH,
+    extremes.PATCH, headers.PATCH,
     host_code.PATCH, lines.PATCH, idle.PATCH, layouts.PATCH, masked.PATCH,
 )  # fmt: skip
 patched = Scope(PATCHES)
