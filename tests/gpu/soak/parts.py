@@ -84,9 +84,9 @@ def padded_documents(sizes: Sizes, generator: torch.Generator) -> dict[str, Tens
 
 
 def unlike_documents(sizes: Sizes, generator: torch.Generator) -> dict[str, Tensor]:
-    """Documents that have more or fewer keys than queries, and of some one alone: ids of queries and keys, where they
-    start in all batches together, and how far the place of a query is ahead of its index: the last one stands at the
-    last key."""
+    """Documents that have more or fewer keys than queries, of some one alone, amid them one with a query at most: ids
+    of queries and keys, where they start in all batches together, and how far the place of a query is ahead of its
+    index: the last one stands at the last key."""
     make = torch.Generator().manual_seed(generator.initial_seed())
     device, ids, ahead, starts = generator.device, ([], []), [], [[0], [0]]
     for row in range(sizes.batch):
@@ -97,6 +97,10 @@ def unlike_documents(sizes: Sizes, generator: torch.Generator) -> dict[str, Tens
             found = torch.cat([found, found.new_zeros(count + 1 - len(found))])  # the last has none of either
             if count > 2 and row % 2 == absent:
                 found[0], found[1] = 0, found[0] + found[1]
+            if count > 3 and not absent:  # of queries, all but one go to the next
+                amid = count // 2
+                left = (found[amid] - 1).clamp(min=0)
+                found[amid], found[amid + 1] = found[amid] - left, found[amid + 1] + left
             both.append(found)
         ends = [lengths.cumsum(0) for lengths in both]
         for side, lengths in enumerate(both):
