@@ -5,7 +5,7 @@ A whole row of queries goes by blocks, so that no tensor is larger than BLOCK nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from tests import plain
 from tests.gpu.soak.programs import Program
 
 BLOCK = 1 << 24
-ROUNDING = "dq by rounding"
+ROUNDING = {"dq": "dq by rounding", "dk": "dk by rounding"}
 Named = dict[str, Tensor]
 
 
@@ -54,17 +54,19 @@ def rows_of(
     return o, lse, x, weights
 
 
-def _by_rounding(program: Program, d_o: Tensor, o: Tensor, scores: Tensor, weights: Tensor, q: Tensor) -> Tensor:
-    """How far dq is off where the row sum of o * dO is taken of an o rounded to q's dtype, as every fused kernel does.
+def _by_rounding(
+    program: Program, d_o: Tensor, o: Tensor, scores: Tensor, weights: Tensor, leaves: Sequence[Tensor]
+) -> list[Tensor]:  # fmt: skip
+    """How far gradients of leaves are off where the row sum of o * dO is taken of an o rounded to q's dtype, as every
+    fused kernel does.
 
     Such a row sum is subtracted from each pair's gradient. Eager PyTorch sums over weights instead, which is luckier in
-    rows of one large weight.
+    rows of one large weight. A key that many queries see has the mean of their luck; one that a query sees has its own.
     """
     if program.kind != "softmax":
-        return torch.zeros_like(q)
+        return [torch.zeros_like(x) for x in leaves]
     off = ((o.to(program.dtype).to(o.dtype) - o) * d_o).sum(-1, keepdim=True)
-    (found,) = torch.autograd.grad(scores, q, (-off * weights).detach().to(scores.dtype), retain_graph=True)
-    return found
+    return list(torch.autograd.grad(scores, leaves, (-off * weights).detach().to(scores.dtype), retain_graph=True))
 
 
 def sampled_rows(program: Program, given: Inputs, rows: Tensor, double: bool) -> Named:
@@ -75,9 +77,9 @@ def sampled_rows(program: Program, given: Inputs, rows: Tensor, double: bool) ->
         leaves = _leaves(given, b, kv_heads, rows, keys, program.group, double)
         heads = slice(0, program.heads)
         o, lse, x, weights = rows_of(program, given, b, kv_heads, rows, keys, {}, leaves, double)
-        off = _by_rounding(program, _arriving(given, b, heads, rows, o), o, x, weights, leaves["q"])
+        (off,) = _by_rounding(program, _arriving(given, b, heads, rows, o), o, x, weights, [leaves["q"]])
         (dq,) = _gradients(program, given, b, heads, rows, o, lse, [leaves["q"]])
-        found.append({"o": o.detach(), "dq": dq, ROUNDING: off} | ({} if lse is None else {"lse": lse.detach()}))
+        found.append({"o": o.detach(), "dq": dq, ROUNDING["dq"]: off} | ({} if lse is None else {"lse": lse.detach()}))
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
@@ -91,20 +93,25 @@ def whole_head(program: Program, given: Inputs, batches: list[int], kv_head: int
     totals = {n: torch.zeros_like(x, dtype=wide) for n, x in learned.items()}
     for b in batches:
         dk, dv = (torch.zeros_like(x[b, :, kv_head], dtype=wide) for x in (given.k, given.v))
+        dk_off = torch.zeros_like(dk)
         parts = []
         for rows, keys in _blocks(program, given, b, heads):
             leaves = _leaves(given, b, kv_heads, rows, keys, program.group, double)
             o, lse, x, weights = rows_of(program, given, b, kv_heads, rows, keys, learned, leaves, double)
-            off = _by_rounding(program, _arriving(given, b, heads, rows, o), o, x, weights, leaves["q"])
+            both = [leaves["q"], leaves["k"]]
+            off, of_keys = _by_rounding(program, _arriving(given, b, heads, rows, o), o, x, weights, both)
             wanted = [*leaves.values(), *learned.values()]
             dq, dk_part, dv_part, *rest = _gradients(program, given, b, heads, rows, o, lse, wanted)
             dk[keys] += dk_part[0]
+            dk_off[keys] += of_keys[0]
             dv[keys] += dv_part[0]
             for name, gradient in zip(learned, rest, strict=True):
                 totals[name] += gradient
-            parts.append({"o": o.detach(), "dq": dq, ROUNDING: off} | ({} if lse is None else {"lse": lse.detach()}))
+            parts.append(
+                {"o": o.detach(), "dq": dq, ROUNDING["dq"]: off} | ({} if lse is None else {"lse": lse.detach()})
+            )
         joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-        found.append(joined | {"dk": dk, "dv": dv})
+        found.append(joined | {"dk": dk, "dv": dv, ROUNDING["dk"]: dk_off})
     return {n: torch.stack([one[n] for one in found]) for n in found[0]} | {f"d{n}": x for n, x in totals.items()}
 
 
