@@ -8,6 +8,7 @@ import torch
 from attention_engine import AttentionEngine
 from attention_engine import library as lib
 from attention_engine.passes.maths import analyse
+from attention_engine.runtime.op import ATTENTIONS
 from attention_engine.runtime.program_kernels import ProgramKernels
 from tests.cases import Shape
 from tests.kernels.test_hopper_interpret import forward_tile, kernels, key_tile, ran, skew  # noqa: F401 - a fixture
@@ -40,6 +41,15 @@ def test_kernels_of_a_part_keep_the_rule(name, kernels):  # noqa: F811
         part, floor = (PART, LATE)[turn], 2e-3
         assert errors(score, mask, WHOLE, part, torch.float16, floor, dims=dims, backend="interpret")
     assert ran("forward" if "forward" in tiles else "backward")
+
+
+@pytest.mark.parametrize(("pair", "held"), [(("scaled", "offset"), True), (("alibi", "causal"), False)])
+def test_rows_come_to_registers_where_pairs_read_starts_alone(pair, held, kernels):  # noqa: F811
+    kernels.update(backward=key_tile(80))
+    assert errors(*pair, WHOLE, PART, torch.float16, 2e-3, dims=(128, 128), kv_heads=2, backend="interpret")
+    made = [k.backward for a in ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    (script,) = {kernel.prim_func.script() for kernel in made if "compiled" in vars(kernel)}
+    assert "custom__starts" in script and [f"row{n}_held" in script for n in range(2)] == [held] * 2
 
 
 @pytest.mark.parametrize("tile", [forward_tile(128), forward_tile(128, persistent=True)], ids=["grid", "persistent"])

@@ -10,7 +10,7 @@ from typing import Any
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem
-from attention_engine.ir.program import Backward, row_variable
+from attention_engine.ir.program import STARTS, Backward, row_variable
 from attention_engine.kernels.apart import Apart
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
@@ -127,9 +127,10 @@ class KeyForm(Form):
 
     @cached_property
     def has_few_rows(self) -> bool:
-        """Are there registers for rows of numbers? Where a mask has one bound at most and pairs read no custom inputs:
-        others' products would wait for registers (ptxas C7512)."""
-        return self.is_plain_grid and not (self.plan.mapped or self.problem.custom or len(self.plan.bounds.bounds) > 1)
+        """Are there registers for rows of numbers? Where a mask has one bound at most and pairs read no custom inputs
+        but where queries and keys start: others' products would wait for registers (ptxas C7512)."""
+        read = any(name != STARTS for name, *_ in self.problem.custom)
+        return self.is_plain_grid and not (self.plan.mapped or read or len(self.plan.bounds.bounds) > 1)
 
     @cached_property
     def holds_late_rows(self) -> bool:
