@@ -8,6 +8,7 @@ import torch
 from attention_engine import AttentionEngine
 from attention_engine import library as lib
 from attention_engine.passes.maths import analyse
+from attention_engine.runtime.moved import Portion, call_portion
 from attention_engine.runtime.op import ATTENTIONS
 from attention_engine.runtime.program_kernels import ProgramKernels
 from tests.cases import Shape
@@ -50,6 +51,39 @@ def test_rows_come_to_registers_where_pairs_read_starts_alone(pair, held, kernel
     made = [k.backward for a in ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
     (script,) = {kernel.prim_func.script() for kernel in made if "compiled" in vars(kernel)}
     assert "custom__starts" in script and [f"row{n}_held" in script for n in range(2)] == [held] * 2
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.01], ids=["mask", "score"])
+def test_starts_are_not_read_behind_additions(slope, kernels):  # noqa: F811
+    """A mask's are read where partial tiles ask for them; a score's once for all heads of a block."""
+    kernels.update(backward=key_tile(80))
+    torch.manual_seed(0)
+    q, k, v, d_o = (torch.randn(1, n, h, 128, dtype=torch.float16) for n, h in ((200, 4), (260, 2), (260, 2), (200, 4)))
+
+    def engine(first, **how):
+        """Whose queries stand there and behind it."""
+
+        def score(s, custom, b, h, q_idx, kv_idx):
+            return s * 0.1 - slope * (q_idx + first - kv_idx)
+
+        return AttentionEngine(score_mod=score, mask_mod=lib.causal_from(first), **how)
+
+    def gradients(attend, *tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        return torch.autograd.grad(attend(*leaves), leaves, d_o.to(tensors[0].dtype))
+
+    sizes = {"batch": 1, "heads": 4, "seq_len": 270, "seq_len_kv": 260}
+    part = Portion(torch.tensor([[0, 0, 70, 0]], dtype=torch.int32), ("seq_len",), sizes)
+    found = gradients(lambda *t: call_portion(engine(0, backend="interpret"), part, *t, []), q, k, v)
+    made = [k.backward for a in ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    exact = gradients(engine(70, backend="reference"), *(t.double() for t in (q, k, v)))
+    assert all((a - b).norm() < 1e-3 * b.norm() for a, b in zip(found, exact, strict=True))
+    (script,) = {kernel.prim_func.script() for kernel in made if "compiled" in vars(kernel)}
+    lines = script.splitlines()
+    loop = max(n for n, line in enumerate(lines) if "for step in" in line)
+    partial = next(n for n, line in enumerate(lines) if n > loop and "if partial" in line)
+    in_steps = [n for n, line in enumerate(lines) if n > loop and "custom__starts[" in line]
+    assert not in_steps if slope else in_steps and min(in_steps) > partial
 
 
 @pytest.mark.parametrize("tile", [forward_tile(128), forward_tile(128, persistent=True)], ids=["grid", "persistent"])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from attention_engine.ir.expr import Expr, topological
+from attention_engine.ir.expr import Axis, Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem
-from attention_engine.ir.program import STARTS, Backward, row_variable
+from attention_engine.ir.program import STARTS, Backward, is_start, row_variable
 from attention_engine.kernels.apart import Apart
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
@@ -233,6 +233,30 @@ class KeyForm(Form):
     def only_head(self) -> bool:
         """Has a block's key head one query head? What that head's block values are is then known before a step."""
         return self.problem.group == 1
+
+    @cached_property
+    def of_heads(self) -> list[tuple[Expr, Expr]]:
+        """The values of a block that its query heads share, known before its steps. Of several heads of a part these
+        are starts that pairs read: a step's reads would stand behind the additions of the step before, in the same
+        queue. Where pairs read more, registers are too few."""
+        if self.only_head:
+            return list(self.schedule.block)
+        shared = [(v, e) for v, e in self.schedule.block if Axis.HEAD not in e.axes]
+        early = self.of_pairs if self.has_few_rows else ()
+        return shared if self.within else [(v, e) for v, e in shared if is_start(e) and v in early]
+
+    @cached_property
+    def of_steps(self) -> list[tuple[Expr, Expr]]:
+        """The values of a block that each step makes, for its head. Starts that a mask alone reads are none of them:
+        they are read where a partial tile asks for them."""
+        before = dict(self.of_heads)
+        return [(v, e) for v, e in self.schedule.block if v not in before and (v in self.of_pairs or not is_start(e))]
+
+    @cached_property
+    def of_pairs(self) -> Collection[Expr]:
+        """What weights and gradients read, whatever the mask says."""
+        schedule = self.schedule
+        return topological(schedule.weights, schedule.product_gradient, *(e for _, e in schedule.pair_gradients))
 
     @cached_property
     def holds_row(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from attention_engine.ir.expr import Axis, Expr
+from attention_engine.ir.expr import Expr
 from attention_engine.ir.program import row_variable
 from attention_engine.kernels import workspace
 from attention_engine.kernels.common import Buffers, Corners, Place, block_values, reader, window
@@ -49,9 +49,8 @@ from attention_engine.passes.within_sequences import KEYS
 class Work:
     """The item that the computing threads of a block are at.
 
-    first_row: the row of the block's first query head among all heads and batches. only_head: the block's values of its
-    only query head, or none where it has several; of packed sequences, those that all heads share. tile_after: where
-    the first block to add to dQ stores, the `tiles_first`.
+    first_row: the row of the block's first query head among all heads and batches. of_heads: the block's values, those
+    that its query heads share. tile_after: where the first block to add to dQ stores, the `tiles_first`.
     """
 
     form: KeyForm
@@ -61,7 +60,7 @@ class Work:
     walk: QueryWalk
     kv0: Any
     first_row: Any
-    only_head: Mapping[Expr, Any]
+    of_heads: Mapping[Expr, Any]
     thread: Any
     tile_after: Any = None
 
@@ -73,19 +72,16 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     item = replace(item, batch=batch, kv_head=kv_head)  # under names of their own, read once
     start_results(form, memory)
     own_read = reader(buffers, form.sizes.inside(form.problem, item.b, kv_head))
-    if form.within:
-        only_head = values_of_sequence(form, item, kv_head, own_read)
-    else:
-        only_head = block_values(form.schedule.block, batch, kv_head, own_read) if form.only_head else {}
+    of_heads = values_of_heads(form, item, kv_head, own_read)
     first_row = batch * form.problem.heads + kv_head * form.problem.group
     first_row = hold_value(first_row) if form.with_dq and form.holds_row else first_row
     T.barrier_wait(memory.keys.full, item.round.items % 2)
     T.barrier_wait(memory.values.full, item.round.items % 2)
     k, v = memory.keys.tile, memory.values.tile
     unseen = (k, v) if not memory.pairs.masks_gradients else (k,) if form.with_dq else ()
-    clear_behind(form, item, Place(item.b, kv_head, only_head if form.within else {}, own_read), kv0, unseen)
+    clear_behind(form, item, Place(item.b, kv_head, of_heads if form.within else {}, own_read), kv0, unseen)
     tile_after = tiles_first(form, buffers, item, walk) if form.tile.stores_first else None
-    work = Work(form, buffers, memory, item, walk, kv0, first_row, only_head, thread, tile_after)
+    work = Work(form, buffers, memory, item, walk, kv0, first_row, of_heads, thread, tile_after)
     if form.hides_additions:
         await_queries(work, 0)
     if form.holds_early_rows:  # noqa: SIM102 - Python's condition, then the kernel's
@@ -100,11 +96,10 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     finish_results(work)
 
 
-def values_of_sequence(form: KeyForm, item: KeyItem, kv_head: Any, read: Any) -> dict[Expr, Any]:
-    """Of packed sequences, those values of an item's block that its heads share: the notes know most of them."""
-    assert item.ends is not None, "they are noted"
-    known = item.ends.known()
-    others = [(v, e) for v, e in form.schedule.block if v not in known and (form.only_head or Axis.HEAD not in e.axes)]
+def values_of_heads(form: KeyForm, item: KeyItem, kv_head: Any, read: Any) -> dict[Expr, Any]:
+    """The values of an item's block that its heads share. Of packed sequences the notes know most of them."""
+    known = item.ends.known() if form.within else {}
+    others = [(v, e) for v, e in form.of_heads if v not in known]
     return {**known, **block_values(others, item.b, kv_head, read)}
 
 
@@ -233,11 +228,7 @@ def place_of(work: Work, head: Any) -> Place:
     """Where a step's pairs are: a query head, with its block values."""
     form, batch = work.form, work.item.b
     read = reader(work.buffers, form.sizes.inside(form.problem, batch, head))
-    if form.within:
-        of_head = [(v, e) for v, e in form.schedule.block if v not in work.only_head]
-        own = block_values(of_head, batch, head, read)
-        return Place(batch, head, {**work.only_head, **own}, read, form.problem.approximate)
-    values = work.only_head if form.only_head else block_values(form.schedule.block, batch, head, read)
+    values = {**work.of_heads, **block_values(form.of_steps, batch, head, read)}
     return Place(batch, head, values, read, form.problem.approximate)
 
 
