@@ -279,6 +279,7 @@ DROPPED = {(128, 128): 48}
 CROWDED_FORWARD, CROWDED_BACKWARD = Tile(128, 64, 128, 2), Tile(64, 64, 256, 2, Straight(shared_weights=True))
 NEEDS_REGISTERS = "its mask needs registers"
 BY_HEADS = "another kernel takes one head after another, not all heads of a tile"
+OF_ANY_SEQUENCE = "another kernel makes dQ, and a block of keys may hold several of the packed sequences"
 BESIDE_SENDS = "copies to other GPUs take SMs beside it"
 SHARED_KEYS = Tile(64, 64, 256, 2, HopperKeys(shared_weights=True))  # the warpgroups share the keys
 # By head dims, for light maths of pairs and for others.

@@ -51,7 +51,8 @@ def _of_kernels(asked: Asked, tuning: Tuning, *, forward: bool, backward: bool) 
     names += asked.kernels(True, tiles) if backward else []
     lines = []
     for name in names:
-        default = f"the default ({where_from(name, asked.problem, asked.maths, asked.target, asked.hints)})"
+        runs = asked.as_planned(tiles, name, asked.tile(tiles, name))
+        default = f"the default ({where_from(name, asked.problem, asked.maths, asked.target, asked.hints, runs)})"
         lines += _of_kernel(asked, tuning, name, tiles, known.get(name), default)
     return lines
 
@@ -79,7 +80,11 @@ def _of_kernel(asked: Any, tuning: Tuning, name: Any, tiles: Any, entry: Entry |
         where, tile = tuning.file(name), entry.tile
         source = f"from {where.path}" if where is not None else "measured by this process"
         source += f": {entry.time_us} us, the best of {entry.tried}, {entry.when}"
-    lines = [f"{key['kernel']}: {spell(tile)}", f"  {source}", f"  key {entry.name if entry else name_of(key)}"]
+    lines = [
+        f"{key['kernel']}: {spell(asked.as_planned(tiles, name, tile))}",
+        f"  {source}",
+        f"  key {entry.name if entry else name_of(key)}",
+    ]
     return lines + _others(asked, tuning, name, tiles)
 
 

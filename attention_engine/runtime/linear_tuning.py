@@ -93,6 +93,10 @@ class LinearAsked:
         """A kernel's tile."""
         return tile_of(tiles, kernel)
 
+    def as_planned(self, tiles: LinearTiles, kernel: str, tile: LinearTile) -> LinearTile:
+        """That tile as a plan runs it, which changes none."""
+        return tile
+
     def job(self, kernel: str, tiles: LinearTiles) -> LinearJob:
         """What a process needs to try tiles of a kernel."""
         return LinearJob(

@@ -136,6 +136,12 @@ class Asked:
         found: Tile = getattr(tiles, kernel)
         return found
 
+    def as_planned(self, tiles: Tiles, kernel: KernelName, tile: Tile) -> Tile:
+        """That tile as a plan runs it, which changes the form of some: of deterministic gradients, of listed keys."""
+        tiles = self.with_tile(tiles, kernel, tile)
+        plan = Kernels(self.maths, self.problem, tiles, self.target, self.deterministic).plan
+        return self.tile(plan.tiles, kernel)
+
     def with_tile(self, tiles: Tiles, kernel: KernelName, tile: Tile) -> Tiles:
         """The tiles with one kernel's replaced."""
         return dataclasses.replace(tiles, **{kernel: tile})

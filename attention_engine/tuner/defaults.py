@@ -15,7 +15,7 @@ from attention_engine.frontend.meta import Lengths
 from attention_engine.ir.problem import Problem
 from attention_engine.passes.maths import Maths
 from attention_engine.plan.attention import Tiles
-from attention_engine.plan.choice import Choice, choose
+from attention_engine.plan.choice import OF_ANY_SEQUENCE, Choice, choose
 from attention_engine.plan.forms import KERNEL_NAMES, KernelName, Tile
 from attention_engine.plan.targets import Target
 from attention_engine.tuner.entries import Entry, parse
@@ -76,10 +76,15 @@ def _straight(problem: Problem, target: Target) -> Tiles:
     return Tiles(*(tile for tile in found if isinstance(tile, Tile)))  # these tables hold no others
 
 
-def where_from(kernel: KernelName, problem: Problem, maths: Maths, target: Target, hints: Lengths | None) -> str:
-    """How the default of a kernel was found, and why it has its form."""
+def where_from(
+    kernel: KernelName, problem: Problem, maths: Maths, target: Target, hints: Lengths | None, runs: Tile
+) -> str:  # fmt: skip
+    """How the default of a kernel was found, and why it has its form; runs: that tile as a plan runs it."""
     measured = default_entry(kernel, problem, target).key["measured"]
     fits = "fits shared memory" if family(target) == "cdna" else "fits without spills"  # no compiler counted AMD's
     found = f"measured on {measured}" if measured != "no" else f"chosen by what {fits}, not measured"
-    why = _choice(problem, maths, target, hints).why.get(kernel)
+    choice = _choice(problem, maths, target, hints)
+    why = choice.why.get(kernel)
+    if getattr(choice.tiles, kernel).within_sequences and not runs.within_sequences:
+        why = OF_ANY_SEQUENCE
     return found if why is None else f"{found}; {why}"

@@ -54,6 +54,19 @@ def test_a_plan_has_a_kernel_for_them_where_heads_share_keys(heads, kv_heads, di
     assert not own or tiles["long"] == tiles["others"].in_form(by_heads=True)
 
 
+def test_a_report_says_where_blocks_of_keys_hold_several_sequences():
+    default, same_bits = (engine_of(8, 2, deterministic=of).explain("alike") for of in (False, True))
+    of_keys = "each block of keys lies in one of the packed sequences"
+    assert of_keys in default and of_keys not in same_bits
+    assert "a block of keys may hold several of the packed sequences" in same_bits
+    (line,) = [each for each in same_bits.splitlines() if each.startswith("backward over keys: ")]
+    assert "within sequences" not in line
+
+
+def test_a_report_says_that_blocks_add_to_dq_in_order():
+    assert "for Hopper, in order, stores first" in engine_of(8, 8, deterministic=True).explain()
+
+
 def test_one_head_after_another_asks_for_blocks_of_one_sequence():
     with pytest.raises(ValueError, match="within_sequences"):
         HopperKeys(by_heads=True)
