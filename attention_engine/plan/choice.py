@@ -233,9 +233,9 @@ FORWARD = {(32, 32): ((192, 128), (128, 128)), (64, 64): ((192, 128), (128, 128)
            (128, 128): ((128, 128),) * 2, (160, 160): ((128, 128),) * 2, (192, 128): ((128, 128),) * 2,
            (128, 256): ((128, 96),) * 2, (256, 256): ((128, 80),) * 2}  # fmt: skip
 # By head dims, another tile for full masks and light maths where its fewer waves count for more, and how much longer
-# its rows take. On an H100, 32 heads in all: 15 and 24 % faster at S 512 and 1024, as fast at 2048, 8 % slower at 8192;
-# its queries come ahead: 3 % faster at 2048.
-BRIEF = {(64, 64): (Tile(128, 176, 256, 2, HopperForward(persistent=True, queries_ahead=True)), 1.09)}
+# its rows take. On an H100, 32 heads in all, beside woven blocks: 18 % faster at S 1024, 2 and 5 % slower at 2048 and
+# 4096; its queries come ahead: 3 % faster at 2048.
+BRIEF = {(64, 64): (Tile(128, 176, 256, 2, HopperForward(persistent=True, queries_ahead=True)), 1.16)}
 # By head dims, where blocks are persistent because later queries see more keys, and how many keys a tile then has, if
 # others. On an H100, causal at S 2048 and 8192: 3 to 17 % faster; 128/256 and 256/256 at S 4096: 14 and 6 %.
 UNEVEN = {

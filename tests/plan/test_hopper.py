@@ -208,8 +208,9 @@ def test_products_take_turns_where_a_pair_takes_one_special_function(name, turns
 @pytest.mark.parametrize(
     ("batch", "heads", "length", "mask", "expected"),
     [
-        (8, 6, 1024, None, (128, 176)), (2, 16, 1024, None, (128, 176)), (2, 16, 8192, None, (192, 128)),
-        (2, 16, 1024, causal, (192, 128)), (None, 16, 1024, None, (192, 128)), (2, 16, None, None, (192, 128)),
+        (8, 6, 1024, None, (128, 176)), (2, 16, 1024, None, (128, 176)), (2, 16, 2048, None, (192, 128)),
+        (2, 16, 8192, None, (192, 128)), (2, 16, 1024, causal, (192, 128)), (None, 16, 1024, None, (192, 128)),
+        (2, 16, None, None, (192, 128)),
     ],
 )  # fmt: skip
 def test_blocks_are_lower_where_the_metas_say_that_a_last_wave_would_idle(batch, heads, length, mask, expected):
@@ -239,7 +240,7 @@ def test_queries_come_ahead_where_a_block_of_them_has_few_steps(dim, length, mas
         ("mha-64.softmax.full.8192", True), ("vit.softmax.full.4096", True), ("mha-64.softmax.causal.8192", False),
         ("mha-64.softmax.window.8192", False), ("mha-64.alibi.full.8192", False), ("mha-64.softcap.full.8192", False),
         ("mha-64.retention.full.8192", False), ("mha-64.sigmoid.full.8192", False), ("mha-64.relu.full.8192", False),
-        ("mha-64.softmax.full.2048", False), ("mha-128.softmax.full.8192", False),
+        ("mha-64.softmax.full.1024", False), ("mha-128.softmax.full.8192", False),
     ],
 )  # fmt: skip
 def test_what_stands_among_exponentials_where_pairs_are_products_and_none_is_masked(name, woven):
