@@ -27,7 +27,7 @@ PERSISTENT, BOTH = {"persistent": True}, {"persistent": True, "lazy_rescale": Tr
 HOPPER = {
     "forward": ("forward", HALF, 64, 64, PLAIN),
     "persistent_forward": ("forward", HALF, 64, 64, BOTH),
-    "queries": ("queries", HALF, 64),
+    "queries": ("queries", HALF, 32, 64),
     "preprocess": ("preprocess", HALF, 64),
     "postprocess": ("postprocess", HALF, 64),
     "wide_forward": ("forward", BRAIN, 128, 128, PLAIN),

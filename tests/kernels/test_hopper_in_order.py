@@ -21,6 +21,8 @@ ORDERS = {  # head dim, heads, how far on queries stand (None: no mask), queries
     "head dim 32": (32, (2, 2), 0, (300, 260)), "keys that all see": (128, (2, 2), 100, (200, 300)),
     "head dim 64, queries that see nothing": (64, (2, 2), -140, (270, 300)),
     "head dim 64, keys that all see": (64, (3, 3), 100, (200, 300)),
+    "grouped heads": (64, (4, 1), 0, (270, 280)), "grouped heads of a batch": (64, (4, 2), 0, (290, 290)),
+    "grouped heads, queries that see nothing": (64, (4, 1), -140, (270, 300)),
 }  # fmt: skip
 
 
@@ -50,8 +52,8 @@ def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
         and made.plan.tiles.backward.in_order
         and not made.plan.over_queries
     )
-    latest_first = starts_latest_first(made.plan.tiles.backward, made.plan.tile_plan)
-    assert latest_first == (dim == 64 and offset is not None)  # then nobody waits
+    latest_first = starts_latest_first(made.plan.problem, made.plan.tiles.backward, made.plan.tile_plan)
+    assert latest_first == (dim == 64 and offset is not None and heads[0] == heads[1])  # then nobody waits
     zeroed = "workspace" in made.plan.preprocess(()).writes
     assert zeroed == ("see nothing" in name) != made.plan.tiles.backward.stores_first
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]

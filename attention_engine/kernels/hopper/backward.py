@@ -71,7 +71,7 @@ def backward(
     sizes = Sizes(problem)
     plan = plan_tiles(schedule.mask)
     turn = sizes.variable(TURN) if walks_turn(problem, tile, plan) else None
-    latest_first = starts_latest_first(tile, plan)
+    latest_first = starts_latest_first(problem, tile, plan)
     blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once, turn, latest_first)
     form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
     parameters = sizes.declare(
