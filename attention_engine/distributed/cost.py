@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-RATES = (697e12, 582e12)  # products a second and GPU, forward and backward: 16-bit, head dim 128
+RATES = (697e12, 640e12)  # products a second and GPU, forward and backward: 16-bit, head dim 128
 WITHIN, BETWEEN = 280e9, 45e9  # bytes a second and GPU: NVLink, by NCCL's sends; a NIC of 400 Gb/s
 MEMORY = 3e12  # bytes a second
 NODE = 8  # GPUs

@@ -12,12 +12,12 @@ from attention_engine.distributed.cost import NODE, Sizes
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 MEASURED = {  # ms, two and four H100s, forward and backward; bf16, causal, heads 32 and 8 of 128; two ranks gather
-    (2, 32768, "gather"): (6.68, 19.03), (2, 32768, "ring"): (6.69, 19.06), (2, 32768, "heads"): (6.86, 19.18),
-    (2, 65536, "gather"): (25.67, 78.76), (2, 65536, "ring"): (25.66, 78.99), (2, 65536, "heads"): (25.82, 76.34),
-    (2, 131072, "gather"): (108.23, 319.48), (2, 131072, "ring"): (107.88, 320.22),
-    (4, 32768, "gather"): (3.62, 10.66), (4, 32768, "ring"): (4.37, 12.81), (4, 32768, "heads"): (3.88, 9.71),
-    (4, 65536, "gather"): (13.45, 39.06), (4, 65536, "ring"): (14.75, 44.42), (4, 65536, "heads"): (13.81, 38.27),
-    (4, 131072, "gather"): (53.48, 162.83), (4, 131072, "ring"): (54.99, 173.86), (4, 131072, "heads"): (53.00, 159.66),
+    (2, 32768, "gather"): (6.55, 17.38), (2, 32768, "heads"): (6.81, 17.86),
+    (2, 65536, "gather"): (25.14, 70.05), (2, 65536, "heads"): (25.71, 69.93),
+    (2, 131072, "gather"): (107.22, 287.59), (2, 131072, "heads"): (106.65, 284.75),
+    (4, 32768, "gather"): (3.66, 9.68), (4, 32768, "ring"): (4.53, 12.05), (4, 32768, "heads"): (3.82, 9.20),
+    (4, 65536, "gather"): (12.96, 35.26), (4, 65536, "ring"): (14.59, 40.07), (4, 65536, "heads"): (13.26, 34.43),
+    (4, 131072, "gather"): (52.56, 146.57), (4, 131072, "ring"): (53.51, 156.44), (4, 131072, "heads"): (51.98, 144.83),
 }  # fmt: skip
 
 
@@ -25,7 +25,7 @@ MEASURED = {  # ms, two and four H100s, forward and backward; bf16, causal, head
 def test_the_model_is_near_what_was_measured(ranks, length, method):
     found = getattr(cost, method)(Sizes(ranks, length))
     for seconds, took in zip(found, MEASURED[ranks, length, method], strict=True):
-        assert 0.92 * took < 1e3 * seconds < 1.04 * took
+        assert 0.94 * took < 1e3 * seconds < 1.04 * took
 
 
 def sizes(ranks: int, length: int, **rest) -> Sizes:
