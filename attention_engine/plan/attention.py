@@ -20,30 +20,27 @@ from attention_engine.passes.simplify import mul
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.passes.verify_schedule import verify_row_sums
 from attention_engine.plan import attention_buffers as buffers
-from attention_engine.plan.attention_buffers import AHEAD, APART, DEALT, MADE_BEFORE, TOGETHER, TURN, deals_by_counter
+from attention_engine.plan.attention_buffers import (
+    DEALT,
+    deals_by_counter,
+)
 from attention_engine.plan.buffers import buffers_of
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
-    ALL_UNITS,
     LISTED,
     adds_in_order,
-    blocks_of_a_turn,
     makes_delta,
     may_add_in_order,
-    order_of_pairs,
     pairs_issue_much,
-    pairs_of_a_listed_unit,
-    pairs_of_a_unit,
     rules_of_backward,
     starts_longest_first,
-    units_ahead,
     walks_over_listed_keys,
-    walks_turn,
 )
 from attention_engine.plan.launches import Launch, Step, Trim
 from attention_engine.plan.room import of_any_sequence
 from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, NO_CONTRACTION, rules_of_forward
 from attention_engine.plan.targets import Target, places_of
+from attention_engine.plan.units import BlockOrder, CallSize
 from attention_engine.plan.verify import verify_steps
 
 EXACT_DELTA, TRIMMED_DELTA = "exact delta", "trimmed delta"  # where a delta lies that the rows are made of once more
@@ -162,18 +159,9 @@ class AttentionPlan:
 
     def numbers(self, batch: int, queries: int, keys: int, finals: Sequence[str] = ()) -> dict[str, int]:
         """The numbers of a backward pass: how blocks over keys are ordered, and for which units delta is given."""
-        tile, places = self.tiles.backward, places_of(self.target)
-        turns = walks_turn(self.problem, tile, self.tile_plan)
-        pairs = batch * self.problem.kv_heads
-        together, apart = pairs_of_a_unit(self.problem, tile, batch, queries, keys, places, turns), 0
-        if self.tile_plan.mapped:
-            together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
-        ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
-        if tile.in_order:
-            together, apart = order_of_pairs(self.problem, tile, self.tile_plan, pairs, keys, places)
-            ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
-        turn = blocks_of_a_turn(tile, keys, places, together)
-        return {TOGETHER: together, TURN: turn, AHEAD: ahead, APART: apart, MADE_BEFORE: ALL_UNITS if finals else ahead}
+        size = CallSize(batch, queries, keys, places_of(self.target))
+        order = BlockOrder(self.problem, self.tiles.backward, self.tile_plan, self.longest_first, self.makes_delta)
+        return order.numbers(size, bool(finals))
 
     # ---- what the mask and the maths ask for
 

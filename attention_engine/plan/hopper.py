@@ -46,7 +46,6 @@ OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
 DROP_DIMS = frozenset({(64, 64), (128, 128)})
 ALL_UNITS = 1 << 30
 LISTED = Tile(128, 64, 256, 2)  # of a backward pass over queries whose keys a call lists
-LAST_UNITS = 3  # on an H100 4 x 4096 rows 5 % faster than with two, 16384 and 32768 uneven ones 0 to 2 %
 L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
 
@@ -133,21 +132,21 @@ def starts_latest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     return tile.in_order and plan.later_is_longer and tile.q == tile.kv and problem.group == 1
 
 
+def heads_alternate(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
+    """Do key heads of even numbers and those of odd ones go through their tiles in opposite directions, and in opposite
+    orders of keys (hopper/keys/order.py)? Blocks of grouped heads that run together read the same queries so, as walks
+    that turn do (`walks_turn`), and none waits for long. A head's order hangs on its own number alone, so that a batch
+    changes no bit."""
+    both = problem.kv_heads % 2 == 0 and (problem.dim, problem.dim_v) == (128, 128)
+    return tile.in_order and problem.group > 1 and plan.later_is_longer and both
+
+
 def may_start_apart(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """May blocks of a head that add to dQ in order start their walks a part of it apart? All meet the same tiles.
 
     Head dim 64, whose blocks take few registers more, is as fast without. Grouped heads then walk over one head after
     another (`walks_by_heads`)."""
     return tile.in_order and not plan.later_is_longer and (problem.dim, problem.dim_v) == (128, 128)
-
-
-def start_apart(tile: Tile, keys: int, places: int) -> bool:
-    """Do they, on a GPU that runs so many blocks at once? They wait for one another in a ring, so that all blocks of a
-    head must run at once: two heads have places, and few places are left beside whole heads. On an H100, bf16, of the
-    default: S 1024 and 2048, batch 2, 0.909 and 0.946, in a chain 0.829 and 0.870; S 4096 and 8192 0.950 and 0.945, in
-    a chain 0.924 and 0.905."""
-    blocks = -(-keys // tile.kv)
-    return 2 * blocks <= places and 16 * (places % blocks) <= places
 
 
 def walks_turn(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
@@ -169,12 +168,15 @@ def may_add_in_order(problem: Problem, tile: Tile, plan: TilePlan, summed: Custo
     A block waits for its neighbour alone, so of two neighbours one must meet every tile of queries that the other does:
     what a key doesn't see, later ones don't either, and all see the last queries, or nothing. Walks of grouped heads
     whose blocks differ in length do not turn then: on an H100, 32/8 heads, causal, S 2048, 4096 and 8192, 0.75, 0.74,
-    0.81 of the default at head dim 128, by a second kernel 0.83, 0.81, 0.79; at 64 0.93, 0.95, 0.94 for 0.74.
+    0.81 of the default at head dim 128, by a second kernel 0.80, 0.80, 0.77; where heads alternate 0.89, 0.87, 0.84. At
+    64 0.93, 0.95, 0.94 for 0.74.
     """
     grid = tile.hopper and not (tile.persistent or tile.within_sequences or tile.drops_apart or tile.shared_weights)
     sums = (summed.of_keys, summed.diagonals, summed.scattered, summed.by_rows)
     nested = plan.sees_to_the_end and all(bound.kv <= 0 for bound in plan.bounds.bounds)
-    turned = problem.group > 1 and plan.later_is_longer and (problem.dim, problem.dim_v) != (64, 64)
+    dims = (problem.dim, problem.dim_v)
+    suits = dims == (64, 64) or (dims == (128, 128) and problem.kv_heads % 2 == 0)
+    turned = problem.group > 1 and plan.later_is_longer and not suits
     return grid and nested and not turned and not any(sums) and not pairs_in_turn(problem, tile)
 
 
@@ -230,67 +232,6 @@ def backward_persists(problem: Problem, tile: Tile) -> bool:
     """Is there a form of that kernel over keys whose blocks walk over items? Its warpgroups have keys of their own, and
     tiles of keys and values lie in blocks of 64 columns, by which results leave."""
     return (problem.dim, problem.dim_v) == (128, 128) and not tile.shared_weights
-
-
-def pairs_of_a_unit(
-    problem: Problem, tile: Tile, batch: int, queries: int, keys: int, places: int, turns: bool = False
-) -> int:  # fmt: skip
-    """Over how many pairs of key head and batch blocks then start longest first, on a GPU that runs so many blocks at
-    once: over as many as it runs together, if the L2 cache holds their queries and gradients, or a few less, for units
-    of one size. turns: walks turn, and read in step whatever the cache holds; of an even number of units the second of
-    two fills up what the first one leaves."""
-    if turns:
-        blocks = -(-keys // tile.kv)
-        pairs = batch * problem.kv_heads
-        units = 2 * max(round(pairs * blocks / (2 * places)), 1) if pairs * blocks > places else 1
-        return -(-pairs // min(units, pairs))
-    of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
-    pairs, cached = batch * problem.kv_heads, L2_BYTES // (of_a_query * max(queries, 1))
-    at_once = max(min(cached, round(places / -(-keys // tile.kv))), 1)
-    return -(-pairs // -(-pairs // at_once))
-
-
-def pairs_of_a_listed_unit(tile: Tile, pairs: int, keys: int, places: int) -> int:
-    """The same where lists say how many queries a block has, in no known order: over four times as many as the GPU runs
-    together. It would else end with few long blocks, most of its SMs idle: of six causal documents of 8192 tokens the
-    busiest has 1.16 times the mean's steps, and 1.77 where four heads share keys; so 1.09 and 1.42, by a model of
-    blocks. What blocks that run together read is less than all queries, as lists leave most of them out."""
-    together = 4 * round(places / -(-keys // tile.kv))
-    return -(-pairs // -(-pairs // min(max(together, 1), pairs)))
-
-
-def pairs_in_order(problem: Problem, tile: Tile, pairs: int, keys: int, places: int) -> int:
-    """The same where blocks add to dQ in order. Those that start together then start as those before them end: one
-    after another, in the order of their keys. Twice as many pairs keep that order where few are as many as the GPU
-    runs, and where heads are narrow; else what they read is more than the L2 cache holds. On an H100, of the default:
-    head dim 128, causal, S 2048, 8 pairs 0.918 and 16 0.881, full, S 8192, 2 pairs 0.921 and 4 0.937; 64, full, S 2048
-    and batch 2, 8 pairs 0.893 and 16 0.935."""
-    at_once = max(round(places / -(-keys // tile.kv)), 1)
-    twice = at_once <= 2 or max(problem.dim, problem.dim_v) <= 64
-    return -(-pairs // -(-pairs // min(at_once * (1 + twice), pairs)))
-
-
-def order_of_pairs(
-    problem: Problem, tile: Tile, plan: TilePlan, pairs: int, keys: int, places: int
-) -> tuple[int, int]:  # fmt: skip
-    """Of blocks that add to dQ in order: over how many pairs they start, and 1 where blocks of a head start apart."""
-    if may_start_apart(problem, tile, plan) and start_apart(tile, keys, places):
-        return 1, 1
-    return pairs_in_order(problem, tile, pairs, keys, places), 0
-
-
-def blocks_of_a_turn(tile: Tile, keys: int, places: int, together: int) -> int:
-    """After how many blocks walks turn, where they do: after a unit's, if those run together, else after as many as
-    do."""
-    of_a_unit = together * -(-keys // tile.kv)
-    return of_a_unit if 2 * of_a_unit <= 3 * places else places
-
-
-def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
-    """How far ahead the unit of so many pairs is that a unit's blocks over keys prepare: not one of those that start
-    with them, on a GPU that runs so many blocks at once. Of packed sequences LAST_UNITS at least: they end in turns."""
-    ahead = 1 + round(places / (together * -(-keys // tile.kv)))
-    return max(ahead, LAST_UNITS) if tile.within_sequences else ahead
 
 
 def makes_delta(

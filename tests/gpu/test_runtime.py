@@ -60,13 +60,14 @@ def test_deterministic_gradients_are_the_same_in_every_run(inputs, d_o):
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
 def test_a_sequence_has_the_same_bits_alone_and_among_others(mask, dim, heads):
-    """tests/runtime/test_whatever_batch.py says why dK and dV of grouped heads under a causal mask are left out."""
+    """tests/runtime/test_whatever_batch.py says why dK and dV of grouped heads under a causal mask are left out at head
+    dim 96."""
     metas = [meta_tensor(5, h, LENGTH, dim, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1])]
     engine = AttentionEngine(metas, None, scale(dim**-0.5), mask, OnlineSoftmax(), deterministic=True)
     drawn = [torch.randn(5, LENGTH, h, dim, device="cuda", dtype=torch.bfloat16) for h in (*heads, heads[1], heads[0])]
     leaves, d_o = [x.requires_grad_() for x in drawn[:3]], drawn[3]
     together = results(engine, leaves, d_o)
-    asked = 2 if mask is causal and heads[0] != heads[1] else 4
+    asked = 2 if mask is causal and heads[0] != heads[1] and dim == 96 else 4
     for batch in (0, 3, 4):
         alone = [x.detach()[batch : batch + 1].requires_grad_() for x in leaves]
         found = results(engine, alone, d_o[batch : batch + 1])

@@ -10,7 +10,8 @@ from attention_engine.errors import HazardInKernel
 from attention_engine.library import OnlineSoftmax, causal_from, scale
 from attention_engine.plan.attention_buffers import APART, MADE_BEFORE, TOGETHER
 from attention_engine.plan.forms import HopperKeys, Tile
-from attention_engine.plan.hopper import start_apart, starts_latest_first
+from attention_engine.plan.hopper import starts_latest_first
+from attention_engine.plan.units import start_apart
 from attention_engine.runtime import op
 from tests import plain
 from tests.cases import Shape
@@ -23,6 +24,9 @@ ORDERS = {  # head dim, heads, how far on queries stand (None: no mask), queries
     "head dim 64, keys that all see": (64, (3, 3), 100, (200, 300)),
     "grouped heads": (64, (4, 1), 0, (270, 280)), "grouped heads of a batch": (64, (4, 2), 0, (290, 290)),
     "grouped heads, queries that see nothing": (64, (4, 1), -140, (270, 300)),
+    "heads that alternate": (128, (4, 2), 0, (420, 420)), "four that alternate": (128, (8, 4), 0, (300, 390)),
+    "heads that alternate, queries that see nothing": (128, (4, 2), -140, (270, 300)),
+    "heads that alternate, keys that all see": (128, (4, 2), 100, (200, 300)),
 }  # fmt: skip
 
 
@@ -67,7 +71,7 @@ def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
 @pytest.mark.parametrize(("group", "keys"), [(1, 400), (2, 300)])
 def test_blocks_of_a_head_start_their_walks_apart(group, keys, chosen_tiles, monkeypatch):
     chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
-    monkeypatch.setattr("attention_engine.plan.hopper.start_apart", lambda *_: True)
+    monkeypatch.setattr("attention_engine.plan.units.start_apart", lambda *_: True)
     shape = Shape(2, 420, keys, 2, 2 // group, 128, 128)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     meta = shape.meta(torch.float16)
@@ -89,7 +93,7 @@ def test_blocks_of_a_head_start_their_walks_apart(group, keys, chosen_tiles, mon
 
 def test_a_ring_of_more_blocks_than_run_at_once_is_a_deadlock(chosen_tiles, monkeypatch):
     chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
-    monkeypatch.setattr("attention_engine.plan.hopper.start_apart", lambda *_: True)
+    monkeypatch.setattr("attention_engine.plan.units.start_apart", lambda *_: True)
     monkeypatch.setattr("attention_engine.codegen.simulator.blocks.AT_ONCE", 2)
     shape = Shape(1, 250, 300, 1, 1, 128, 128)
     leaves = [shape.tensors(torch.float16, "cpu", 0)[n].requires_grad_() for n in "qkv"]

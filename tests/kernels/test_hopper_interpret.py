@@ -21,7 +21,7 @@ from attention_engine.library import (
     sliding_window,
 )
 from attention_engine.passes.row_terms import reads_places_alone, terms_beside_product
-from attention_engine.plan import attention as attention_plan
+from attention_engine.plan import units
 from attention_engine.plan.forms import HopperForward, HopperKeys, Straight, Tile
 from attention_engine.runtime import op, program_kernels
 from tests import plain
@@ -437,9 +437,9 @@ def test_blocks_prepare_for_units_after_theirs(name, ahead, kernels, monkeypatch
     """And dQ is stored when its unit is done."""
     dim, tile, batch, heads, causal, pairs = UNITS[name]
     kernels.update(backward=tile)
-    monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: ahead)
+    monkeypatch.setattr(units, "units_ahead", lambda *_: ahead)
     if pairs is not None:
-        monkeypatch.setattr(attention_plan, "pairs_of_a_unit", lambda *_: pairs)
+        monkeypatch.setattr(units, "pairs_of_a_unit", lambda *_: pairs)
     shape = Shape(batch, 270, 280, *heads, dim, dim)
     assert errors(CASES["softmax"], shape, torch.float16, causal=causal, backend="interpret", floor=2e-3)
     assert ran("backward")
@@ -455,7 +455,7 @@ TURNS = {  # head dim, how far on queries stand, and after how many blocks walks
 def test_blocks_of_grouped_heads_walk_from_either_end(name, kernels, monkeypatch):
     dim, offset, turn = TURNS[name]
     kernels.update(backward=key_tile(80 if dim == 128 else 128))
-    monkeypatch.setattr(attention_plan, "blocks_of_a_turn", lambda *_: turn)
+    monkeypatch.setattr(units, "blocks_of_a_turn", lambda *_: turn)
     shape = Shape(2, 270, 300, 4, 2, dim, dim)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     leaves = [tensors[n].requires_grad_() for n in "qkv"]
@@ -473,9 +473,9 @@ def test_blocks_of_grouped_heads_walk_from_either_end(name, kernels, monkeypatch
 def test_delta_of_units_ahead_knows_of_gradients_of_returned_rows(name, kernels, monkeypatch):
     dim, tile, batch, heads, causal, pairs = UNITS[name]
     kernels.update(backward=tile)
-    monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: 1)
+    monkeypatch.setattr(units, "units_ahead", lambda *_: 1)
     if pairs is not None:
-        monkeypatch.setattr(attention_plan, "pairs_of_a_unit", lambda *_: pairs)
+        monkeypatch.setattr(units, "pairs_of_a_unit", lambda *_: pairs)
     case, shape = CASES["softmax"], Shape(batch, 270, 280, *heads, dim, dim)
     given = shape.tensors(torch.float16, "cpu", 0)
     arriving = given.pop("do"), torch.randn(batch, heads[0], 270)

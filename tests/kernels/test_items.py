@@ -14,7 +14,7 @@ from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.hopper.forward_copies import take_number
 from attention_engine.kernels.items import Deal, Items, KeyBlocks
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import pairs_of_a_listed_unit, pairs_of_a_unit
+from attention_engine.plan.units import pairs_of_a_listed_unit, pairs_of_a_unit, pairs_that_alternate, rows_between
 
 TILE = Tile(128, 128, 256, 2)
 
@@ -115,14 +115,16 @@ def test_equal_work_goes_head_after_head():
     assert (order[1:] == order[:-1] + 1).all()
 
 
-def started(batch, heads, length, group=1, places=132):
-    """When the GPU starts the block of each (batch, key head, block of keys), counted from 1, longest first."""
+def started(batch, heads, length, group=1, places=132, alternating=False):
+    """When the GPU starts the block of each (batch, key head, block of keys), counted from 1, longest first, or where
+    heads alternate."""
     problem = Problem(heads * group, heads, 128, 128, "float16")
     sizes = Sizes(problem)
     found = torch.zeros(batch, heads, -(-length // TILE.kv), dtype=torch.int32)
     parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
-    blocks = KeyBlocks.of(problem, TILE, sizes, longest_first=True)
-    parameters["pairs_of_a_unit"] = blocks.together
+    between = sizes.variable("rows_between") if alternating else None
+    blocks = KeyBlocks.of(problem, TILE, sizes, longest_first=True, between=between)
+    parameters |= {"pairs_of_a_unit": blocks.together} | ({"rows_between": between} if alternating else {})
     parameters |= {"order": T.Tensor([sizes.batch, heads, T.ceildiv(sizes.kv, TILE.kv)], "int32")}
 
     @T.macro
@@ -132,7 +134,11 @@ def started(batch, heads, length, group=1, places=132):
             buffers["order"][sequence, head, block] = buffers["order"][sequence, head, block] * 10000 + index + 1
 
     together = pairs_of_a_unit(problem, TILE, batch, length, length, places)
-    Interpreter(build("order", parameters, body))(batch, length, length, together, found)
+    numbers = [together]
+    if alternating:
+        together = pairs_that_alternate(TILE, batch * heads, length, places)
+        numbers = [together, rows_between(problem, TILE, length, places)]
+    Interpreter(build("order", parameters, body))(batch, length, length, *numbers, found)
     return found
 
 
@@ -140,6 +146,25 @@ def started(batch, heads, length, group=1, places=132):
 def test_each_block_of_keys_is_started_once(batch, heads, length):
     order = started(batch, heads, length)
     assert order.flatten().sort().values.tolist() == list(range(1, order.numel() + 1))
+
+
+@pytest.mark.parametrize(("batch", "heads", "length", "places"), [
+    (1, 8, 2048, 132), (4, 8, 2048, 132), (3, 2, 300, 132), (1, 6, 8192, 132), (2, 4, 5000, 7), (1, 2, 100, 132),
+])  # fmt: skip
+def test_blocks_of_heads_that_alternate_start_behind_those_for_which_they_wait(batch, heads, length, places):
+    order = started(batch, heads, length, 4, places, alternating=True)
+    assert order.flatten().sort().values.tolist() == list(range(1, order.numel() + 1))
+    even, odd = order[:, ::2], order[:, 1::2]
+    assert (even[..., :-1] > even[..., 1:]).all()  # later keys first: each block waits for the keys after its own
+    assert (odd[..., :-1] < odd[..., 1:]).all()
+
+
+def test_rows_of_odd_heads_start_between_those_of_even_ones():
+    order = started(1, 8, 8192, 4, alternating=True)  # four pairs a unit, 64 rows of two pairs, four for one
+    first = order[0, :4]
+    assert first[::2].max() < first[1::2].max()
+    assert first.flatten().sort().values.tolist() == list(range(1, 257))
+    assert sorted(order[0, [1, 3], 0].tolist()) == [9, 10] and sorted(order[0, [1, 3], 1].tolist()) == [19, 20]
 
 
 @pytest.mark.parametrize(("group", "places", "together"), [(1, 132, 2), (1, 1000, 4), (2, 1000, 2), (8, 132, 1)])

@@ -12,8 +12,7 @@ from attention_engine.ir.problem import Problem
 from attention_engine.kernels.hopper import backward
 from attention_engine.kernels.hopper.keys import spare_warps
 from attention_engine.library import OnlineSoftmax, document, scale
-from attention_engine.plan import attention as attention_plan
-from attention_engine.plan import attention_buffers
+from attention_engine.plan import attention_buffers, units
 from attention_engine.plan.hopper import backward_persists
 from attention_engine.runtime import op, run
 from attention_engine.tuner.defaults import default_tiles
@@ -59,7 +58,7 @@ def test_persistent_blocks_give_what_a_grid_gives_bit_for_bit(mask, queries, ker
     the order of how much a thread takes at once, which its registers decide."""
     monkeypatch.setattr(spare_warps, "FEW", spare_warps.MANY)
     # a grid's walks may turn, and so add up in another order
-    for module in (plan.hopper, attention_plan, attention_buffers, backward):
+    for module in (plan.hopper, plan.units, attention_buffers, backward):
         monkeypatch.setattr(module, "walks_turn", lambda *_: False)
     found = []
     for persistent in (False, True):
@@ -123,8 +122,8 @@ class Noted:
 def test_blocks_store_dq_of_units_that_are_done(mask, together, ahead, stored, kernels, monkeypatch):
     """All but the last ones', and none where a unit is not whole: four pairs, of which so many are stored."""
     monkeypatch.setattr(spare_warps, "FEW", spare_warps.MANY)
-    monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: ahead)
-    monkeypatch.setattr(attention_plan, "pairs_of_a_unit", lambda *_: together)
+    monkeypatch.setattr(units, "units_ahead", lambda *_: ahead)
+    monkeypatch.setattr(units, "pairs_of_a_unit", lambda *_: together)
     monkeypatch.setattr(run.torch, "empty_like", lambda t: torch.full_like(t, float("nan")) if t.is_floating_point()
                         else torch.zeros_like(t))  # fmt: skip
     found = []

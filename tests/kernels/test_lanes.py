@@ -17,7 +17,7 @@ from attention_engine.kernels.hopper.keys.spare_warps import walk_share
 from attention_engine.kernels.items import HeadTile
 from attention_engine.kernels.warps import WARP
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, scale
-from attention_engine.plan import attention as attention_plan
+from attention_engine.plan import units
 from attention_engine.runtime import op, program_kernels
 from tests import plain
 from tests.cases import Shape
@@ -87,8 +87,8 @@ def of_documents():
         op.ATTENTIONS.clear()
         chosen, default = {}, program_kernels.default_tiles
         patch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
-        patch.setattr(attention_plan, "units_ahead", lambda *_: 1)
-        patch.setattr(attention_plan, "pairs_of_a_listed_unit", lambda *_: 1)
+        patch.setattr(units, "units_ahead", lambda *_: 1)
+        patch.setattr(units, "pairs_of_a_listed_unit", lambda *_: 1)
         patch.setattr(Interpreter, "__call__", note)
         o, leaves, do, _ = documents(chosen, Shape(1, 300, 300, 6, 3, 128, 128), [100, 40, 160])
         torch.autograd.grad(o, leaves, do)
@@ -173,8 +173,8 @@ def test_a_walk_begins_when_all_lanes_have_left_the_one_before(meets):
       for lengths in ([300], [1, 129, 70, 100], [10] * 30) for persistent in (True, False)],
 ])  # fmt: skip
 def test_packed_documents_with_grouped_heads_come_back_right(batch, heads, lengths, persistent, kernels, monkeypatch):
-    monkeypatch.setattr(attention_plan, "units_ahead", lambda *_: 1)
-    monkeypatch.setattr(attention_plan, "pairs_of_a_listed_unit", lambda *_: 1)
+    monkeypatch.setattr(units, "units_ahead", lambda *_: 1)
+    monkeypatch.setattr(units, "pairs_of_a_listed_unit", lambda *_: 1)
     shape = Shape(batch, 300, 300, *heads, 128, 128)
     o, leaves, do, ids = documents(kernels, shape, lengths, persistent)
     found = torch.autograd.grad(o, leaves, do)

@@ -27,18 +27,15 @@ from attention_engine.passes.simplify import add
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import (
-    blocks_of_a_turn,
-    pairs_in_order,
     pairs_in_turn,
-    pairs_of_a_unit,
     products_take_turns,
     rows_read,
-    units_ahead,
     vanishes_with_weights,
     walks_turn,
     why_not_over_keys,
 )
 from attention_engine.plan.rules import ONE_CHAIN, WHOLE_DESCRIPTORS
+from attention_engine.plan.units import blocks_of_a_turn, pairs_in_order, pairs_of_a_unit, units_ahead
 from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 

@@ -45,10 +45,11 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
-from attention_engine.plan.attention_buffers import TURN
+from attention_engine.plan.attention_buffers import BETWEEN, TURN
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
     backward_persists,
+    heads_alternate,
     starts_latest_first,
     starts_longest_first,
     walks_turn,
@@ -72,7 +73,9 @@ def backward(
     plan = plan_tiles(schedule.mask)
     turn = sizes.variable(TURN) if walks_turn(problem, tile, plan) else None
     latest_first = starts_latest_first(problem, tile, plan)
-    blocks = KeyBlocks.of(problem, tile, sizes, starts_longest_first(problem, tile, plan), at_once, turn, latest_first)
+    longest_first = starts_longest_first(problem, tile, plan)
+    between = sizes.variable(BETWEEN) if with_dq and heads_alternate(problem, tile, plan) else None
+    blocks = KeyBlocks.of(problem, tile, sizes, longest_first, at_once, turn, latest_first, between)
     form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
     parameters = sizes.declare(
         attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent, wide=wide)

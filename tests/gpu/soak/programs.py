@@ -233,7 +233,10 @@ OF_TENSORS: tuple[Program | Linear, ...] = (
     Program("causal", 16, 16, 64, dtype=FP16),
     Program("causal", 8, 8, 128, 256),
     Program("causal", 16, 1, deterministic=True),
-    Program("causal", 16, 16, deterministic=True),  # these three add to dQ in order
+    Program("causal", 16, 16, deterministic=True),  # these six add to dQ in order
+    Program("causal", 16, 4, deterministic=True),
+    Program("causal", 8, 4, kind="sigmoid", deterministic=True),
+    Program("full", 16, 4, deterministic=True),
     Program("full", 16, 16, deterministic=True),
     Program("causal", 16, 16, 64, dtype=FP16, deterministic=True),
     Program("causal", 16, 4, score="alibi", learned=("slopes",), longest=16384),

@@ -122,7 +122,7 @@ class KeyForm(Form):
         loads would else stand behind those in the same queue, and the weights wait for them. On an H100, head dim 128:
         1 % fewer cycles; 64: 2 % more. With two query heads a key head and walks that turn, products would wait for one
         another (ptxas C7512)."""
-        crowded = self.problem.group == 2 and self.blocks.turn is not None
+        crowded = self.problem.group == 2 and (self.blocks.turn is not None or self.alternates)
         return self.has_few_rows and self.dims == (128, 128) and len(self.early_rows) == 1 and not crowded
 
     @cached_property
@@ -264,13 +264,23 @@ class KeyForm(Form):
         spill four bytes for it."""
         return len(self.row_names) > 0
 
+    @property
+    def alternates(self) -> bool:
+        """Do even key heads and odd ones go through their tiles in opposite directions?"""
+        return self.blocks.between is not None
+
+    @property
+    def names_adders(self) -> bool:
+        """Does a ticket say which block added last? Else it counts them."""
+        return self.blocks.latest_first or self.alternates
+
     @cached_property
     def walks_back_in_order(self) -> bool:
         """Do blocks that add to dQ in order walk from the last queries to the first? Where all meet the same tiles they
         need not: those of grouped heads then hold one number less, without which their products wait for one another
         (ptxas C7512)."""
         alike = not self.plan.bounds.bounds and self.problem.group > 1
-        return self.tile.in_order and not (self.blocks.latest_first or alike)
+        return self.tile.in_order and not (self.names_adders or alike)
 
     def walk(
         self, buffers: Buffers, batch: Any, kv_head: Any, block: Any, handed: HandedQueries | None = None,
@@ -282,6 +292,9 @@ class KeyForm(Form):
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         backwards = self.blocks.walks_back(index) if index is not None else None
-        backwards = True if self.walks_back_in_order else backwards
+        if self.alternates:
+            backwards = kv_head % 2 == 0
+        elif self.walks_back_in_order:
+            backwards = True
         by_heads = walks_by_heads(self.problem, self.tile, self.plan)
         return QueryWalk(of, buffers, batch, kv_head, block, handed, backwards, by_heads)

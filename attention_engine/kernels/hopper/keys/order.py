@@ -2,7 +2,7 @@
 
 A ticket in memory for each tile of queries of a head says which block of keys has added to it. A thread of a block's
 first spare warp looks at the ticket, tells the computing threads by a barrier, and changes the ticket when they have
-added. All blocks of a head walk over its tiles in the same direction.
+added: some 2.5 us from one block to the next (H100). All blocks of a head walk over its tiles in the same direction.
 
 Where all blocks meet the same tiles, those of earlier keys add first, and the ticket counts them. Each comes to a tile
 as the one before it leaves, and only the first blocks wait, for their start.
@@ -15,6 +15,15 @@ Where later keys have fewer queries, as under a causal mask, those of later keys
 from their own keys: at the same time a block is a tile or two behind the block of the keys after its own, which has
 been at its tile by then. So they may start together, and nobody waits. The ticket shows the number of the block that
 added last; a block whose tile the next keys don't see is the tile's first.
+
+Grouped heads under a causal mask, at head dim 128, alternate: their blocks must read the same tiles at the same time,
+as all heads of a group are more than the L2 cache holds. Of even key heads the blocks of later keys start first, and
+add first. All walk from the last queries down, each a little behind the one before it. They end in that order, the
+shortest first. In their places the blocks of odd key heads start, those of earlier keys first. These walk up and add in
+that order: a block starts as the ones before it come to its first tile, and they all end one after another, as the next
+even heads want it. So a row of odd heads starts for each few rows of even ones (`rows_between` in plan/units.py).
+Where whole heads leave places of a GPU free, the blocks that start there wait. A head's order hangs on its number
+alone, so a batch changes no bit.
 
 Where each tile meets some block, by the mask's bounds, a tile's first block stores, and nobody zeroes the sums before.
 
@@ -40,7 +49,7 @@ from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.tiles import PIECE, QueryWalk
 from attention_engine.kernels.warps import ORDERING, WARP
 
-NOBODY = 1 << 30  # a tile beyond all
+NOBODY = 1 << 30  # beyond all tiles and queries
 
 
 @dataclass(frozen=True)
@@ -76,41 +85,56 @@ def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, wal
     """A thread looks at the tickets of a block's steps, and raises them."""
     tickets, heads, block = buffers["tickets"], form.problem.heads, item.block
     if T.get_thread_binding() == ORDERING * WARP:
-        after = first_tile_after(form, buffers, item)
+        after = first_query_after(form, buffers, item)
+        latest = adds_latest_first(form, item)
         for step in T.serial(item.steps):
             visit = walk.at(step)
             row = name_value(item.batch * heads + visit.head)
-            tile = name_value(T.truncdiv(visit.start, form.tile.q))
+            q0 = name_value(visit.start)
+            tile = name_value(T.truncdiv(q0, form.tile.q))
             take_for_granted(T.And(row >= 0, row < tickets.shape[0]))
             take_for_granted(T.And(tile >= 0, tile < tickets.shape[1]))
             before = block
             if form.apart is not None:
                 before = name_value(form.apart.blocks_before(block, walk.turned_tile_of(step), walk.tiles_of_a_head))
-            if form.blocks.latest_first:
-                while T.And(tile >= after, T.atomic_load(tickets[row, tile], memory_order="acquire") != block + 1):
+            if form.names_adders:
+                while T.And(q0 >= after, T.atomic_load(tickets[row, tile], memory_order="acquire") != block + latest):
                     pass
             else:
                 while T.atomic_load(tickets[row, tile], memory_order="acquire") < before:
                     pass
             T.barrier_arrive(order.may)
             T.barrier_wait(order.has, step % 2)
-            raised = 1 if not form.blocks.latest_first else T.if_then_else(tile >= after, -1, block)
+            raised: Any = 1
+            if form.names_adders:
+                raised = T.if_then_else(q0 >= after, -1, block)
+            if form.alternates:
+                raised = T.if_then_else(latest == 0, 1, raised)
             T.evaluate(T.atomic_add(tickets[row, tile], raised, memory_order="release", return_prev=True))
 
 
 def tiles_first(form: KeyForm, buffers: Buffers, item: KeyItem, walk: QueryWalk) -> Any:
-    """To which tiles a block comes before all others: those below this number, of its steps where blocks start
-    apart, else of all tiles."""
+    """To which tiles a block comes before all others: where blocks start apart, to so many of its walk's first ones;
+    else to those of queries below this number."""
     if form.apart is not None:
         return name_value(form.apart.own_tiles(item.block, walk.tiles_of_a_head))
-    return first_tile_after(form, buffers, item)
+    return first_query_after(form, buffers, item)
 
 
-def first_tile_after(form: KeyForm, buffers: Buffers, item: KeyItem) -> Any:
-    """Where later keys add first, the first tile of queries that sees the keys after a block's own; beyond them all
-    where there are none."""
-    if not form.blocks.latest_first:
+def first_query_after(form: KeyForm, buffers: Buffers, item: KeyItem) -> Any:
+    """From the tile of which query on others add before a block: where later keys add first, the first that sees the
+    keys after its own, beyond them all where there are none. Where earlier keys do, the first of all, but for the first
+    block."""
+    if not form.names_adders:
         return NOBODY
     walk = form.walk(buffers, item.batch, item.kv_head, item.block + 1)
-    first = T.truncdiv(walk.first * PIECE, form.tile.q)
-    return name_value(T.if_then_else(item.block + 1 < form.blocks.blocks, first, NOBODY))
+    first = name_value(T.if_then_else(item.block + 1 < form.blocks.blocks, walk.first * PIECE, NOBODY))
+    if form.alternates:
+        of_odd = T.if_then_else(item.block == 0, NOBODY, 0)
+        return name_value(T.if_then_else(adds_latest_first(form, item) == 1, first, of_odd))
+    return first
+
+
+def adds_latest_first(form: KeyForm, item: KeyItem) -> Any:
+    """1 where blocks of later keys add first, as those of even heads do where heads alternate; else 0."""
+    return 1 - item.kv_head % 2 if form.alternates else int(form.blocks.latest_first)

@@ -50,7 +50,7 @@ class Work:
     """The item that the computing threads of a block are at.
 
     first_row: the row of the block's first query head among all heads and batches. of_heads: the block's values, those
-    that its query heads share. tile_after: where the first block to add to dQ stores, the `tiles_first`.
+    that its query heads share. first_before: where the first block to add to dQ stores, the `tiles_first`.
     """
 
     form: KeyForm
@@ -62,7 +62,7 @@ class Work:
     first_row: Any
     of_heads: Mapping[Expr, Any]
     thread: Any
-    tile_after: Any = None
+    first_before: Any = None
 
 
 @T.macro
@@ -80,8 +80,8 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     k, v = memory.keys.tile, memory.values.tile
     unseen = (k, v) if not memory.pairs.masks_gradients else (k,) if form.with_dq else ()
     clear_behind(form, item, Place(item.b, kv_head, of_heads if form.within else {}, own_read), kv0, unseen)
-    tile_after = tiles_first(form, buffers, item, walk) if form.tile.stores_first else None
-    work = Work(form, buffers, memory, item, walk, kv0, first_row, of_heads, thread, tile_after)
+    first_before = tiles_first(form, buffers, item, walk) if form.tile.stores_first else None
+    work = Work(form, buffers, memory, item, walk, kv0, first_row, of_heads, thread, first_before)
     if form.hides_additions:
         await_queries(work, 0)
     if form.holds_early_rows:  # noqa: SIM102 - Python's condition, then the kernel's
@@ -302,8 +302,8 @@ def store_or_add(work: Work, row: Any, q0: Any, step: Any) -> None:
     """A step's dQ becomes the sums in memory, if the block is the first that adds to them; else it is added."""
     form, dq = work.form, work.memory.results.dq
     first = work.item.block == 0
-    if form.blocks.latest_first or form.apart is not None:
-        first = (T.truncdiv(q0, form.tile.q) if form.apart is None else work.walk.tile_of(step)[0]) < work.tile_after
+    if form.names_adders or form.apart is not None:
+        first = (q0 if form.apart is None else work.walk.tile_of(step)[0]) < work.first_before
     if first:
         for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
             query, d = (j, i) if form.transposes_dq else (i, j)

@@ -1,0 +1,143 @@
+"""In which units blocks over keys start, and in which order: numbers of a launch, by its lengths and the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attention_engine.ir.problem import Problem, padded
+from attention_engine.passes.tile_plan import TilePlan
+from attention_engine.plan.attention_buffers import AHEAD, APART, BETWEEN, MADE_BEFORE, TOGETHER, TURN
+from attention_engine.plan.forms import Tile
+from attention_engine.plan.hopper import ALL_UNITS, L2_BYTES, heads_alternate, may_start_apart, walks_turn
+
+LAST_UNITS = 3  # on an H100 4 x 4096 rows 5 % faster than with two, 16384 and 32768 uneven ones 0 to 2 %
+
+
+def pairs_of_a_unit(
+    problem: Problem, tile: Tile, batch: int, queries: int, keys: int, places: int, turns: bool = False
+) -> int:  # fmt: skip
+    """Over how many pairs of key head and batch blocks then start longest first, on a GPU that runs so many blocks at
+    once: over as many as it runs together, if the L2 cache holds their queries and gradients, or a few less, for units
+    of one size. turns: walks turn, and read in step whatever the cache holds; of an even number of units the second of
+    two fills up what the first one leaves."""
+    if turns:
+        blocks = -(-keys // tile.kv)
+        pairs = batch * problem.kv_heads
+        units = 2 * max(round(pairs * blocks / (2 * places)), 1) if pairs * blocks > places else 1
+        return -(-pairs // min(units, pairs))
+    of_a_query = problem.group * (padded(problem.dim) * 4 + (padded(problem.dim) + padded(problem.dim_v)) * 2)
+    pairs, cached = batch * problem.kv_heads, L2_BYTES // (of_a_query * max(queries, 1))
+    at_once = max(min(cached, round(places / -(-keys // tile.kv))), 1)
+    return -(-pairs // -(-pairs // at_once))
+
+
+def pairs_of_a_listed_unit(tile: Tile, pairs: int, keys: int, places: int) -> int:
+    """The same where lists say how many queries a block has, in no known order: over four times as many as the GPU runs
+    together. It would else end with few long blocks, most of its SMs idle: of six causal documents of 8192 tokens the
+    busiest has 1.16 times the mean's steps, and 1.77 where four heads share keys; so 1.09 and 1.42, by a model of
+    blocks. What blocks that run together read is less than all queries, as lists leave most of them out."""
+    together = 4 * round(places / -(-keys // tile.kv))
+    return -(-pairs // -(-pairs // min(max(together, 1), pairs)))
+
+
+def pairs_in_order(problem: Problem, tile: Tile, pairs: int, keys: int, places: int) -> int:
+    """The same where blocks add to dQ in order. Those that start together then start as those before them end: one
+    after another, in the order of their keys. Twice as many pairs keep that order where few are as many as the GPU
+    runs, and where heads are narrow; else what they read is more than the L2 cache holds. On an H100, of the default:
+    head dim 128, causal, S 2048, 8 pairs 0.918 and 16 0.881, full, S 8192, 2 pairs 0.921 and 4 0.937; 64, full, S 2048
+    and batch 2, 8 pairs 0.893 and 16 0.935."""
+    at_once = max(round(places / -(-keys // tile.kv)), 1)
+    twice = at_once <= 2 or max(problem.dim, problem.dim_v) <= 64
+    return -(-pairs // -(-pairs // min(at_once * (1 + twice), pairs)))
+
+
+def start_apart(tile: Tile, keys: int, places: int) -> bool:
+    """Do they, on a GPU that runs so many blocks at once? They wait for one another in a ring, so that all blocks of a
+    head must run at once: two heads have places, and few places are left beside whole heads. On an H100, bf16, of the
+    default: S 1024 and 2048, batch 2, 0.909 and 0.946, in a chain 0.829 and 0.870; S 4096 and 8192 0.950 and 0.945, in
+    a chain 0.924 and 0.905."""
+    blocks = -(-keys // tile.kv)
+    return 2 * blocks <= places and 16 * (places % blocks) <= places
+
+
+def pairs_that_alternate(tile: Tile, pairs: int, keys: int, places: int) -> int:
+    """Over how many pairs blocks start where heads alternate: over twice as many as the GPU runs together, half of them
+    of even key heads, half of odd ones."""
+    of_a_kind, blocks = pairs // 2, -(-keys // tile.kv)
+    units = max(round(of_a_kind * blocks / places), 1)
+    return 2 * -(-of_a_kind // min(units, of_a_kind))
+
+
+def rows_between(problem: Problem, tile: Tile, keys: int, places: int) -> int:
+    """Where heads alternate, after how many rows of blocks of the even heads a row of the odd ones starts: as many rows
+    begin, one behind another, while a row ends that has one tile more. Where a head has more blocks than the GPU runs
+    at once, the even heads' all start first. On an H100, S 4096 and 8192, of the default: 32/8 heads, 5, 6, 8 rows
+    0.881, 0.901, 0.869 and 0.901, 0.880, 0.858; 16/8 heads, 3, 4, 6 rows 0.819, 0.838, 0.827; 64/8 heads, 8, 11, 14
+    rows 0.889, 0.882, 0.877; 8/2 heads, S 32768, 8 rows and all 0.670, 0.733."""
+    blocks = -(-keys // tile.kv)
+    if blocks > places:
+        return blocks
+    return 2 + round(0.6 * problem.group * tile.kv / tile.q)
+
+
+def order_of_pairs(
+    problem: Problem, tile: Tile, plan: TilePlan, pairs: int, keys: int, places: int
+) -> tuple[int, int]:  # fmt: skip
+    """Of blocks that add to dQ in order: over how many pairs they start, and 1 where blocks of a head start apart."""
+    if may_start_apart(problem, tile, plan) and start_apart(tile, keys, places):
+        return 1, 1
+    if heads_alternate(problem, tile, plan):
+        return pairs_that_alternate(tile, pairs, keys, places), 0
+    return pairs_in_order(problem, tile, pairs, keys, places), 0
+
+
+def blocks_of_a_turn(tile: Tile, keys: int, places: int, together: int) -> int:
+    """After how many blocks walks turn, where they do: after a unit's, if those run together, else after as many as
+    do."""
+    of_a_unit = together * -(-keys // tile.kv)
+    return of_a_unit if 2 * of_a_unit <= 3 * places else places
+
+
+def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
+    """How far ahead the unit of so many pairs is that a unit's blocks over keys prepare: not one of those that start
+    with them, on a GPU that runs so many blocks at once. Of packed sequences LAST_UNITS at least: they end in turns."""
+    ahead = 1 + round(places / (together * -(-keys // tile.kv)))
+    return max(ahead, LAST_UNITS) if tile.within_sequences else ahead
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """Of a call, and how many blocks the GPU runs at once."""
+
+    batch: int
+    queries: int
+    keys: int
+    places: int
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """How the blocks over keys of a plan are ordered. longest_first, makes_delta: as in the plan."""
+
+    problem: Problem
+    tile: Tile
+    plan: TilePlan
+    longest_first: bool
+    makes_delta: bool
+
+    def numbers(self, size: CallSize, arrives: bool) -> dict[str, int]:
+        """The numbers of a launch. arrives: does a gradient arrive at returned rows? Delta is then given."""
+        problem, tile, keys, places = self.problem, self.tile, size.keys, size.places
+        turns, pairs = walks_turn(problem, tile, self.plan), size.batch * problem.kv_heads
+        together, apart = pairs_of_a_unit(problem, tile, size.batch, size.queries, keys, places, turns), 0
+        if self.plan.mapped:
+            together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
+        ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
+        if tile.in_order:
+            together, apart = order_of_pairs(problem, tile, self.plan, pairs, keys, places)
+            ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
+        return {
+            TOGETHER: together, TURN: blocks_of_a_turn(tile, keys, places, together), APART: apart,
+            BETWEEN: rows_between(problem, tile, keys, places), AHEAD: ahead,
+            MADE_BEFORE: ALL_UNITS if arrives else ahead,
+        }  # fmt: skip
