@@ -15,7 +15,7 @@ from attention_engine.tuner.cases import Case, Shape
 from benchmarks import history, plot, run, tables
 from benchmarks.cases import make_inputs, make_references, moved_bytes
 from benchmarks.peers import PEERS, Peer, Unavailable
-from benchmarks.timing import Ceilings, Timing, summarise
+from benchmarks.timing import Ceilings, Clock, Timing, summarise
 
 CEILINGS = Ceilings(matmul_tflops=700.0, copy_gbs=3000.0, highest_tflops=800.0)
 
@@ -105,6 +105,27 @@ def test_peers_say_what_they_cannot_run():
         PEERS["cudnn"].make(case, torch.float16)
     with pytest.raises(Unavailable, match="import flash_attn"):
         PEERS["flash_attention_4"].make(case, torch.float16)
+
+
+class Noting(Clock):
+    """Notes which calls are timed, and needs no GPU."""
+
+    def __init__(self):
+        self.timed = []
+
+    def once(self, call):
+        self.timed.append(call())
+        return float(len(self.timed)), 1.0
+
+
+def test_each_round_times_each_call_in_an_order_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clocks, names = [Noting(), Noting()], "abcd"
+    for clock in clocks:
+        assert [*clock.times({n: lambda n=n: n for n in names}, rounds=6)] == [*names]
+    first, second = (clock.timed for clock in clocks)
+    rounds = [tuple(first[n : n + 4]) for n in range(0, 24, 4)]
+    assert first == second and all(sorted(each) == [*names] for each in rounds) and len(set(rounds)) > 3
 
 
 def test_a_timing_is_the_median_with_its_spread():
