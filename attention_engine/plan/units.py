@@ -107,7 +107,7 @@ def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
 
 @dataclass(frozen=True)
 class CallSize:
-    """Of a call, and how many blocks the GPU runs at once."""
+    """The sizes of a call, and how many blocks the GPU runs at once (`places`)."""
 
     batch: int
     queries: int

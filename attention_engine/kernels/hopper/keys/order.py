@@ -2,7 +2,7 @@
 
 A ticket in memory for each tile of queries of a head says which block of keys has added to it. A thread of a block's
 first spare warp looks at the ticket, tells the computing threads by a barrier, and changes the ticket when they have
-added: some 2.5 us from one block to the next (H100). All blocks of a head walk over its tiles in the same direction.
+added. The next block adds some 2.5 us later (H100). All blocks of a head walk over its tiles in the same direction.
 
 Where all blocks meet the same tiles, those of earlier keys add first, and the ticket counts them. Each comes to a tile
 as the one before it leaves, and only the first blocks wait, for their start.
