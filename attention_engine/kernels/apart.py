@@ -1,5 +1,4 @@
-"""Where blocks of a head start their walks over tiles, if they start a part of it apart: in a ring, in which each comes
-to a tile after the block of keys before its own, but for the tiles with which it starts."""
+"""Where blocks of a head start their walks over tiles of queries, if not all with the same tile."""
 
 from __future__ import annotations
 
@@ -8,10 +7,13 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.plan.hopper import QUARTERS
+
 
 @dataclass(frozen=True)
-class Apart:
-    """The ring of a head's blocks. number: 1 if they start apart, 0 if all start with the first tile."""
+class Ring:
+    """Blocks that meet the same tiles start a part of their walk apart: each comes to a tile after the block of keys
+    before its own, but for the tiles with which it starts. number: 1 if they do, 0 if all start with the first tile."""
 
     number: Any
     blocks: Any
@@ -20,7 +22,7 @@ class Apart:
         """With which part of a walk a block starts: the first block with the first, the last one with the second."""
         return T.truncmod(self.blocks - block, self.blocks)
 
-    def start_of(self, block: Any, tiles: Any) -> Any:
+    def start_of(self, block: Any, _kv_head: Any, tiles: Any) -> Any:
         """With which of so many tiles a block starts."""
         return self.number * T.truncdiv(self.part_of(block) * tiles, self.blocks)
 
@@ -30,7 +32,26 @@ class Apart:
         own = T.truncdiv((part + 1) * tiles, self.blocks) - T.truncdiv(part * tiles, self.blocks)
         return T.if_then_else(self.number != 0, own, T.if_then_else(block == 0, tiles, 0))
 
-    def blocks_before(self, block: Any, tile: Any, tiles: Any) -> Any:
-        """How many blocks come to a tile before this one does."""
-        part = self.number * T.truncdiv((tile + 1) * self.blocks - 1, tiles)
-        return T.truncmod(block + part, self.blocks)
+
+@dataclass(frozen=True)
+class Halves:
+    """Where heads alternate, a block goes over its tiles in two parts: the near ones, which its own keys see first, and
+    the far ones. Blocks of even heads go over the near ones first, those of odd heads over the far ones.
+
+    number: by how many quarters of a step a block follows the block of keys after its own over the far tiles (of odd
+    heads: before its own); 0: no tile is near.
+    """
+
+    number: Any
+    blocks: Any
+    group: int
+
+    def near(self, block: Any) -> Any:
+        """How many tiles of a block are near ones."""
+        return T.truncdiv(self.number * (self.blocks - 1 - block), QUARTERS * self.group)
+
+    def start_of(self, block: Any, kv_head: Any, tiles: Any) -> Any:
+        """With which of so many tiles a block starts, in the direction in which it walks: of even heads back, from the
+        last near one; of odd ones from the first far one."""
+        near = self.near(block)
+        return T.if_then_else(kv_head % 2 == 0, tiles - near, near)

@@ -185,12 +185,12 @@ class KeyBlocks:
     most: Any = None  # blocks of a head, where a list in memory says how many there are (`listed`)
     turn: Any = None  # after how many blocks walks over queries turn; None: they don't
     latest_first: bool = False  # do blocks of a unit start with the last keys?
-    between: Any = None  # where heads alternate, how many rows of even ones start for one of the odd ones
+    alternates: bool = False  # do even key heads and odd ones go through their tiles in opposite directions?
 
     @staticmethod
     def of(
         problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0, turn: Any = None,
-        latest_first: bool = False, between: Any = None,
+        latest_first: bool = False, alternates: bool = False,
     ) -> KeyBlocks:  # fmt: skip
         """The blocks of a kernel with this tile."""
         most = sizes.spell(most_key_tiles(problem, tile)) if tile.within_sequences else None
@@ -198,7 +198,7 @@ class KeyBlocks:
             blocks=T.ceildiv(sizes.kv, tile.kv), heads=problem.kv_heads, batch=sizes.batch,
             pairs=sizes.batch * problem.kv_heads, longest_first=longest_first, at_once=at_once,
             together=sizes.variable(TOGETHER) if longest_first else 1, ahead=sizes.variable(AHEAD),
-            given=sizes.variable(MADE_BEFORE), most=most, turn=turn, latest_first=latest_first, between=between,
+            given=sizes.variable(MADE_BEFORE), most=most, turn=turn, latest_first=latest_first, alternates=alternates,
         )  # fmt: skip
 
     def listed(self, buffers: Any) -> KeyBlocks:
@@ -273,7 +273,7 @@ class KeyBlocks:
             block, head, batch = index
             return block, head, batch
         unit, position = self.position(index)
-        if self.between is not None:
+        if self.alternates:
             return self._alternating(unit, position)
         block = self.block_in_unit(unit, position)
         return block, *self.pair_in_unit(unit, position, block)
@@ -283,19 +283,14 @@ class KeyBlocks:
         return None if self.turn is None else name_value(T.truncdiv(index, self.turn)) % 2 == 0
 
     def _alternating(self, unit: Any, position: Any) -> tuple[Any, Any, Any]:
-        """The same where heads alternate. A row has a block of each pair of one kind. Rows of even heads go from the
-        last keys to the first. After each `between` of them comes one of odd heads, from the first keys to the last;
-        the others follow."""
+        """The same where heads alternate. A row has a block of each pair of one kind. First come the rows of even
+        heads, from the last keys to the first, then those of odd ones, from the first keys to the last."""
         first, pairs = self.pairs_of(unit)
         of_a_kind = name_value(T.truncdiv(pairs, 2))
-        at = name_value(T.truncdiv(position, of_a_kind))
-        rounds = name_value(T.truncdiv(at, self.between + 1))
-        in_round = name_value(at - rounds * (self.between + 1))
-        mixed = name_value(at < self.blocks + T.truncdiv(self.blocks, self.between))
-        even = name_value(T.And(mixed, in_round < self.between))
-        of_odd = T.if_then_else(mixed, rounds, at - self.blocks)
-        block = T.if_then_else(even, self.blocks - 1 - rounds * self.between - in_round, of_odd)
-        pair = name_value(first + 2 * (position - at * of_a_kind) + T.if_then_else(even, 0, 1))
+        row = name_value(T.truncdiv(position, of_a_kind))
+        odd = name_value(T.cast(row >= self.blocks, "int32"))
+        block = T.if_then_else(odd == 1, row - self.blocks, self.blocks - 1 - row)
+        pair = name_value(first + 2 * (position - row * of_a_kind) + odd)
         batch = name_value(T.truncdiv(pair, self.heads))
         return name_value(block), name_value(pair - batch * self.heads), batch
 

@@ -24,7 +24,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.packing import start_in_sequence
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX
-from attention_engine.kernels.apart import Apart
+from attention_engine.kernels.apart import Halves, Ring
 from attention_engine.kernels.common import Place, reader
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.passes.analyse_mask import Bound, MaskPlan
@@ -88,7 +88,7 @@ class Walks:
     problem: Problem
     sizes: Any
     tile: Tile
-    apart: Apart | None = None
+    apart: Ring | Halves | None = None
 
 
 @dataclass(frozen=True)
@@ -203,22 +203,29 @@ class QueryWalk:
             self.tiles = self.lists.count if by_heads else None
             return
         pieces = T.ceildiv(sizes.q, PIECE)
+        self.pieces = pieces
         first, stop = q_range(self.bounds, self.kv0, self.kv0 + tile.kv - 1, PIECE, pieces)
         if tile.in_order:  # blocks meet the same tiles
-            first = T.truncdiv(first, tile.q // PIECE) * (tile.q // PIECE)
+            first = self.first_tile_of(row) * (tile.q // PIECE)
             stop = T.max(T.min(stop, pieces), first)
         self.first = _name("first", first)
         tiles = T.ceildiv(stop - self.first, tile.q // PIECE)
         self.count = _name("count", self.group * tiles)
         self.tiles = name_value(tiles) if by_heads else None
         if of.apart is not None:
-            self.turned, self.tiles_of_a_head = name_value(of.apart.start_of(row, tiles)), name_value(tiles)
+            self.turned, self.tiles_of_a_head = name_value(of.apart.start_of(row, kv_head, tiles)), name_value(tiles)
         if backwards is True:
             self.begin, self.stride = name_value(self.first * PIECE + (tiles - 1) * tile.q), -tile.q
         elif backwards is not None:
             last = self.first * PIECE + (tiles - 1) * tile.q
             self.begin = name_value(T.if_then_else(backwards, last, self.first * PIECE))
             self.stride = name_value(T.if_then_else(backwards, -tile.q, tile.q))
+
+    def first_tile_of(self, row: Any) -> Any:
+        """The first tile that a block of keys walks over, of all tiles, where blocks meet the same ones. It has no name
+        of its own: a loop's condition may ask for it."""
+        first, _ = q_range(self.bounds, row * self.shape.kv, (row + 1) * self.shape.kv - 1, PIECE, self.pieces)
+        return T.truncdiv(first, self.shape.q // PIECE)
 
     def first_entry(self) -> Any:
         """The first entry of a list, read together with its count by who would wait for one after the other."""

@@ -8,7 +8,7 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.kernels.common import Buffers
-from attention_engine.kernels.splice import name_value, take_for_granted
+from attention_engine.kernels.splice import hold_value, name_value, take_for_granted
 from attention_engine.plan.forms import Tile
 
 VECTOR = 4  # sums that a thread writes or reads at once
@@ -30,6 +30,12 @@ def name_place(buffers: Buffers, row: Any, first: Any) -> Any:
     return name_value(T.cast(row, "int64") * buffers["workspace"].shape[1] + first)
 
 
+def hold_place(buffers: Buffers, row: Any, first: Any) -> Any:
+    """The same, worked out where this is called: ptxas does not put it off beyond a wait that follows. There it would
+    stand between the wait and the additions, 100 clocks of each step."""
+    return hold_value(T.cast(row, "int64") * buffers["workspace"].shape[1] + first)
+
+
 def take_place_for_granted(buffers: Buffers, place: Any, size: int) -> None:
     """The same as `take_sums_for_granted` of a tile's place, under the name by which it is read."""
     count, length = buffers["workspace"].shape
@@ -44,6 +50,15 @@ def add_at(buffers: Buffers, place: Any, dq: Any, tile: Tile, dim: int, vectors:
     for i, j in T.Parallel(int(dq.shape[0]), int(dq.shape[1])):
         query, d = (j, i) if transposes_dq(tile, dim) else (i, j)
         T.atomic_add(sums[place + workspace_offset(query, d, tile, dim, vectors)], dq[i, j])
+
+
+@T.macro
+def store_at(buffers: Buffers, place: Any, dq: Any, tile: Tile, dim: int, vectors: bool) -> None:
+    """A tile's dQ becomes the sums from a place on."""
+    sums = _in_one_row(buffers["workspace"])
+    for i, j in T.Parallel(int(dq.shape[0]), int(dq.shape[1])):
+        query, d = (j, i) if transposes_dq(tile, dim) else (i, j)
+        sums[place + workspace_offset(query, d, tile, dim, vectors)] = dq[i, j]
 
 
 def _in_one_row(sums: Any) -> Any:

@@ -45,6 +45,7 @@ OF_SIGNS = frozenset({Op.CONST, Op.VAR, Op.MUL, Op.LESS, Op.WHERE})
 
 DROP_DIMS = frozenset({(64, 64), (128, 128)})
 ALL_UNITS = 1 << 30
+QUARTERS = 4  # of a step, in which it is told how far blocks are apart
 LISTED = Tile(128, 64, 256, 2)  # of a backward pass over queries whose keys a call lists
 L2_BYTES = 32 * 1024 * 1024  # for what heads share, of the 50 MB that an H100 has
 
@@ -142,10 +143,13 @@ def heads_alternate(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
 
 
 def may_start_apart(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
-    """May blocks of a head that add to dQ in order start their walks a part of it apart? All meet the same tiles.
+    """May blocks of a head that add to dQ in order start their walks apart (kernels/apart.py)? Where all meet the same
+    tiles, a part of the walk; where heads alternate, some steps.
 
-    Head dim 64, whose blocks take few registers more, is as fast without. Grouped heads then walk over one head after
-    another (`walks_by_heads`)."""
+    Head dim 64, whose blocks take few registers more, is as fast without. Grouped heads without a mask then walk over
+    one head after another (`walks_by_heads`)."""
+    if heads_alternate(problem, tile, plan):
+        return True
     return tile.in_order and not plan.later_is_longer and (problem.dim, problem.dim_v) == (128, 128)
 
 
@@ -165,10 +169,10 @@ def walks_turn(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
 def may_add_in_order(problem: Problem, tile: Tile, plan: TilePlan, summed: CustomSums) -> bool:
     """May blocks over keys add to dQ one after another, in an order of their keys (kernels/hopper/keys/order.py)?
 
-    A block waits for its neighbour alone, so of two neighbours one must meet every tile of queries that the other does:
+    A block waits for others of its head, so of two neighbours one must meet every tile of queries that the other does:
     what a key doesn't see, later ones don't either, and all see the last queries, or nothing. Walks of grouped heads
     whose blocks differ in length do not turn then: on an H100, 32/8 heads, causal, S 2048, 4096 and 8192, 0.75, 0.74,
-    0.81 of the default at head dim 128, by a second kernel 0.80, 0.80, 0.77; where heads alternate 0.89, 0.87, 0.84. At
+    0.81 of the default at head dim 128, by a second kernel 0.80, 0.80, 0.77; where heads alternate 0.91, 0.91, 0.91. At
     64 0.93, 0.95, 0.94 for 0.74.
     """
     grid = tile.hopper and not (tile.persistent or tile.within_sequences or tile.drops_apart or tile.shared_weights)

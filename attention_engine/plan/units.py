@@ -6,11 +6,21 @@ from dataclasses import dataclass
 
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.passes.tile_plan import TilePlan
-from attention_engine.plan.attention_buffers import AHEAD, APART, BETWEEN, MADE_BEFORE, TOGETHER, TURN
+from attention_engine.plan.attention_buffers import AHEAD, APART, MADE_BEFORE, TOGETHER, TURN
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import ALL_UNITS, L2_BYTES, heads_alternate, may_start_apart, walks_turn
+from attention_engine.plan.hopper import ALL_UNITS, L2_BYTES, QUARTERS, heads_alternate, may_start_apart, walks_turn
 
 LAST_UNITS = 3  # on an H100 4 x 4096 rows 5 % faster than with two, 16384 and 32768 uneven ones 0 to 2 %
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """The sizes of a call, and how many blocks the GPU runs at once (`places`)."""
+
+    batch: int
+    queries: int
+    keys: int
+    places: int
 
 
 def pairs_of_a_unit(
@@ -60,34 +70,49 @@ def start_apart(tile: Tile, keys: int, places: int) -> bool:
     return 2 * blocks <= places and 16 * (places % blocks) <= places
 
 
-def pairs_that_alternate(tile: Tile, pairs: int, keys: int, places: int) -> int:
+def quarters_apart(problem: Problem, tile: Tile, plan: TilePlan, size: CallSize) -> int:
+    """Where heads alternate, by how many quarters of a step blocks follow one another (kernels/apart.py). An addition
+    is handed on in 0.85 of a step. The further apart, the more tiles are near ones, which blocks read at different
+    times. On an H100, 32/8 heads, of the default, 0.75, 1 and 1.5 steps: S 2048 and batch 4 0.901, 0.909, 0.892, S 4096
+    and batch 2 0.887, 0.891, 0.895, S 8192 0.889, 0.912, 0.909; all from the last tile on 0.871, 0.814, 0.795. Where a
+    head has more blocks than the GPU runs at once, those that start last are behind anyway: S 32768, 0.5, 1 and 1.5
+    steps 0.882, 0.863, 0.839.
+
+    None where a bound is another than that of queries that see all keys up to their own: blocks may be of one length
+    there, and would wait for those that start after them."""
+    (bound, *others) = plan.bounds.bounds
+    blocks = -(-size.keys // tile.kv)
+    number = 4 if blocks <= size.places else 2
+    causal = not others and (bound.q, bound.kv, bound.offset, bound.starts) == (1, -1, 0, ())
+    fits = 2 * rows_that_meet(problem, tile, blocks, number) <= size.places
+    return number if causal and size.queries >= size.keys and fits else 0
+
+
+def rows_that_meet(problem: Problem, tile: Tile, blocks: int, quarters: int) -> int:
+    """Where heads alternate, how many blocks of a head that start one after another may wait for one another: a block
+    waits for one that starts after it where the tile is near for both."""
+    return 1 + quarters * (blocks - 1) * tile.q // (QUARTERS * problem.group * tile.kv)
+
+
+def pairs_that_alternate(problem: Problem, tile: Tile, pairs: int, size: CallSize, quarters: int) -> int:
     """Over how many pairs blocks start where heads alternate: over twice as many as the GPU runs together, half of them
-    of even key heads, half of odd ones."""
-    of_a_kind, blocks = pairs // 2, -(-keys // tile.kv)
-    units = max(round(of_a_kind * blocks / places), 1)
-    return 2 * -(-of_a_kind // min(units, of_a_kind))
+    of even key heads, half of odd ones. Blocks that may wait for one another take half of its places at most: others
+    may run beside."""
+    of_a_kind, blocks = pairs // 2, -(-size.keys // tile.kv)
+    units = max(round(of_a_kind * blocks / size.places), 1)
+    most = max(size.places // (2 * rows_that_meet(problem, tile, blocks, quarters)), 1)
+    return 2 * min(-(-of_a_kind // min(units, of_a_kind)), most)
 
 
-def rows_between(problem: Problem, tile: Tile, keys: int, places: int) -> int:
-    """Where heads alternate, after how many rows of blocks of the even heads a row of the odd ones starts: as many rows
-    begin, one behind another, while a row ends that has one tile more. Where a head has more blocks than the GPU runs
-    at once, the even heads' all start first. On an H100, S 4096 and 8192, of the default: 32/8 heads, 5, 6, 8 rows
-    0.881, 0.901, 0.869 and 0.901, 0.880, 0.858; 16/8 heads, 3, 4, 6 rows 0.819, 0.838, 0.827; 64/8 heads, 8, 11, 14
-    rows 0.889, 0.882, 0.877; 8/2 heads, S 32768, 8 rows and all 0.670, 0.733."""
-    blocks = -(-keys // tile.kv)
-    if blocks > places:
-        return blocks
-    return 2 + round(0.6 * problem.group * tile.kv / tile.q)
-
-
-def order_of_pairs(
-    problem: Problem, tile: Tile, plan: TilePlan, pairs: int, keys: int, places: int
-) -> tuple[int, int]:  # fmt: skip
-    """Of blocks that add to dQ in order: over how many pairs they start, and 1 where blocks of a head start apart."""
+def order_of_pairs(problem: Problem, tile: Tile, plan: TilePlan, pairs: int, size: CallSize) -> tuple[int, int]:
+    """Of blocks that add to dQ in order: over how many pairs they start, and the number by which blocks of a head start
+    apart."""
+    keys, places = size.keys, size.places
+    if heads_alternate(problem, tile, plan):
+        quarters = quarters_apart(problem, tile, plan, size)
+        return pairs_that_alternate(problem, tile, pairs, size, quarters), quarters
     if may_start_apart(problem, tile, plan) and start_apart(tile, keys, places):
         return 1, 1
-    if heads_alternate(problem, tile, plan):
-        return pairs_that_alternate(tile, pairs, keys, places), 0
     return pairs_in_order(problem, tile, pairs, keys, places), 0
 
 
@@ -103,16 +128,6 @@ def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
     with them, on a GPU that runs so many blocks at once. Of packed sequences LAST_UNITS at least: they end in turns."""
     ahead = 1 + round(places / (together * -(-keys // tile.kv)))
     return max(ahead, LAST_UNITS) if tile.within_sequences else ahead
-
-
-@dataclass(frozen=True)
-class CallSize:
-    """The sizes of a call, and how many blocks the GPU runs at once (`places`)."""
-
-    batch: int
-    queries: int
-    keys: int
-    places: int
 
 
 @dataclass(frozen=True)
@@ -134,10 +149,9 @@ class BlockOrder:
             together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
         if tile.in_order:
-            together, apart = order_of_pairs(problem, tile, self.plan, pairs, keys, places)
+            together, apart = order_of_pairs(problem, tile, self.plan, pairs, size)
             ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
         return {
             TOGETHER: together, TURN: blocks_of_a_turn(tile, keys, places, together), APART: apart,
-            BETWEEN: rows_between(problem, tile, keys, places), AHEAD: ahead,
-            MADE_BEFORE: ALL_UNITS if arrives else ahead,
+            AHEAD: ahead, MADE_BEFORE: ALL_UNITS if arrives else ahead,
         }  # fmt: skip

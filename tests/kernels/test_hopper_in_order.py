@@ -25,6 +25,7 @@ ORDERS = {  # head dim, heads, how far on queries stand (None: no mask), queries
     "grouped heads": (64, (4, 1), 0, (270, 280)), "grouped heads of a batch": (64, (4, 2), 0, (290, 290)),
     "grouped heads, queries that see nothing": (64, (4, 1), -140, (270, 300)),
     "heads that alternate": (128, (4, 2), 0, (330, 390)), "four that alternate": (128, (8, 4), 0, (170, 260)),
+    "heads that alternate and start apart": (128, (4, 2), 0, (520, 510)),
     "heads that alternate, queries that see nothing": (128, (4, 2), -140, (270, 300)),
     "heads that alternate, keys that all see": (128, (4, 2), 100, (200, 300)),
 }  # fmt: skip
@@ -57,6 +58,7 @@ def test_deterministic_blocks_add_to_dq_in_order(name, chosen_tiles):
     assert latest_first == (dim == 64 and offset is not None and heads[0] == heads[1])  # then nobody waits
     assert heads_alternate(made.plan.problem, made.plan.tiles.backward, made.plan.tile_plan) == ("alternate" in name)
     assert ("T.if_then_else(kv_head % 2 == 0, -80, 80)" in text) == ("alternate" in name)  # even heads walk back
+    assert (made.plan.numbers(2, *lengths)[APART] > 0) == (name.startswith("heads that alternate and"))
     zeroed = "workspace" in made.plan.preprocess(()).writes
     assert zeroed == ("see nothing" in name) != made.plan.tiles.backward.stores_first
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]

@@ -14,7 +14,13 @@ from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.hopper.forward_copies import take_number
 from attention_engine.kernels.items import Deal, Items, KeyBlocks
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.units import pairs_of_a_listed_unit, pairs_of_a_unit, pairs_that_alternate, rows_between
+from attention_engine.plan.units import (
+    CallSize,
+    pairs_of_a_listed_unit,
+    pairs_of_a_unit,
+    pairs_that_alternate,
+    rows_that_meet,
+)
 
 TILE = Tile(128, 128, 256, 2)
 
@@ -122,9 +128,8 @@ def started(batch, heads, length, group=1, places=132, alternating=False):
     sizes = Sizes(problem)
     found = torch.zeros(batch, heads, -(-length // TILE.kv), dtype=torch.int32)
     parameters = {"batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv}
-    between = sizes.variable("rows_between") if alternating else None
-    blocks = KeyBlocks.of(problem, TILE, sizes, longest_first=True, between=between)
-    parameters |= {"pairs_of_a_unit": blocks.together} | ({"rows_between": between} if alternating else {})
+    blocks = KeyBlocks.of(problem, TILE, sizes, longest_first=True, alternates=alternating)
+    parameters |= {"pairs_of_a_unit": blocks.together}
     parameters |= {"order": T.Tensor([sizes.batch, heads, T.ceildiv(sizes.kv, TILE.kv)], "int32")}
 
     @T.macro
@@ -134,11 +139,10 @@ def started(batch, heads, length, group=1, places=132, alternating=False):
             buffers["order"][sequence, head, block] = buffers["order"][sequence, head, block] * 10000 + index + 1
 
     together = pairs_of_a_unit(problem, TILE, batch, length, length, places)
-    numbers = [together]
     if alternating:
-        together = pairs_that_alternate(TILE, batch * heads, length, places)
-        numbers = [together, rows_between(problem, TILE, length, places)]
-    Interpreter(build("order", parameters, body))(batch, length, length, *numbers, found)
+        size = CallSize(batch, length, length, places)
+        together = pairs_that_alternate(problem, TILE, batch * heads, size, quarters=4)
+    Interpreter(build("order", parameters, body))(batch, length, length, together, found)
     return found
 
 
@@ -151,20 +155,27 @@ def test_each_block_of_keys_is_started_once(batch, heads, length):
 @pytest.mark.parametrize(("batch", "heads", "length", "places"), [
     (1, 8, 2048, 132), (4, 8, 2048, 132), (3, 2, 300, 132), (1, 6, 8192, 132), (2, 4, 5000, 7), (1, 2, 100, 132),
 ])  # fmt: skip
-def test_blocks_of_heads_that_alternate_start_behind_those_for_which_they_wait(batch, heads, length, places):
+def test_even_heads_start_with_the_last_keys_and_odd_ones_with_the_first(batch, heads, length, places):
     order = started(batch, heads, length, 4, places, alternating=True)
     assert order.flatten().sort().values.tolist() == list(range(1, order.numel() + 1))
     even, odd = order[:, ::2], order[:, 1::2]
-    assert (even[..., :-1] > even[..., 1:]).all()  # later keys first: each block waits for the keys after its own
+    assert (even[..., :-1] > even[..., 1:]).all()
     assert (odd[..., :-1] < odd[..., 1:]).all()
 
 
-def test_rows_of_odd_heads_start_between_those_of_even_ones():
-    order = started(1, 8, 8192, 4, alternating=True)  # four pairs a unit, 64 rows of two pairs, four for one
-    first = order[0, :4]
-    assert first[::2].max() < first[1::2].max()
-    assert first.flatten().sort().values.tolist() == list(range(1, 257))
-    assert sorted(order[0, [1, 3], 0].tolist()) == [9, 10] and sorted(order[0, [1, 3], 1].tolist()) == [19, 20]
+def test_odd_heads_of_a_unit_start_as_even_ones_end():
+    order = started(1, 8, 8192, 4, alternating=True)[0]  # four pairs a unit, which two of run together
+    assert order[[0, 2]].max() < order[[1, 3]].min() and order[[1, 3]].max() < order[[4, 6]].min()
+
+
+@pytest.mark.parametrize(
+    ("group", "length", "pairs"), [(4, 2048, 16), (4, 8192, 4), (4, 16384, 2), (2, 2048, 16), (2, 4096, 8)]
+)
+def test_blocks_that_may_wait_for_one_another_take_half_of_a_gpu_at_most(group, length, pairs):
+    problem, size = Problem(8 * group, 8, 128, 128, "float16"), CallSize(4, length, length, 132)
+    assert pairs_that_alternate(problem, TILE, 32, size, quarters=4) == pairs
+    rows = rows_that_meet(problem, TILE, -(-length // 128), quarters=4)
+    assert pairs // 2 * rows <= 66
 
 
 @pytest.mark.parametrize(("group", "places", "together"), [(1, 132, 2), (1, 1000, 4), (2, 1000, 2), (8, 132, 1)])

@@ -185,9 +185,9 @@ class _StatementCompiler(ExpressionCompiler):
             if self.axes:
                 raise NotInterpretable(f"the tile operation {name} within T.Parallel")
             return self.sharing([call], lambda: operations[name](self, call))
-        if name == "tl.atomic_add_elem_op":
-            place = cast(tir.Load, cast(tir.Call, call.args[0]).args[0])
-            return self.sharing(call.args[:2], lambda: self._store(place, call.args[1], add=True))
+        if name in ("tl.atomic_add_elem_op", "tl.atomic_store_elem_op"):
+            place, add = cast(tir.Load, cast(tir.Call, call.args[0]).args[0]), name == "tl.atomic_add_elem_op"
+            return self.sharing(call.args[:2], lambda: self._store(place, call.args[1], add=add))
         return self.sharing([call], lambda: self.expression(call).run)
 
     def _jump(self, name: str) -> Run:

@@ -45,7 +45,7 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
-from attention_engine.plan.attention_buffers import BETWEEN, TURN
+from attention_engine.plan.attention_buffers import TURN
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
     backward_persists,
@@ -67,6 +67,18 @@ def backward(
     at_once: how many persistent blocks run at once, which store dQ but for the last units; 0 for a grid. wide: dk
     and dv are fp32, and leave from registers.
     """
+    form = key_form(problem, schedule, rows, tile, vectors, with_dq, summed, at_once, wide)
+    parameters = form.sizes.declare(
+        attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent, wide=wide)
+    )
+    return build("backward", parameters, bind(run_items if form.persistent else run_item, form))
+
+
+def key_form(
+    problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
+    summed: CustomSums = NOTHING, at_once: int = 0, wide: bool = False,
+) -> KeyForm:  # fmt: skip
+    """What the kernel of these arguments is built for."""
     assert why_not_over_keys(problem, schedule, summed) is None, "plan/choice.py asks first"
     assert not at_once or (with_dq and backward_persists(problem, tile)), "default tiles ask first"
     sizes = Sizes(problem)
@@ -74,13 +86,9 @@ def backward(
     turn = sizes.variable(TURN) if walks_turn(problem, tile, plan) else None
     latest_first = starts_latest_first(problem, tile, plan)
     longest_first = starts_longest_first(problem, tile, plan)
-    between = sizes.variable(BETWEEN) if with_dq and heads_alternate(problem, tile, plan) else None
-    blocks = KeyBlocks.of(problem, tile, sizes, longest_first, at_once, turn, latest_first, between)
-    form = KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
-    parameters = sizes.declare(
-        attention_buffers.over_keys(problem, schedule, rows, tile, with_dq, summed, form.persistent, wide=wide)
-    )
-    return build("backward", parameters, bind(run_items if form.persistent else run_item, form))
+    alternates = with_dq and heads_alternate(problem, tile, plan)
+    blocks = KeyBlocks.of(problem, tile, sizes, longest_first, at_once, turn, latest_first, alternates)
+    return KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
 
 
 @T.macro

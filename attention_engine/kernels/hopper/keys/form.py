@@ -11,7 +11,7 @@ from attention_engine.ir.expr import Axis, Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import STARTS, Backward, is_start, row_variable
-from attention_engine.kernels.apart import Apart
+from attention_engine.kernels.apart import Halves, Ring
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.pair_maths import factor_of
@@ -66,11 +66,12 @@ class KeyForm(Form):
         return self.with_dq and (not self.tile.in_order or self.delta is not None)
 
     @cached_property
-    def apart(self) -> Apart | None:
+    def apart(self) -> Ring | Halves | None:
         """Where blocks of a head start their walks, if they may start apart."""
         if not (self.with_dq and may_start_apart(self.problem, self.tile, self.plan)):
             return None
-        return Apart(self.sizes.variable(APART), self.blocks.blocks)
+        number, blocks = self.sizes.variable(APART), self.blocks.blocks
+        return Halves(number, blocks, self.problem.group) if self.blocks.alternates else Ring(number, blocks)
 
     @cached_property
     def leaders(self) -> int:
@@ -122,7 +123,7 @@ class KeyForm(Form):
         loads would else stand behind those in the same queue, and the weights wait for them. On an H100, head dim 128:
         1 % fewer cycles; 64: 2 % more. With two query heads a key head and walks that turn, products would wait for one
         another (ptxas C7512)."""
-        crowded = self.problem.group == 2 and (self.blocks.turn is not None or self.alternates)
+        crowded = self.problem.group == 2 and (self.blocks.turn is not None or self.blocks.alternates)
         return self.has_few_rows and self.dims == (128, 128) and len(self.early_rows) == 1 and not crowded
 
     @cached_property
@@ -264,23 +265,13 @@ class KeyForm(Form):
         spill four bytes for it."""
         return len(self.row_names) > 0
 
-    @property
-    def alternates(self) -> bool:
-        """Do even key heads and odd ones go through their tiles in opposite directions?"""
-        return self.blocks.between is not None
-
-    @property
-    def names_adders(self) -> bool:
-        """Does a ticket say which block added last? Else it counts them."""
-        return self.blocks.latest_first or self.alternates
-
     @cached_property
     def walks_back_in_order(self) -> bool:
         """Do blocks that add to dQ in order walk from the last queries to the first? Where all meet the same tiles they
         need not: those of grouped heads then hold one number less, without which their products wait for one another
         (ptxas C7512)."""
         alike = not self.plan.bounds.bounds and self.problem.group > 1
-        return self.tile.in_order and not (self.names_adders or alike)
+        return self.tile.in_order and not (self.blocks.latest_first or self.blocks.alternates or alike)
 
     def walk(
         self, buffers: Buffers, batch: Any, kv_head: Any, block: Any, handed: HandedQueries | None = None,
@@ -292,7 +283,7 @@ class KeyForm(Form):
         if self.within:
             return SequenceQueryWalk(of, buffers, batch, kv_head, block, handed, known)
         backwards = self.blocks.walks_back(index) if index is not None else None
-        if self.alternates:
+        if self.blocks.alternates:
             backwards = kv_head % 2 == 0
         elif self.walks_back_in_order:
             backwards = True

@@ -30,11 +30,11 @@ from attention_engine.kernels.diagonals import (
 )
 from attention_engine.kernels.hopper.barriers import arrive_when_read, give_back
 from attention_engine.kernels.hopper.chances import Bits
+from attention_engine.kernels.hopper.keys.adders import FirstTiles
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import NOTES, KeyItem, leave_by_groups
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
 from attention_engine.kernels.hopper.keys.neighbours import at_ends, clear_neighbours, keep_own_dq, leave_within
-from attention_engine.kernels.hopper.keys.order import tiles_first
 from attention_engine.kernels.hopper.keys.pair_operands import Step
 from attention_engine.kernels.key_sums import sum_keys
 from attention_engine.kernels.pair_maths import PairMaths, PairTile, factor_of
@@ -50,7 +50,7 @@ class Work:
     """The item that the computing threads of a block are at.
 
     first_row: the row of the block's first query head among all heads and batches. of_heads: the block's values, those
-    that its query heads share. first_before: where the first block to add to dQ stores, the `tiles_first`.
+    that its query heads share. stored: the tiles of dQ that the block stores, as it is the first to add to them.
     """
 
     form: KeyForm
@@ -62,7 +62,7 @@ class Work:
     first_row: Any
     of_heads: Mapping[Expr, Any]
     thread: Any
-    first_before: Any = None
+    stored: FirstTiles | None = None
 
 
 @T.macro
@@ -80,8 +80,8 @@ def compute_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     k, v = memory.keys.tile, memory.values.tile
     unseen = (k, v) if not memory.pairs.masks_gradients else (k,) if form.with_dq else ()
     clear_behind(form, item, Place(item.b, kv_head, of_heads if form.within else {}, own_read), kv0, unseen)
-    first_before = tiles_first(form, buffers, item, walk) if form.tile.stores_first else None
-    work = Work(form, buffers, memory, item, walk, kv0, first_row, of_heads, thread, first_before)
+    stored = FirstTiles(form, item, walk) if form.tile.stores_first else None
+    work = Work(form, buffers, memory, item, walk, kv0, first_row, of_heads, thread, stored)
     if form.hides_additions:
         await_queries(work, 0)
     if form.holds_early_rows:  # noqa: SIM102 - Python's condition, then the kernel's
@@ -149,7 +149,7 @@ def take_step(work: Work, step: Any) -> None:
     head = visit.head
     q0 = visit.start
     sums = None
-    if form.with_dq:
+    if form.with_dq and memory.order is None:
         sums = sums_of_step(work, head, q0)
         take_step_for_granted(work, sums, q0)
     place = place_of(work, head)
@@ -167,6 +167,9 @@ def take_step(work: Work, step: Any) -> None:
     pairs.hand_gradients_on(at)
     issue_results(work, at)
     sum_pairs_of_diagonals(work, at)
+    if memory.order is not None:
+        sums = workspace.hold_place(work.buffers, row_of_sums(work, head), q0 * form.dim)
+        workspace.take_place_for_granted(work.buffers, sums, tile.q * form.dim)
     T.wait_wgmma(1)  # all but dK
     if work.thread % WARP == 0:
         T.barrier_arrive(memory.output_gradients.empty[stage])
@@ -177,7 +180,7 @@ def take_step(work: Work, step: Any) -> None:
             memory.order.wait(step)
         if form.tile.stores_first:
             store_or_add(work, sums, q0, step)
-        elif form.within:
+        elif form.within or form.tile.in_order:
             workspace.add_at(work.buffers, sums, memory.results.dq, tile, form.dim, form.vectors)
         else:
             add_to_sums_of_dq(work, sums, q0)
@@ -201,11 +204,15 @@ def await_queries(work: Work, step: Any) -> None:
 
 def sums_of_step(work: Work, head: Any, q0: Any) -> Any:
     """Where the sums of a step's dQ stand: their row, or, of packed sequences, the first one's place among all."""
-    form = work.form
-    row = work.first_row + (head - work.item.kv_head * form.problem.group)
+    form, row = work.form, row_of_sums(work, head)
     if form.within:
         return workspace.name_place(work.buffers, row, q0 * form.dim)
     return row if form.holds_row else hold_value(row)
+
+
+def row_of_sums(work: Work, head: Any) -> Any:
+    """The row of a query head among all heads and batches."""
+    return work.first_row + (head - work.item.kv_head * work.form.problem.group)
 
 
 def take_step_for_granted(work: Work, sums: Any, q0: Any) -> None:
@@ -298,20 +305,14 @@ def issue_results(work: Work, at: Step) -> None:
 
 
 @T.macro
-def store_or_add(work: Work, row: Any, q0: Any, step: Any) -> None:
-    """A step's dQ becomes the sums in memory, if the block is the first that adds to them; else it is added."""
-    form, dq = work.form, work.memory.results.dq
-    first = work.item.block == 0
-    if form.names_adders or form.apart is not None:
-        first = (q0 if form.apart is None else work.walk.tile_of(step)[0]) < work.first_before
-    if first:
-        for i, j in T.Parallel(form.dq_shape[0], form.dq_shape[1]):
-            query, d = (j, i) if form.transposes_dq else (i, j)
-            work.buffers["workspace"][
-                row, q0 * form.dim + workspace.workspace_offset(query, d, form.tile, form.dim, form.vectors)
-            ] = dq[i, j]
+def store_or_add(work: Work, place: Any, q0: Any, step: Any) -> None:
+    """A step's dQ becomes the sums from a place on, if the block is the first that adds to them; else it is added."""
+    form, dq, stored = work.form, work.memory.results.dq, work.stored
+    assert stored is not None, "where a tile's first block stores"
+    if stored.hold(q0, step):
+        workspace.store_at(work.buffers, place, dq, form.tile, form.dim, form.vectors)
     else:
-        add_to_sums_of_dq(work, row, q0)
+        workspace.add_at(work.buffers, place, dq, form.tile, form.dim, form.vectors)
 
 
 @T.macro
