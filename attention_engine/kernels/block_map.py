@@ -13,9 +13,10 @@ import tilelang.language as T
 from attention_engine.ir.block_lists import BLOCK_LIST
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.problem import Problem
+from attention_engine.kernels.bounds import is_partial, kv_range, q_range
 from attention_engine.kernels.common import Buffers, Sizes, build, store
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import EMPTY, PIECE, is_partial, kv_range, q_range
+from attention_engine.kernels.tiles import EMPTY, PIECE
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan import attention_buffers
 from attention_engine.plan.attention_buffers import DEALT, LISTS, deals_by_counter

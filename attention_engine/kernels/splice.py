@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as tir_builder
 
@@ -185,6 +186,11 @@ def name_value(value: Any) -> Any:
     variable = T.alloc_var(str(value.dtype))
     tir_builder.buffer_store(variable, value, [0])
     return variable[0]
+
+
+def name_as(name: str, value: Any) -> Any:
+    """A value under a name of its own, worked out once."""
+    return Builder.current().bind(name, value)
 
 
 def hold_value(value: Any) -> Any:

@@ -17,10 +17,11 @@ import tilelang.language as T
 
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem
+from attention_engine.kernels.bounds import kv_range, q_range, with_starts
 from attention_engine.kernels.common import Place, Sizes, build, named, over_pairs, over_rows, reader, store
 from attention_engine.kernels.mask_ranges import MaskRanges, cut, held_as, index_ranges, range_of, value
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import EMPTY, PIECE, kv_range, q_range, with_starts
+from attention_engine.kernels.tiles import EMPTY, PIECE
 from attention_engine.kernels.warps import WARP
 from attention_engine.passes.tile_plan import TilePlan, plan_tiles
 from attention_engine.plan import attention_buffers

@@ -18,24 +18,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
-from tilelang.language.eager.builder import Builder
 
 from attention_engine.ir.expr import Expr
 from attention_engine.ir.packing import start_in_sequence
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import KV_IDX
 from attention_engine.kernels.apart import Halves, Ring
+from attention_engine.kernels.bounds import (
+    BoundHere,
+    is_partial,
+    kv_range,
+    q_range,
+    width_of,
+    with_starts,
+)
 from attention_engine.kernels.common import Place, reader
-from attention_engine.kernels.splice import name_value, take_for_granted
+from attention_engine.kernels.splice import name_as, name_value, take_for_granted
 from attention_engine.passes.analyse_mask import Bound, MaskPlan
 from attention_engine.passes.index_ranges import LONGEST
 from attention_engine.passes.tile_plan import TilePlan
 from attention_engine.plan.attention_buffers import LISTS
 from attention_engine.plan.forms import Tile
 
-NO_NUMBERS: Mapping[Expr, Any] = {}
 EMPTY = 1  # a tile from 0 on, of which some pair is masked
-MOST_IN_32_BITS = 2**31
 PIECE = 16  # queries or keys; tiles begin at multiples of it
 
 
@@ -70,7 +75,7 @@ class HandedList:
 
     def entry(self, step: Any) -> Any:
         """What the list holds for a step, read here, once. A lane tells its warp, so that ptxas sees a warp agree."""
-        return _name("entry", T.shfl_sync(self.noted(step), 0))
+        return name_as("entry", T.shfl_sync(self.noted(step), 0))
 
 
 @dataclass(frozen=True)
@@ -89,18 +94,6 @@ class Walks:
     sizes: Any
     tile: Tile
     apart: Ring | Halves | None = None
-
-
-@dataclass(frozen=True)
-class BoundHere(Bound):
-    """A bound in a launch that says where its indices start: these numbers are in its offset."""
-
-    greatest: int = 0
-
-    @property
-    def reach(self) -> int:
-        """As of the bound that it is made of."""
-        return self.greatest
 
 
 class KeyWalk:
@@ -124,8 +117,8 @@ class KeyWalk:
             return
         tiles = T.ceildiv(sizes.kv, tile.kv)
         first, stop = kv_range(self.bounds, self.q0, self.q0 + tile.q - 1, tile.kv, tiles)
-        self.first = _name("first", first)
-        self.count = _name("count", stop - self.first)
+        self.first = name_as("first", first)
+        self.count = name_as("count", stop - self.first)
 
     def at(self, step: Any) -> Visit:
         """The tile of a step."""
@@ -150,18 +143,18 @@ class SequenceWalk(KeyWalk):
         self.bounds = with_starts(of.plan.bounds, buffers, sequence)
         start = start_in_sequence(KV_IDX)
         (before,) = Place(sequence, 0, {}, reader(buffers)).splice(None, None, {})(start)
-        self.origin = _name("origin", 0 - before)
+        self.origin = name_as("origin", 0 - before)
         tiles = T.ceildiv(of.sizes.kv, of.tile.kv)
         here = MaskPlan(tuple(self._from_origin(b) for b in self.bounds.bounds), self.bounds.exact)
         first, stop = kv_range(here, q0, q0 + of.tile.q - 1, of.tile.kv, tiles)
-        self.first = _name("first", first)
-        self.count = _name("count", stop - self.first)
+        self.first = name_as("first", first)
+        self.count = name_as("count", stop - self.first)
 
     def _from_origin(self, bound: Bound) -> Bound:
         reach = bound.reach + abs(bound.kv) * LONGEST
-        whole = _width(reach)
+        whole = width_of(reach)
         offset = whole(bound.offset) + whole(bound.kv) * whole(self.origin)
-        return BoundHere(bound.q, bound.kv, _name("offset", offset), greatest=reach)
+        return BoundHere(bound.q, bound.kv, name_as("offset", offset), greatest=reach)
 
     def at(self, step: Any) -> Visit:
         """The tile of a step."""
@@ -208,9 +201,9 @@ class QueryWalk:
         if tile.in_order:  # blocks meet the same tiles
             first = self.first_tile_of(row) * (tile.q // PIECE)
             stop = T.max(T.min(stop, pieces), first)
-        self.first = _name("first", first)
+        self.first = name_as("first", first)
         tiles = T.ceildiv(stop - self.first, tile.q // PIECE)
-        self.count = _name("count", self.group * tiles)
+        self.count = name_as("count", self.group * tiles)
         self.tiles = name_value(tiles) if by_heads else None
         if of.apart is not None:
             self.turned, self.tiles_of_a_head = name_value(of.apart.start_of(row, kv_head, tiles)), name_value(tiles)
@@ -279,14 +272,14 @@ class _Lists:
         for index, length in zip(self.listed, self.buffer.shape, strict=False):
             take_for_granted(T.And(index >= 0, index < length))
         of_count = (*self.listed, 0)
-        self.count = _name("count", self.buffer[of_count])
+        self.count = name_as("count", self.buffer[of_count])
         take_for_granted(self.count < self.buffer.shape[3])
 
     def entry(self, step: Any, first: Any = None) -> Any:
         """What the list holds for a step; read here, once, unless it is the first step's, which was read."""
         of_entry = (*self.listed, step + 1)
         entry = self.buffer[of_entry]
-        return _name("entry", entry) if first is None else name_value(T.if_then_else(step == 0, first, entry))
+        return name_as("entry", entry) if first is None else name_value(T.if_then_else(step == 0, first, entry))
 
 
 class SequenceQueryWalk(QueryWalk):
@@ -310,8 +303,8 @@ class SequenceQueryWalk(QueryWalk):
             return
         pieces = T.ceildiv(of.sizes.q, PIECE)
         first, stop = q_range(self.bounds, kv0, kv0 + tile.kv - 1, PIECE, pieces)
-        self.first = _name("first", first)
-        self.count = _name("count", self.group * T.ceildiv(stop - self.first, tile.q // PIECE))
+        self.first = name_as("first", first)
+        self.count = name_as("count", self.group * T.ceildiv(stop - self.first, tile.q // PIECE))
 
     def at(self, step: Any, first: Any = None) -> Visit:
         """The tile and the query head of a step."""
@@ -322,83 +315,3 @@ class SequenceQueryWalk(QueryWalk):
             head = sum((T.cast(left >= tiles * n, "int32") for n in range(1, self.group)), T.int32(0))
             tile = left - head * tiles
         return Visit(self.first * PIECE + tile * self.shape.q, self._is_partial, self.kv_head * self.group + head)
-
-
-def with_starts(plan: MaskPlan, buffers: Any, batch: Any, known: Mapping[Expr, Any] = NO_NUMBERS) -> MaskPlan:
-    """The bounds in a launch that says where its indices start, these numbers in their offsets. known: some of them."""
-    if not any(bound.starts for bound in plan.bounds):
-        return plan
-    place = Place(batch, 0, known, reader(buffers))
-
-    def here(bound: Bound) -> Bound:
-        whole = _width(bound.reach)
-        offset: Any = whole(bound.offset)
-        for start, number in bound.starts:
-            offset = offset + whole(number) * whole(place.splice(None, None, {})(start)[0])
-        return BoundHere(bound.q, bound.kv, _name("offset", offset), greatest=bound.reach)
-
-    return MaskPlan(tuple(here(b) if b.starts else b for b in plan.bounds), plan.exact)
-
-
-def _name(name: str, value: Any) -> Any:
-    return Builder.current().bind(name, value)
-
-
-def kv_range(plan: MaskPlan, q0: Any, q1: Any, kv_tile: int, tiles: Any) -> tuple[Any, Any]:
-    """First and one past the last kv tile that may hold a kept pair of queries q0..q1 (inclusive)."""
-    return _range([(b.q, b.kv, b.offset, b.reach) for b in plan.bounds], q0, q1, kv_tile, tiles)
-
-
-def q_range(plan: MaskPlan, kv0: Any, kv1: Any, q_tile: int, tiles: Any) -> tuple[Any, Any]:
-    """First and one past the last q tile that may hold a kept pair of keys kv0..kv1 (inclusive)."""
-    return _range([(b.kv, b.q, b.offset, b.reach) for b in plan.bounds], kv0, kv1, q_tile, tiles)
-
-
-def _range(bounds: list[tuple[int, int, int, int]], low: Any, high: Any, tile: int, tiles: Any) -> tuple[Any, Any]:
-    """fixed * x + moving * y + offset >= 0 for some x in [low, high]: which tiles of y. The last number of a bound is
-    its reach."""
-    first: Any = T.int32(0)
-    stop: Any = tiles
-    for fixed, moving, offset, reach in bounds:
-        whole = _width(reach)
-        most = whole(fixed) * whole(high if fixed > 0 else low) + whole(offset)
-        if moving < 0:
-            stop = _nearest(T.min, stop, T.floordiv(T.floordiv(most, whole(-moving)), whole(tile)) + 1, tiles)
-        elif moving > 0:
-            found = T.floordiv(T.floordiv(-most + whole(moving) - 1, whole(moving)), whole(tile))
-            first = _nearest(T.max, first, found, tiles)
-        else:
-            stop = T.if_then_else(most >= 0, stop, 0)
-    return first, T.max(stop, first)
-
-
-def _width(reach: int) -> Callable[[Any], Any]:
-    """Makes numbers as wide as those that come up need: as they are, or of 64 bits."""
-    return (lambda number: T.cast(number, "int64")) if reach >= MOST_IN_32_BITS else lambda number: number
-
-
-def _nearest(choose: Callable[[Any, Any], Any], a: Any, b: Any, tiles: Any) -> Any:
-    """The less or greater of a number of tiles, of 32 bits, and one of any width."""
-    if str(getattr(b, "dtype", "int32")) == "int64":
-        b = T.cast(T.max(T.min(b, T.cast(tiles, "int64")), T.int64(0)), "int32")
-    return choose(a, b)
-
-
-def is_partial(plan: MaskPlan, q0: Any, q1: Any, kv0: Any, kv1: Any) -> Any:
-    """May the tile of queries q0..q1 and keys kv0..kv1 hold a masked pair? True (Python's) where it can't be told."""
-    if not plan.exact:
-        return True
-    partial: Any = None
-    for bound in plan.bounds:
-        whole = _width(bound.reach)
-        corner = whole(q0 if bound.q > 0 else q1), whole(kv0 if bound.kv > 0 else kv1)
-        least = whole(bound.q) * corner[0] + whole(bound.kv) * corner[1] + whole(bound.offset)
-        partial = least < 0 if partial is None else T.Or(partial, least < 0)
-    return False if partial is None else partial
-
-
-def either(a: Any, b: Any) -> Any:
-    """a or b, of Python or TileLang truths."""
-    if a is True or b is True:
-        return True
-    return b if a is False else a if b is False else T.Or(a, b)

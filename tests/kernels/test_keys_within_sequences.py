@@ -15,9 +15,10 @@ from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.compiler import Kernel
 from attention_engine.ir.packing import PLACES, TABLES, Packing
 from attention_engine.ir.problem import Problem
+from attention_engine.kernels.bounds import NO_NUMBERS
 from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.sequence_tiles import CLASSES, FEW_BLOCKS, LATE
-from attention_engine.kernels.tiles import NO_NUMBERS, PIECE, HandedQueries, SequenceQueryWalk, Walks
+from attention_engine.kernels.tiles import PIECE, HandedQueries, SequenceQueryWalk, Walks
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import long_sequences
 from attention_engine.plan.forms import HopperKeys, Tile

@@ -18,6 +18,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, padded
+from attention_engine.kernels.bounds import either, is_partial, kv_range
 from attention_engine.kernels.cached.join import Join, join_if_last
 from attention_engine.kernels.cached.packed_rows import PackedMaths, Rows, of_heads
 from attention_engine.kernels.cached.sources import Source, bring
@@ -41,7 +42,6 @@ from attention_engine.kernels.common import (
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.staged import StagedReads
 from attention_engine.kernels.tile_maths import ScoreTile, multiply_rows, needs_another, row_variables
-from attention_engine.kernels.tiles import either, is_partial, kv_range
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import cached, cached_buffers

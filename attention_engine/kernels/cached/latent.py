@@ -24,12 +24,12 @@ from tvm import DataType
 from attention_engine.ir.expr import Expr, topological
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.cached.decode import Steps, over_parts
 from attention_engine.kernels.cached.packed_rows import PackedMaths, Rows, of_heads
 from attention_engine.kernels.common import FLOAT, Sizes, build, named, store, where_partial
 from attention_engine.kernels.splice import name_value
 from attention_engine.kernels.tile_maths import multiply_rows, needs_another, row_variables
-from attention_engine.kernels.tiles import either
 from attention_engine.kernels.warps import GROUP, ROWS_WHOLE, WARP, registers, thread_of_row
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.plan import cached_buffers

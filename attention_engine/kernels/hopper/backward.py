@@ -25,6 +25,7 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward
+from attention_engine.kernels.bounds import NO_NUMBERS
 from attention_engine.kernels.common import Buffers, Sizes, block_values, build, reader
 from attention_engine.kernels.hopper.chances import Cells, Draw, make_bits
 from attention_engine.kernels.hopper.keys.copies import copy_item, copy_items, prepare_items
@@ -38,7 +39,7 @@ from attention_engine.kernels.hopper.notes import note_in, values_of
 from attention_engine.kernels.items import KeyBlocks, Round, Shares
 from attention_engine.kernels.pair_maths import NOTHING
 from attention_engine.kernels.splice import name_value, take_for_granted
-from attention_engine.kernels.tiles import NO_NUMBERS, QueryWalk
+from attention_engine.kernels.tiles import QueryWalk
 from attention_engine.kernels.warps import GROUP, WARP
 from attention_engine.passes.drop_weights import SEED_OF_BLOCK, dropped_below
 from attention_engine.passes.read_places import CustomSums

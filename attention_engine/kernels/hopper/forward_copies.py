@@ -13,6 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.common import Buffers, where_partial, window
 from attention_engine.kernels.hopper.barriers import Ring
 from attention_engine.kernels.hopper.forward_form import ForwardForm
@@ -21,7 +22,7 @@ from attention_engine.kernels.hopper.notes import note_in, size_of, values_of
 from attention_engine.kernels.hopper.query_tiles import NO_ITEM, NO_MORE, QueryNote
 from attention_engine.kernels.items import Deal, Item, Round, at_least_one
 from attention_engine.kernels.splice import name_value
-from attention_engine.kernels.tiles import KeyWalk, Visit, either
+from attention_engine.kernels.tiles import KeyWalk, Visit
 from attention_engine.kernels.warps import WARP
 from attention_engine.plan.attention_buffers import DEALT
 

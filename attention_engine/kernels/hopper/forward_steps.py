@@ -14,6 +14,7 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.ir.expr import Expr
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.common import FLOAT, Buffers, named, where_partial
 from attention_engine.kernels.hopper.barriers import Ring, finish_before, give_back
 from attention_engine.kernels.hopper.chances import Bits, Chances, drop_pairs
@@ -29,7 +30,7 @@ from attention_engine.kernels.tile_maths import (
     row_variables,
     sums_in_parts,
 )
-from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit, either
+from attention_engine.kernels.tiles import HandedList, KeyWalk, Visit
 from attention_engine.kernels.unseen import clear_step
 from attention_engine.kernels.warps import GROUP, ROWS_WHOLE, WARP, thread_of_row
 

@@ -22,12 +22,13 @@ import tilelang.language as T
 
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.common import FLOAT, Buffers, Sizes, build, named, place_at, where_partial, window
 from attention_engine.kernels.hopper.barriers import Ring, finish_before
 from attention_engine.kernels.items import stage_of
 from attention_engine.kernels.pair_maths import PairMaths, PairTile
 from attention_engine.kernels.splice import name_value, take_for_granted
-from attention_engine.kernels.tiles import KeyWalk, Visit, Walks, either
+from attention_engine.kernels.tiles import KeyWalk, Visit, Walks
 from attention_engine.kernels.warps import COLUMNS_SHARED, COMPUTE, GROUP, ROWS_WHOLE, WARP, Form, registers
 from attention_engine.kernels.workspace import VECTOR, workspace_offset
 from attention_engine.passes.schedule import BackwardSchedule

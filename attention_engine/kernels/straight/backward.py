@@ -17,6 +17,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -40,7 +41,7 @@ from attention_engine.kernels.key_sums import KeySum, key_sums_of, sum_keys
 from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.pair_maths import NOTHING, PairMaths, PairTile, factor_of, of_pairs
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import QueryWalk, Visit, Walks, either
+from attention_engine.kernels.tiles import QueryWalk, Visit, Walks
 from attention_engine.kernels.unseen import clear_operand
 from attention_engine.kernels.workspace import take_sums_for_granted, workspace_offset
 from attention_engine.passes.read_places import CustomSums

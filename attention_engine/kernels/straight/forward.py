@@ -9,6 +9,7 @@ import tilelang.language as T
 
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, padded
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -33,7 +34,7 @@ from attention_engine.kernels.tile_maths import (
     of_pairs,
     row_variables,
 )
-from attention_engine.kernels.tiles import KeyWalk, Walks, either
+from attention_engine.kernels.tiles import KeyWalk, Walks
 from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import ForwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles

@@ -13,6 +13,7 @@ import tilelang.language as T
 from attention_engine.ir.expr import Axis, Expr
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.bounds import kv_range, with_starts
 from attention_engine.kernels.common import (
     FLOAT,
     Operand,
@@ -26,7 +27,6 @@ from attention_engine.kernels.common import (
     window,
 )
 from attention_engine.kernels.pair_maths import PairMaths, PairTile
-from attention_engine.kernels.tiles import kv_range, with_starts
 from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers

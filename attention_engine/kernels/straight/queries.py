@@ -16,6 +16,7 @@ from attention_engine.ir.expr import Expr
 from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.ir.program import Backward, row_variable
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.common import (
     FLOAT,
     Accumulator,
@@ -36,7 +37,7 @@ from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.pair_maths import PairMaths, PairTile, of_pairs
 from attention_engine.kernels.side_reads import SideReads, side_reads
 from attention_engine.kernels.staged import StagedReads, copy_staged
-from attention_engine.kernels.tiles import KeyWalk, Visit, Walks, either
+from attention_engine.kernels.tiles import KeyWalk, Visit, Walks
 from attention_engine.kernels.unseen import SeenTile
 from attention_engine.passes.schedule import BackwardSchedule, keeps_products
 from attention_engine.passes.tile_plan import plan_tiles

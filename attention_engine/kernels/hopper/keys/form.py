@@ -12,10 +12,11 @@ from attention_engine.ir.key_condition import key_condition
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import STARTS, Backward, is_start, row_variable
 from attention_engine.kernels.apart import Halves, Ring
+from attention_engine.kernels.bounds import NO_NUMBERS
 from attention_engine.kernels.common import Buffers, Sizes
 from attention_engine.kernels.items import KeyBlocks
 from attention_engine.kernels.pair_maths import factor_of
-from attention_engine.kernels.tiles import NO_NUMBERS, HandedQueries, QueryWalk, SequenceQueryWalk, Walks
+from attention_engine.kernels.tiles import HandedQueries, QueryWalk, SequenceQueryWalk, Walks
 from attention_engine.kernels.warps import COLUMNS_SHARED, GROUP, ROWS_WHOLE, WARP, Form, registers
 from attention_engine.kernels.workspace import transposes_dq
 from attention_engine.passes.read_places import CustomSums

@@ -16,12 +16,13 @@ from typing import Any
 
 import tilelang.language as T
 
+from attention_engine.kernels.bounds import either
 from attention_engine.kernels.common import FLOAT, Packed, Stage, named, where_partial
 from attention_engine.kernels.hopper.barriers import Ring, finish_before
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.pair_maths import PairMaths
-from attention_engine.kernels.tiles import Visit, either
+from attention_engine.kernels.tiles import Visit
 from attention_engine.kernels.warps import COMPUTE
 from attention_engine.passes.schedule import keeps_products
 from attention_engine.plan.hopper import pairs_in_turn
