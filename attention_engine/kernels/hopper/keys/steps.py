@@ -177,15 +177,11 @@ def take_step(work: Work, step: Any) -> None:
         at_ends(form, item.ends, q0, bind(keep_own_dq, form, memory.results.dq, item.ends, q0))
     if form.with_dq:
         if memory.order is not None:
-            memory.order.wait(step)
-        if form.tile.stores_first:
-            store_or_add(work, sums, q0, step)
-        elif form.within or form.tile.in_order:
+            add_in_order(work, sums, q0, step)
+        elif form.within:
             workspace.add_at(work.buffers, sums, memory.results.dq, tile, form.dim, form.vectors)
         else:
             add_to_sums_of_dq(work, sums, q0)
-        if memory.order is not None:
-            memory.order.hand_on(work.thread)
     if not form.crosses:
         T.wait_wgmma(0)
         if work.thread % WARP == 0:
@@ -305,14 +301,19 @@ def issue_results(work: Work, at: Step) -> None:
 
 
 @T.macro
-def store_or_add(work: Work, place: Any, q0: Any, step: Any) -> None:
-    """A step's dQ becomes the sums from a place on, if the block is the first that adds to them; else it is added."""
-    form, dq, stored = work.form, work.memory.results.dq, work.stored
-    assert stored is not None, "where a tile's first block stores"
-    if stored.hold(q0, step):
+def add_in_order(work: Work, place: Any, q0: Any, step: Any) -> None:
+    """When it is the block's turn, a step's dQ is added to the sums from a place on. Where first blocks store, and this
+    is one, it becomes them."""
+    form, dq, order, stored = work.form, work.memory.results.dq, work.memory.order, work.stored
+    assert order is not None, "who adds in order has one"
+    order.wait(step)
+    if stored is None:
+        workspace.add_at(work.buffers, place, dq, form.tile, form.dim, form.vectors)
+    elif stored.hold(q0, step):
         workspace.store_at(work.buffers, place, dq, form.tile, form.dim, form.vectors)
     else:
         workspace.add_at(work.buffers, place, dq, form.tile, form.dim, form.vectors)
+    order.hand_on(work.thread)
 
 
 @T.macro
