@@ -172,7 +172,7 @@ def may_add_in_order(problem: Problem, tile: Tile, plan: TilePlan, summed: Custo
     A block waits for others of its head, so of two neighbours one must meet every tile of queries that the other does:
     what a key doesn't see, later ones don't either, and all see the last queries, or nothing. Walks of grouped heads
     whose blocks differ in length do not turn then: on an H100, 32/8 heads, causal, S 2048, 4096 and 8192, 0.75, 0.74,
-    0.81 of the default at head dim 128, by a second kernel 0.80, 0.80, 0.77; where heads alternate 0.91, 0.91, 0.91. At
+    0.81 of the default at head dim 128, by a second kernel 0.80, 0.80, 0.77; where heads alternate 0.91, 0.92, 0.91. At
     64 0.93, 0.95, 0.94 for 0.74.
     """
     grid = tile.hopper and not (tile.persistent or tile.within_sequences or tile.drops_apart or tile.shared_weights)

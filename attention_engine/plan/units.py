@@ -74,11 +74,11 @@ def quarters_apart(problem: Problem, tile: Tile, plan: TilePlan, size: CallSize)
     """Where heads alternate, by how many quarters of a step blocks follow one another (kernels/apart.py). An addition
     is handed on in 0.85 of a step. The further apart, the more tiles are near ones, which blocks read at different
     times. On an H100, 32/8 heads, of the default, 0.75, 1 and 1.5 steps: S 2048 and batch 4 0.901, 0.909, 0.892, S 4096
-    and batch 2 0.887, 0.891, 0.895, S 8192 0.889, 0.912, 0.909; all from the last tile on 0.871, 0.814, 0.795. Where a
-    head has more blocks than the GPU runs at once, those that start last are behind anyway: S 32768, 0.5, 1 and 1.5
-    steps 0.882, 0.863, 0.839.
+    and batch 2 0.887, 0.891, 0.895, S 8192 0.889, 0.912, 0.909. All from the last tile on, by a kernel 1 to 2 % slower:
+    0.871, 0.814, 0.795. Where a head has more blocks than the GPU runs at once, those that start last are behind
+    anyway: S 32768, 0.5, 1 and 1.5 steps 0.882, 0.863, 0.839.
 
-    None where a bound is another than that of queries that see all keys up to their own: blocks may be of one length
+    0 where a bound is another than that of queries that see all keys up to their own: blocks may be of one length
     there, and would wait for those that start after them."""
     (bound, *others) = plan.bounds.bounds
     blocks = -(-size.keys // tile.kv)

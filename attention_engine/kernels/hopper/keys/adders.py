@@ -56,16 +56,16 @@ class Neighbours:
             self.tiles[FAR_LATER] = T.if_then_else(block + 1 < form.blocks.blocks, self.first_far(block + 1), NEVER)
 
     def first_later(self) -> Any:
-        """The number of that name."""
+        """The first tile that sees the keys after the block's."""
         block = self.item.block + 1
         return T.if_then_else(block < self.form.blocks.blocks, self.walk.first_tile_of(block), NEVER)
 
     def far_earlier(self) -> Any:
-        """The number of that name."""
+        """The first tile that is far for the block of the keys before its own."""
         return T.if_then_else(self.item.block > 0, self.first_far(self.item.block - 1), 0)
 
     def first_far(self, block: Any) -> Any:
-        """The first of its far tiles, where heads alternate."""
+        """The first tile that is far for a block, where heads alternate."""
         assert isinstance(self.form.apart, Halves)
         return self.walk.first_tile_of(block) + self.form.apart.near(block)
 
