@@ -321,8 +321,9 @@ class HeadTile(NamedTuple):
 
 class Shares:
     """The tiles of queries of a unit's heads, as the blocks of another unit share them out: a block's share begins with
-    the tile at its own number, and goes on with every tile that is as many further as blocks share. Where the longest
-    blocks go first, only the first half of them have a share: those have the time."""
+    the tile at its own number, and goes on with every tile that is as many further as blocks share. Where blocks differ
+    in length, the longest half of them have a share: those have the time. They are the first ones or, where heads
+    alternate, those in the middle."""
 
     def __init__(self, blocks: KeyBlocks, tiles: Any, sharing: Any) -> None:
         self.blocks = blocks
@@ -336,8 +337,13 @@ class Shares:
 
     def first(self, position: Any) -> HeadTile:
         """The first tile in the share of the block at a position; of a head beyond them all where it has none."""
+        none = False
+        if self.blocks.alternates:
+            position = name_value(position - T.shift_right(self.blocks.of_a_unit, 2))
+            none = T.cast(position, "uint32") >= T.cast(self.sharing, "uint32")
+        elif self.blocks.longest_first:
+            none = position >= self.sharing
         head = name_value(T.truncdiv(position, self.tiles))
-        none = position >= self.sharing if self.blocks.longest_first else False
         return HeadTile(T.if_then_else(none, NO_HEAD, head), name_value(position - head * self.tiles))
 
 

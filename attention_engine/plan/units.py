@@ -73,16 +73,20 @@ def start_apart(tile: Tile, keys: int, places: int) -> bool:
 def quarters_apart(problem: Problem, tile: Tile, plan: TilePlan, size: CallSize) -> int:
     """Where heads alternate, by how many quarters of a step blocks follow one another (kernels/apart.py). An addition
     is handed on in 0.85 of a step. The further apart, the more tiles are near ones, which blocks read at different
-    times. On an H100, 32/8 heads, of the default, 0.75, 1 and 1.5 steps: S 2048 and batch 4 0.901, 0.909, 0.892, S 4096
-    and batch 2 0.887, 0.891, 0.895, S 8192 0.889, 0.912, 0.909. All from the last tile on, by a kernel 1 to 2 % slower:
-    0.871, 0.814, 0.795. Where a head has more blocks than the GPU runs at once, those that start last are behind
-    anyway: S 32768, 0.5, 1 and 1.5 steps 0.882, 0.863, 0.839.
+    times: the fewer blocks a head has, or the more heads a group, the sooner that costs more than waits. On an H100, of
+    the default, 0.75, 1 and 1.5 steps: 32/8 heads, S 2048 and batch 8 0.909, 0.905, 0.901, S 4096 and batch 4 0.900,
+    0.910, 0.917, S 8192 0.893, 0.914, 0.922, S 16384 0.897, 0.924, 0.949; 64/8 heads, S 4096 and batch 2 0.875, 0.888,
+    0.876. All from the last tile on, by a kernel 2 to 6 % slower: 0.871, 0.814, 0.795 at S 2048, 4096, 8192. Where a
+    head has more blocks than the GPU runs at once, those that start last are behind anyway: S 32768, 0.5, 1 and 1.5
+    steps 0.886, 0.874, 0.852.
 
     0 where a bound is another than that of queries that see all keys up to their own: blocks may be of one length
     there, and would wait for those that start after them."""
     (bound, *others) = plan.bounds.bounds
     blocks = -(-size.keys // tile.kv)
-    number = 4 if blocks <= size.places else 2
+    number = 6 if blocks >= 32 and problem.group <= 4 else 4
+    if blocks > size.places:
+        number = 2
     causal = not others and (bound.q, bound.kv, bound.offset, bound.starts) == (1, -1, 0, ())
     fits = 2 * rows_that_meet(problem, tile, blocks, number) <= size.places
     return number if causal and size.queries >= size.keys and fits else 0

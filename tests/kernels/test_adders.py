@@ -125,7 +125,8 @@ CALLS = {  # shapes, how far on queries stand, by how many quarters of a step bl
     "groups of two": (shape_of(1, 2048, 2048, 4, 2), 0, 4), "groups of eight": (shape_of(1, 2048, 2048, 16, 2), 0, 4),
     "more queries": (shape_of(1, 1500, 900), 0, 4), "more keys": (shape_of(1, 500, 1000), 0, 0),
     "keys that all see": (shape_of(1, 500, 900), 400, 0), "queries that see nothing": (shape_of(1, 900, 900), -140, 0),
-    "a batch": (shape_of(2, 800, 800, 8, 4), 0, 4),
+    "a batch": (shape_of(2, 800, 800, 8, 4), 0, 4), "S 4096": (shape_of(1, 4096, 4096), 0, 6),
+    "S 4096, groups of eight": (shape_of(1, 4096, 4096, 16, 2), 0, 4),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from attention_engine.codegen.interpreter import Interpreter
 from attention_engine.ir.problem import Problem
 from attention_engine.kernels.common import Sizes, build
 from attention_engine.kernels.hopper.forward_copies import take_number
-from attention_engine.kernels.items import Deal, Items, KeyBlocks
+from attention_engine.kernels.items import Deal, Items, KeyBlocks, Shares
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.units import (
     CallSize,
@@ -166,6 +166,34 @@ def test_even_heads_start_with_the_last_keys_and_odd_ones_with_the_first(batch, 
 def test_odd_heads_of_a_unit_start_as_even_ones_end():
     order = started(1, 8, 8192, 4, alternating=True)[0]  # four pairs a unit, which two of run together
     assert order[[0, 2]].max() < order[[1, 3]].min() and order[[1, 3]].max() < order[[4, 6]].min()
+
+
+def shares(pairs, blocks, alternating, tiles=5):
+    """Which tiles of queries the block at each position of a unit prepares: None where it has no share."""
+    unit = KeyBlocks(blocks, 8, 1, 8 * pairs, True, 0, pairs, 1, 1, alternates=alternating)
+    sharing = (pairs * blocks + 1) // 2
+    found = torch.zeros(pairs * blocks, dtype=torch.int32)
+
+    @T.prim_func
+    def firsts(found: T.Tensor((pairs * blocks,), "int32")):
+        with T.Kernel(pairs * blocks, threads=128) as position:
+            first = Shares(unit, tiles, sharing).first(position)
+            found[position] = first.head * tiles + first.tile
+
+    Interpreter(firsts)(found)
+    return [list(range(n, pairs * 4 * tiles, sharing)) or None for n in found.tolist()]
+
+
+@pytest.mark.parametrize(("pairs", "blocks"), [(2, 1), (2, 7), (8, 16), (16, 5)])
+@pytest.mark.parametrize("alternating", [False, True])
+def test_the_longest_half_of_a_units_blocks_prepares_each_tile_once(pairs, blocks, alternating):
+    found = shares(pairs, blocks, alternating)
+    assert sorted(tile for share in found if share for tile in share) == list(range(pairs * 4 * 5))
+    rows = [n // (pairs // 2 if alternating else pairs) for n in range(len(found))]
+    lengths = [min(row + 1, 2 * blocks - row) if alternating else blocks - row for row in rows]
+    with_share = [length for length, share in zip(lengths, found, strict=True) if share]
+    without = [length for length, share in zip(lengths, found, strict=True) if not share]
+    assert min(with_share) >= max(without) - 1
 
 
 @pytest.mark.parametrize(

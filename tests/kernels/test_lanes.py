@@ -138,7 +138,7 @@ def test_a_warp_that_does_not_meet_before_a_lane_goes_on_is_a_hazard(what, of_do
 def test_a_walk_begins_when_all_lanes_have_left_the_one_before(meets):
     """As the record that a lane gives back stands between them, the persistent kernel alone would not show it."""
     shares = SimpleNamespace(sharing=2, tiles=3)
-    work = SimpleNamespace(first=HeadTile(0, 1), shares=shares)
+    work = SimpleNamespace(first=lambda: HeadTile(0, 1), shares=shares)
 
     @T.macro
     def note(seen, head, tile):

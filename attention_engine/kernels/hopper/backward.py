@@ -18,6 +18,7 @@ Three forms, by the registers that dK and dV take of a thread (plan/hopper.py):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial as bind
 from typing import Any
 
@@ -36,7 +37,7 @@ from attention_engine.kernels.hopper.keys.order import keep_order
 from attention_engine.kernels.hopper.keys.spare_warps import SpareWork, prepare_together, start_spare, tell_when_added
 from attention_engine.kernels.hopper.keys.steps import compute_item, store
 from attention_engine.kernels.hopper.notes import note_in, values_of
-from attention_engine.kernels.items import KeyBlocks, Round, Shares
+from attention_engine.kernels.items import HeadTile, KeyBlocks, Round, Shares
 from attention_engine.kernels.pair_maths import NOTHING
 from attention_engine.kernels.splice import name_value, take_for_granted
 from attention_engine.kernels.tiles import QueryWalk
@@ -110,12 +111,12 @@ def run_item(form: KeyForm, buffers: Buffers) -> None:
             else:
                 if form.with_dq:
                     shares = Shares.of(form.blocks, form.tile, form.sizes.q)
-                    work = SpareWork(form, memory.spare, shares, item.unit, shares.first(position))
+                    work = SpareWork(form, memory.spare, shares, item.unit, share_of(form, shares, position))
                     if form.prepares:
                         start_spare(memory.spare)
                         prepare_together(work, buffers)
                     if memory.order is not None:
-                        keep_order(form, buffers, memory.order, item, walk)
+                        keep_order(form, buffers, memory.order, memory.queries, item, walk)
                     tell_when_added(work, buffers, memory.added, 0, 0)
         else:
             if form.tile.drops_apart:
@@ -126,6 +127,15 @@ def run_item(form: KeyForm, buffers: Buffers) -> None:
                     choose_pairs(form, buffers, memory, item, walk)
             else:
                 compute_one(form, buffers, memory, item, walk)
+
+
+def share_of(form: KeyForm, shares: Shares, position: Any) -> Callable[[], HeadTile]:
+    """Where a block's share begins. Where heads alternate, it is worked out where it is asked for: ptxas would
+    else have products wait for one another (C7512)."""
+    if form.blocks.alternates:
+        return bind(shares.first, position)
+    first = shares.first(position)
+    return lambda: first
 
 
 @T.macro

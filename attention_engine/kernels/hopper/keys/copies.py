@@ -8,6 +8,7 @@ soon as the present ones' gradients have left by their tiles.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial as bind
 from typing import Any
 
 import tilelang.language as T
@@ -20,6 +21,7 @@ from attention_engine.kernels.hopper.keys.finished_units import store_together
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import ASKED_AHEAD, NO_MORE, NOTES, NOTING, KeyItem, deal
 from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.order import name_tile, note_ticket, wait_until_free
 from attention_engine.kernels.hopper.keys.spare_warps import (
     SpareWork,
     prepare_together,
@@ -105,8 +107,28 @@ def copy_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem,
     if form.prepares:
         wait_for_unit(form.blocks, item.unit, buffers)
         see_unit(form.blocks, item.unit)
-    for step in T.serial(item.steps):
-        copy_queries(form, buffers, memory, item, walk.at(step, first), step)
+    if form.names_while_copying:
+        copy_and_name(form, buffers, memory, item, walk)
+    else:
+        for step in T.serial(item.steps):
+            copy_queries(form, buffers, memory, item, walk.at(step, first), step)
+
+
+@T.macro
+def copy_and_name(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, walk: QueryWalk) -> None:
+    """What all steps read. When a step's tile of queries is free, its dQ has been added (keys/order.py): once the next
+    copies to its stage are on their way, the step's ticket gets the block's name."""
+    order, queries, stages = memory.order, memory.queries, form.tile.stages
+    for step in T.serial(item.steps + stages):
+        stage, _ = item.round.stage(step, stages)
+        if step < item.steps:
+            copy_queries(form, buffers, memory, item, walk.at(step), step)
+        else:
+            wait_until_free(queries, item, step, stages)
+        if step >= stages:
+            name_tile(buffers, order, item, stage)
+        if step < item.steps:
+            note_ticket(form, buffers, order, item, walk.at(step), stage)
 
 
 @T.macro
@@ -212,7 +234,7 @@ def prepare_items(form: KeyForm, buffers: Buffers, memory: KeyMemory) -> None:
         item = notes.item(Round(items_before))
         if item.steps == NO_MORE:
             T.loop_break()
-        work = SpareWork(form, memory.spare, notes.shares(form.blocks), item.unit, notes.share(item.round))
+        work = SpareWork(form, memory.spare, notes.shares(form.blocks), item.unit, bind(notes.share, item.round))
         prepare_together(work, buffers)
         store_together(work, buffers)
         tell_when_added(work, buffers, memory.added, *stage_of(items_before, NOTES))

@@ -1,9 +1,10 @@
 """Blocks over keys add to dQ one after another, in an order of their keys: it then has the same bits in every run.
 
 A ticket in memory for each tile of queries of a head says which block of keys added to it last. A thread of a block's
-first spare warp knows who adds before its block does (keys/adders.py). It looks at the ticket until that one has, tells
-the computing threads by a barrier, and writes the block's name when they have added. The next block adds some 2.2 us
-later (H100). All blocks of a head walk over its tiles in the same direction.
+first spare warp knows who adds before its block does (keys/adders.py). It looks at the ticket until that one has, and
+tells the computing threads by a barrier. When they have added, it writes the block's name. Where heads alternate, the
+copying warp does, when the step's tile of queries is free. The next block adds some 2.2 us later (H100). All blocks of
+a head walk over its tiles in the same direction.
 
 Where all blocks meet the same tiles, those of earlier keys add first. Each comes to a tile as the one before it leaves,
 and only the first blocks wait, for their start.
@@ -51,23 +52,30 @@ from typing import Any
 import tilelang.language as T
 
 from attention_engine.kernels.common import Buffers, named
+from attention_engine.kernels.hopper.barriers import Ring
 from attention_engine.kernels.hopper.keys.adders import NOBODY, Neighbours, Tiles
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import KeyItem
 from attention_engine.kernels.hopper.notes import size_of
 from attention_engine.kernels.methods import macro_method
 from attention_engine.kernels.splice import name_value, take_for_granted
-from attention_engine.kernels.tiles import QueryWalk
+from attention_engine.kernels.tiles import QueryWalk, Visit
 from attention_engine.kernels.warps import ORDERING, WARP
 
 
 @dataclass(frozen=True)
 class Order:
-    """The barriers of a block: it may add to a step's dQ; it has. A phase of each is a step. tiles: what the thread
-    that keeps the order knows of the head's tiles, the `Tiles`."""
+    """How the threads of a block keep the order.
+
+    may: the barrier on which computing threads are told that they may add to a step's dQ. has: the one on which their
+    warps tell that they have. A phase of each is a step. Where the copying warp names tiles, `has` is None, and noted
+    says for each stage where the ticket of its step stands. tiles: what the thread that looks at tickets knows of the
+    head's tiles, the `Tiles`.
+    """
 
     may: Any
     has: Any
+    noted: Any
     tiles: Any
 
     @staticmethod
@@ -75,9 +83,13 @@ class Order:
         """Made in the kernel; None where blocks add in any order."""
         if not (form.with_dq and form.tile.in_order):
             return None
+        has, noted = None, None
         may = named("may_add", T.alloc_barrier(arrive_count=1))
-        has = named("has_added", T.alloc_barrier(arrive_count=form.warps))
-        return Order(may, has, named("tiles", T.alloc_shared([size_of(Tiles)], "int32")))
+        if form.names_while_copying:
+            noted = named("noted_tickets", T.alloc_shared([form.tile.stages], "int32"))
+        else:
+            has = named("has_added", T.alloc_barrier(arrive_count=form.warps))
+        return Order(may, has, noted, named("tiles", T.alloc_shared([size_of(Tiles)], "int32")))
 
     @macro_method
     def wait(self, step: Any) -> None:
@@ -86,23 +98,27 @@ class Order:
 
     @macro_method
     def hand_on(self, thread: Any) -> None:
-        """A lane tells that its warp has added."""
+        """A warp has added. A lane tells it here, or as the step's tile of queries becomes free."""
         T.sync_warp()
-        if thread % WARP == 0:
-            T.barrier_arrive(self.has)
+        if self.has is not None:  # noqa: SIM102 - Python's condition, then the kernel's
+            if thread % WARP == 0:
+                T.barrier_arrive(self.has)
 
 
 @T.macro
-def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, walk: QueryWalk) -> None:
-    """A thread looks at the tickets of a block's steps, and writes its block's name on them."""
-    tickets, heads = buffers["tickets"], form.problem.heads
+def keep_order(
+    form: KeyForm, buffers: Buffers, order: Order, queries: Ring, item: KeyItem, walk: QueryWalk
+) -> None:  # fmt: skip
+    """A thread looks at the tickets of a block's steps, and tells when the block may add. Unless the copying warp does,
+    it also names the tiles to which the block has added."""
     if T.get_thread_binding() == ORDERING * WARP:
+        tickets = buffers["tickets"]
         before = T.alloc_local([1], "int32")
         neighbours = Neighbours(form, item, walk, order.tiles)
         neighbours.note_tiles()
         for step in T.serial(item.steps):
             visit = walk.at(step)
-            row = name_value(item.batch * heads + visit.head)
+            row = name_value(item.batch * form.problem.heads + visit.head)
             tile = name_value(T.truncdiv(visit.start, form.tile.q))
             take_for_granted(T.And(row >= 0, row < tickets.shape[0]))
             take_for_granted(T.And(tile >= 0, tile < tickets.shape[1]))
@@ -110,6 +126,37 @@ def keep_order(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, wal
             if before[0] != NOBODY:
                 while T.atomic_load(tickets[row, tile], memory_order="acquire") != before[0]:
                     pass
+            if order.has is None:  # noqa: SIM102 - Python's condition, then the kernel's
+                if step > 0:
+                    wait_until_free(queries, item, step + (form.tile.stages - 1), form.tile.stages)
             T.barrier_arrive(order.may)
-            T.barrier_wait(order.has, step % 2)
-            T.atomic_store(tickets[row, tile], item.block + 1, memory_order="release")
+            if order.has is not None:
+                T.barrier_wait(order.has, step % 2)
+                T.atomic_store(tickets[row, tile], item.block + 1, memory_order="release")
+
+
+@T.macro
+def wait_until_free(ring: Ring, item: KeyItem, step: Any, stages: int) -> None:
+    """Until a step's stage is free: all is done of the step that had it before."""
+    stage, turn = item.round.stage(step, stages)
+    T.barrier_wait(ring.empty[stage], turn ^ 1)
+
+
+@T.macro
+def name_tile(buffers: Buffers, order: Order, item: KeyItem, stage: Any) -> None:
+    """The copying warp writes the block's name on the ticket that is noted for a stage: its step has been added."""
+    tickets = buffers["tickets"]
+    names = T.view(tickets, [tickets.shape[0] * tickets.shape[1]])
+    if T.get_thread_binding() == 0:
+        ticket = name_value(order.noted[stage] + 0)
+        take_for_granted(T.And(ticket >= 0, ticket < names.shape[0]))
+        T.atomic_store(names[ticket], item.block + 1, memory_order="release")
+
+
+@T.macro
+def note_ticket(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, visit: Visit, stage: Any) -> None:
+    """It notes for a stage where the ticket of its next step stands."""
+    tiles = T.cast(buffers["tickets"].shape[1], "int32")
+    if T.get_thread_binding() == 0:
+        row = item.batch * form.problem.heads + visit.head
+        order.noted[stage] = row * tiles + T.truncdiv(visit.start, form.tile.q)

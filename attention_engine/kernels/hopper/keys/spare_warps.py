@@ -134,7 +134,7 @@ class SpareWork:
     memory: SpareMemory
     shares: Shares
     number: Any
-    first: HeadTile
+    first: Callable[[], HeadTile]
 
     @property
     def rows(self) -> SpareRows:
@@ -273,8 +273,9 @@ def walk_share(work: SpareWork, at: Any, heads: Any, act: Callable[[Any, Any], N
     """A warp's acts at the tiles of its block's share of a unit of so many heads: act(head of the unit, tile). at:
     where it notes which it is at: in its acts it has no registers for that."""
     T.sync_warp()  # all have left the walk before: one that has not would walk on by the numbers of this one
-    at[OF_HEAD] = work.first.head
-    at[OF_TILE] = work.first.tile
+    first = work.first()
+    at[OF_HEAD] = first.head
+    at[OF_TILE] = first.tile
     T.sync_warp()
     while at[OF_HEAD] < heads:
         act(at[OF_HEAD], at[OF_TILE])
