@@ -41,7 +41,8 @@ alternate, a block may wait, at tiles near for both, for the blocks of its head 
 `rows_that_meet` in plan/units.py says. Let all blocks before one be done: the GPU has then started as many after it as
 it runs at once, those among them. What these wait for is done, or is theirs to do. Nor do they wait in a circle: were
 all to start together and take as long for each step, each wait would be for something earlier. Inside a block, the
-copying warp and the products wait for neither ticket but through the additions of the step before.
+copying warp and the products wait for neither ticket but through the additions of the step before. A name waits for the
+additions of its own step, and for no ticket.
 """
 
 from __future__ import annotations
