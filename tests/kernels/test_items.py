@@ -197,12 +197,13 @@ def test_the_longest_half_of_a_units_blocks_prepares_each_tile_once(pairs, block
 
 
 @pytest.mark.parametrize(
-    ("group", "length", "pairs"), [(4, 2048, 16), (4, 8192, 4), (4, 16384, 2), (2, 2048, 16), (2, 4096, 8)]
+    ("group", "length", "quarters", "pairs"),
+    [(4, 2048, 4, 16), (4, 8192, 6, 4), (4, 16384, 6, 2), (2, 2048, 4, 16), (2, 4096, 6, 4), (8, 8192, 4, 4)],
 )
-def test_blocks_that_may_wait_for_one_another_take_half_of_a_gpu_at_most(group, length, pairs):
+def test_blocks_that_may_wait_for_one_another_take_half_of_a_gpu_at_most(group, length, quarters, pairs):
     problem, size = Problem(8 * group, 8, 128, 128, "float16"), CallSize(4, length, length, 132)
-    assert pairs_that_alternate(problem, TILE, 32, size, quarters=4) == pairs
-    rows = rows_that_meet(problem, TILE, -(-length // 128), quarters=4)
+    assert pairs_that_alternate(problem, TILE, 32, size, quarters) == pairs
+    rows = rows_that_meet(problem, TILE, -(-length // 128), quarters)
     assert pairs // 2 * rows <= 66
 
 

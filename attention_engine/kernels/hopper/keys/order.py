@@ -156,7 +156,7 @@ def name_tile(buffers: Buffers, order: Order, item: KeyItem, stage: Any) -> None
 
 @T.macro
 def note_ticket(form: KeyForm, buffers: Buffers, order: Order, item: KeyItem, visit: Visit, stage: Any) -> None:
-    """It notes for a stage where the ticket of its next step stands."""
+    """The copying warp notes for a stage where the ticket of its next step stands."""
     tiles = T.cast(buffers["tickets"].shape[1], "int32")
     if T.get_thread_binding() == 0:
         row = item.batch * form.problem.heads + visit.head
