@@ -116,8 +116,8 @@ def copy_item(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem,
 
 @T.macro
 def copy_and_name(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, walk: QueryWalk) -> None:
-    """Brings what all steps read. When a step's tile of queries is free, its dQ has been added (keys/order.py): once the
-    next copies to its stage are on their way, the step's ticket gets the block's name."""
+    """Brings what all steps read. When a step's tile of queries is free, its dQ has been added (keys/order.py): once
+    the next copies to its stage are on their way, the step's ticket gets the block's name."""
     order, queries, stages = memory.order, memory.queries, form.tile.stages
     for step in T.serial(item.steps + stages):
         stage, _ = item.round.stage(step, stages)
