@@ -25,6 +25,7 @@ from attention_engine.passes.maths import analyse, analyse_part
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
 from attention_engine.passes.tile_plan import plan_tiles
+from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import (
     pairs_in_turn,
@@ -147,6 +148,20 @@ def test_units_of_walks_that_turn(batch, keys, together, turn):
     problem, tile = Problem(32, 8, 128, 128, "bfloat16"), Tile(80, 128, 256, 2, HopperKeys())
     assert pairs_of_a_unit(problem, tile, batch, keys, keys, 132, turns=True) == together
     assert blocks_of_a_turn(tile, keys, 132, together) == turn
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "keys", "ahead"),
+    [
+        ("llama-70b", 4, 2048, 4), ("llama-70b", 8, 2048, 8), ("llama-70b", 8, 1024, 4),  # all units
+        ("llama-70b", 2, 4096, 2), ("llama-8b", 4, 2048, 2), ("llama-8b", 8, 1024, 2),  # longer, or fewer heads a group
+    ],
+)  # fmt: skip
+def test_short_blocks_of_many_heads_prepare_nothing(name, batch, keys, ahead):
+    (case,) = find(f"{name}.softmax.causal.2048")
+    made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
+    numbers = made.plan.numbers(batch, keys, keys)
+    assert (numbers[AHEAD], numbers[MADE_BEFORE]) == (ahead, ahead)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ def key_form(
     return KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
 
 
+NARROW = 64  # head dims: kernels of wider ones would be no faster, and at S 2048 4 % slower
+
+
 @T.macro
 def run_item(form: KeyForm, buffers: Buffers) -> None:
     """A block for each block of keys."""
@@ -130,9 +133,9 @@ def run_item(form: KeyForm, buffers: Buffers) -> None:
 
 
 def share_of(form: KeyForm, shares: Shares, position: Any) -> Callable[[], HeadTile]:
-    """Where a block's share begins. Where heads alternate, it is worked out where it is asked for: ptxas would
-    else have products wait for one another (C7512)."""
-    if form.blocks.alternates:
+    """Where a block's share begins. Where heads alternate or are narrow, it is worked out where it is asked for. Else
+    ptxas would have products wait for one another (C7512), or spill at head dim 64."""
+    if form.blocks.alternates or form.problem.dim <= NARROW:
         return bind(shares.first, position)
     first = shares.first(position)
     return lambda: first
