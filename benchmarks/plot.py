@@ -305,7 +305,7 @@ def of_files(*names: str) -> Results:
 
 def first_screen(look: Look) -> Any:
     """The README's picture: one shape, each attention beside who else runs it."""
-    found = of_files("h100_softmax_peers", "h100_flex", "h100_torch_compile")
+    found = of_files("h100_softmax_peers_fp16", "h100_flex", "h100_torch_compile")
     order = ("softmax.full", "softmax.causal", "alibi.full", "softcap.full", "softmax.window", "sigmoid.full")
     kept = [f"mha-128.{name}.8192" for name in (*order, "relu.full")]
     rows = sorted((row for row in found.rows if row["case"] in kept), key=lambda row: kept.index(row["case"]))
@@ -320,7 +320,7 @@ PICTURES: dict[str, Callable[[Look], Any]] = {
     "h100_decoding": lambda look: decoding(of_files("h100_decoding"), look),
     **{
         f"h100_{shape}_{mask}": lambda look, family=f"mha-{shape}.softmax.{mask}": curves(
-            of_files("h100_softmax_peers"), family, look
+            of_files("h100_softmax_peers_fp16"), family, look
         )
         for shape in (128, 64)
         for mask in ("full", "causal")
