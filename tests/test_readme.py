@@ -76,11 +76,14 @@ def ratio(file, peer, direction, case=None):
     return geometric_mean(times), len(times)
 
 
+SOFTMAX = "h100_softmax_peers_fp16"
+
+
 @pytest.mark.parametrize(("said", "file", "peer", "direction", "case", "count"), [
-    ("softmax runs forward at {:.2f} times cuDNN's speed", "h100_softmax_peers_fp16", "cudnn", "forward", None, 20),
-    ("at {:.2f} times FlashAttention-4's. ALiBi", "h100_softmax_peers_fp16", "flash_attention_4", "forward", None, 20),
-    ("backward pass runs at {:.2f} times cuDNN's speed", "h100_softmax_peers_fp16", "cudnn", "backward", None, 20),
-    ("and at {:.2f} times FlashAttention-4's. [All", "h100_softmax_peers_fp16", "flash_attention_4", "backward", None, 20),
+    ("softmax runs forward at {:.2f} times cuDNN's speed", SOFTMAX, "cudnn", "forward", None, 20),
+    ("at {:.2f} times FlashAttention-4's. ALiBi", SOFTMAX, "flash_attention_4", "forward", None, 20),
+    ("backward pass runs at {:.2f} times cuDNN's speed", SOFTMAX, "cudnn", "backward", None, 20),
+    ("and at {:.2f} times FlashAttention-4's. [All", SOFTMAX, "flash_attention_4", "backward", None, 20),
     ("ALiBi runs at {:.1f} times FlexAttention's speed", "h100_flex", "flex_attention", "forward",
      "mha-128.alibi.full.8192", 1),
     ("and softcap at {:.1f} times", "h100_flex", "flex_attention", "forward", "mha-128.softcap.full.8192", 1),

@@ -106,6 +106,16 @@ def test_one_wrong_row_is_seen_in_a_mean_that_hides_it():
     assert found.ratio < 2 and found.row_ratio > 5 and "(0, 500)" in found.said
 
 
+def test_a_mean_of_few_numbers_that_are_not_0_is_luck():
+    exact = torch.randn(16, 10, 64, dtype=torch.float64)
+    off = 1e-3 * torch.randn_like(exact)
+    assert 1.2 < Measured.of("dq", exact + 1.5 * off, exact, exact + off, torch.float16).ratio < 1.5
+    exact[:, :-1] = off[:, :-1] = 0
+    assert Measured.of("dq", exact + 1.5 * off, exact, exact + off, torch.float16).worst < 0.6
+    off[:, :-1] = 1e-2  # where nothing is, ours has something
+    assert Measured.of("dq", exact + off, exact, exact, torch.float16).worst > 5
+
+
 def test_draws_are_the_same_in_every_process_and_come_in_the_shapes_that_hung():
     draws = [draw(3, number) for number in range(1000)]
     assert draws == [draw(3, number) for number in range(1000)]
