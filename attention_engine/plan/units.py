@@ -136,11 +136,11 @@ def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
 
 def prepared_before(problem: Problem, tile: Tile, keys: int) -> bool:
     """Where walks turn: does the kernel before prepare all units, so that no block prepares any? What blocks prepare
-    beside their own work costs little while memory is not busy. Their work asks the more of it, the more heads a group
-    has, and what they prepare is more by their work, the shorter sequences are. On an H100, bf16, head dim 128, by
-    blocks and by the kernel before, TFLOP/s: 64/8 heads, S 1024, batch 8 240, 271, S 2048, batch 4 445, 466, batch 8
-    375, 441, S 4096, batch 2 529, 523, batch 4 519, 503; 32/8 heads, S 2048, batch 4 483, 465. Groups of other sizes
-    were not measured."""
+    beside their own work costs little while memory is not busy. It is busier, the more heads a group has. And the
+    shorter a sequence is, the more is prepared for each step of their work. On an H100, bf16, head dim 128, by blocks
+    and by the kernel before, TFLOP/s: 64/8 heads, S 1024, batch 8 240, 271, S 2048, batch 4 445, 466, batch 8 375, 441,
+    S 4096, batch 2 529, 523, batch 4 519, 503; 32/8 heads, S 2048, batch 4 483, 465. Other groups and head dims were
+    not measured."""
     return problem.group >= 6 and keys <= 16 * tile.kv
 
 

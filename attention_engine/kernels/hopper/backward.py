@@ -58,6 +58,8 @@ from attention_engine.plan.hopper import (
     why_not_over_keys,
 )
 
+NARROW = 64  # up to these head dims `share_of` waits: wider kernels would be no faster, and at S 2048 4 % slower
+
 
 def backward(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, vectors: bool, with_dq: bool,
@@ -91,9 +93,6 @@ def key_form(
     alternates = with_dq and heads_alternate(problem, tile, plan)
     blocks = KeyBlocks.of(problem, tile, sizes, longest_first, at_once, turn, latest_first, alternates)
     return KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
-
-
-NARROW = 64  # head dims: kernels of wider ones would be no faster, and at S 2048 4 % slower
 
 
 @T.macro
