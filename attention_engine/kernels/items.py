@@ -2,11 +2,12 @@
 
 An item of a forward pass is a block of queries of one head and batch. Persistent blocks are dealt items like cards. In
 each turn every block gets one. Every other turn is dealt backwards, so that who got a long item gets a short one. Where
-later queries see more keys, the longest items go first, in sections of several heads: the L2 cache holds all keys and
-values of a section. Counted on paper for an H100, causal work of 512 to 32768 queries then ends within some 2 % of what
-a dealer reaches who hands an item to whoever is free. Where a mask's lists say how long items are, nothing is known of
-their order, and a counter in memory is that dealer: of six documents, turns had left the busiest block 1.8 times the
-mean.
+later queries see more keys, items go in sections of several heads: the L2 cache holds all keys and values of a section.
+The last section goes from the longest items to the shortest, the one before it the other way round, and so on, so that
+where sections meet all items are alike, and a turn may have some of both. Counted on paper for an H100, causal work of
+512 to 32768 queries then ends within some 1 % of what a dealer reaches who hands an item to whoever is free. Where a
+mask's lists say how long items are, nothing is known of their order, and a counter in memory is that dealer: of six
+documents, turns had left the busiest block 1.8 times the mean.
 """
 
 from __future__ import annotations
@@ -110,46 +111,37 @@ class Deal:
         self.items, self.number = items, number
         self.grid = name_value(items.grid)
         self.together = name_value(self._pairs_of_a_section() if items.longest_last else items.pairs)
-        self.waves = name_value(_ceiling(self.together * items.blocks, self.grid))
-        sections = _ceiling(items.pairs, self.together)
-        self.turns = name_value(sections * self.waves) if items.longest_last else self.waves
+        self.count = name_value(items.pairs * items.blocks)
+        self.turns = name_value(_ceiling(self.count, self.grid))
+        self.last = name_value(T.truncdiv(items.pairs - 1, self.together))  # section
 
     def _pairs_of_a_section(self) -> Any:
-        """As many as make an even number of waves, the nearest to what the cache holds; sections of one size."""
+        """As many as make an even number of turns, the nearest to what the cache holds; sections of one size."""
         items, blocks, pairs, two_waves = self.items, self.items.blocks, self.items.pairs, 2 * self.grid
         cached = T.max(T.truncdiv(items.keys_in_cache, T.max(items.kv_length, 1)), 1) * items.group
         rounds = T.max(T.truncdiv(T.min(cached, pairs) * blocks + self.grid, two_waves), 1)
         most = name_value(T.max(T.min(T.truncdiv(rounds * two_waves, blocks), pairs), 1))
         return _ceiling(pairs, T.max(T.truncdiv(pairs + T.truncdiv(most, 2), most), 1))
 
-    def position(self, turn: Any) -> tuple[Any, Any, Any]:
-        """The section of a turn, how many (batch, head) pairs it has, and this block's position in it: beyond its end
-        where the turn has no item."""
+    def number_in(self, turn: Any) -> Any:
+        """The number of the item that this block gets in a turn; `count` or more where it gets none."""
         dealt = T.if_then_else(turn % 2 == 0, self.number, self.grid - 1 - self.number)
-        if not self.items.longest_last:  # one section
-            return 0, self.together, name_value(turn * self.grid + dealt)
-        section = name_value(T.truncdiv(turn, self.waves))
-        pairs = T.min(self.together, self.items.pairs - section * self.together)
-        return section, name_value(pairs), name_value((turn - section * self.waves) * self.grid + dealt)
+        return name_value(turn * self.grid + dealt)
 
     def item_of(self, number: Any) -> tuple[Any, Any, Any]:
-        """Block of queries, head and batch of the item with this number, where all are in one row."""
-        if not self.items.longest_last:
-            return self.item(0, self.together, number)
-        of_section = name_value(self.together * self.items.blocks)
-        section = name_value(T.truncdiv(number, of_section))
-        pairs = name_value(T.min(self.together, self.items.pairs - section * self.together))
-        return self.item(section, pairs, name_value(number - section * of_section))
-
-    def item(self, section: Any, pairs: Any, position: Any) -> tuple[Any, Any, Any]:
-        """Block of queries, head and batch at a position of a section."""
+        """Block of queries, head and batch of the item with this number."""
         blocks = self.items.blocks
         if self.items.longest_last:
+            section = name_value(T.truncdiv(number, self.together * blocks))
+            first = name_value(section * self.together)
+            pairs = name_value(T.min(self.together, self.items.pairs - first))
+            position = name_value(number - first * blocks)
             row = name_value(T.truncdiv(position, pairs))
-            block, pair = blocks - 1 - row, section * self.together + (position - row * pairs)
+            block = T.if_then_else((self.last - section) % 2 == 0, blocks - 1 - row, row)
+            pair = first + position - row * pairs
         else:
-            pair = name_value(T.truncdiv(position, blocks))
-            block = position - pair * blocks
+            pair = name_value(T.truncdiv(number, blocks))
+            block = number - pair * blocks
         batch = name_value(T.truncdiv(pair, self.items.heads))
         return name_value(block), name_value(pair - batch * self.items.heads), batch
 

@@ -92,10 +92,10 @@ def hand_out_items(form: ForwardForm, buffers: Buffers, memory: ForwardMemory, i
             number = deal.grid + taken[0]
     else:
         for turn in T.unroll(deal.turns, unroll_factor=1):  # two turns at once would spill
-            section, pairs, position = deal.position(turn)
-            if position < name_value(pairs * items.blocks):
+            number = deal.number_in(turn)
+            if number < deal.count:
                 done, steps_done = items_before + 0, steps_before + 0
-                steps = hand_out(form, buffers, memory, deal.item(section, pairs, position), Round(done, steps_done))
+                steps = hand_out(form, buffers, memory, deal.item_of(number), Round(done, steps_done))
                 items_before = done + 1
                 steps_before = steps_done + steps
     memory.queries.note(NO_ITEM, Round(items_before))
