@@ -178,11 +178,12 @@ class KeyBlocks:
     turn: Any = None  # after how many blocks walks over queries turn; None: they don't
     latest_first: bool = False  # do blocks of a unit start with the last keys?
     alternates: bool = False  # do even key heads and odd ones go through their tiles in opposite directions?
+    ends: Any = None  # 1: the blocks of the last unit start with the first keys, where others start with the last ones
 
     @staticmethod
     def of(
         problem: Problem, tile: Tile, sizes: Sizes, longest_first: bool, at_once: int = 0, turn: Any = None,
-        latest_first: bool = False, alternates: bool = False,
+        latest_first: bool = False, alternates: bool = False, ends: Any = None,
     ) -> KeyBlocks:  # fmt: skip
         """The blocks of a kernel with this tile."""
         most = sizes.spell(most_key_tiles(problem, tile)) if tile.within_sequences else None
@@ -191,6 +192,7 @@ class KeyBlocks:
             pairs=sizes.batch * problem.kv_heads, longest_first=longest_first, at_once=at_once,
             together=sizes.variable(TOGETHER) if longest_first else 1, ahead=sizes.variable(AHEAD),
             given=sizes.variable(MADE_BEFORE), most=most, turn=turn, latest_first=latest_first, alternates=alternates,
+            ends=ends,
         )  # fmt: skip
 
     def listed(self, buffers: Any) -> KeyBlocks:
@@ -291,14 +293,21 @@ class KeyBlocks:
         if not self.longest_first:
             return position
         row = name_value(T.truncdiv(position, self.pairs_of(unit)[1]))
-        return name_value(self.blocks - 1 - row) if self.latest_first else row
+        return name_value(self._turned(unit, row)) if self.latest_first else row
+
+    def _turned(self, unit: Any, row: Any) -> Any:
+        """Where blocks start with the last keys, which of them stand in a row; or in which row a block stands."""
+        back = self.blocks - 1 - row
+        if self.ends is None:
+            return back
+        return T.if_then_else(T.And(self.ends != 0, (unit + 1) * self.together >= self.pairs), row, back)
 
     def pair_in_unit(self, unit: Any, position: Any, block: Any) -> tuple[Any, Any]:
         """Its key head and batch."""
         pair = unit
         if self.longest_first:
             first, pairs = self.pairs_of(unit)
-            row = self.blocks - 1 - block if self.latest_first else block
+            row = self._turned(unit, block) if self.latest_first else block
             pair = name_value(first + position - row * pairs)
         batch = name_value(T.truncdiv(pair, self.heads))
         return name_value(pair - batch * self.heads), batch
@@ -314,8 +323,8 @@ class HeadTile(NamedTuple):
 class Shares:
     """The tiles of queries of a unit's heads, as the blocks of another unit share them out: a block's share begins with
     the tile at its own number, and goes on with every tile that is as many further as blocks share. Where blocks differ
-    in length, the longest half of them have a share: those have the time. They are the first ones or, where heads
-    alternate, those in the middle."""
+    in length, the longest half of them have a share: those have the time. They are the first ones; the last ones where
+    blocks start with the last keys; where heads alternate, those in the middle."""
 
     def __init__(self, blocks: KeyBlocks, tiles: Any, sharing: Any) -> None:
         self.blocks = blocks
@@ -330,8 +339,9 @@ class Shares:
     def first(self, position: Any) -> HeadTile:
         """The first tile in the share of the block at a position; of a head beyond them all where it has none."""
         none = False
-        if self.blocks.alternates:
-            position = name_value(position - T.shift_right(self.blocks.of_a_unit, 2))
+        if self.blocks.alternates or self.blocks.latest_first:
+            before = 2 if self.blocks.alternates else 1
+            position = name_value(position - T.shift_right(self.blocks.of_a_unit, before))
             none = T.cast(position, "uint32") >= T.cast(self.sharing, "uint32")
         elif self.blocks.longest_first:
             none = position >= self.sharing

@@ -30,14 +30,20 @@ from attention_engine.plan.buffers import (
     own_length,
 )
 from attention_engine.plan.forms import ROW_PAD, HopperForward, Tile
-from attention_engine.plan.hopper import makes_delta, may_start_apart, starts_longest_first, walks_turn
+from attention_engine.plan.hopper import (
+    makes_delta,
+    may_end_longest_first,
+    may_start_apart,
+    starts_longest_first,
+    walks_turn,
+)
 
 LISTS, DEALT = "tile_lists", "items_dealt"
 INDICES, COUNTS = "block_indices", "block_counts"
 DK_SUMS, DV_SUMS = "dk_sums", "dv_sums"
 SEQUENCE_TILES, KEY_TILES = "sequence_tiles", "key_tiles"
 TOGETHER, TURN, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "blocks_of_a_turn", "units_ahead", "units_given"
-APART = "starts_apart"
+APART, ENDS = "starts_apart", "ends_longest_first"
 LENGTHS = {"batch": BATCH, "seq_len": QUERIES, "seq_len_kv": KEYS}  # of custom inputs' axes
 
 
@@ -279,6 +285,7 @@ def over_keys(
         found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
         found += [Number(TURN)] if walks_turn(problem, tile, plan) else []
         found += [Number(APART)] if with_dq and may_start_apart(problem, tile, plan) else []
+        found += [Number(ENDS)] if with_dq and may_end_longest_first(problem, tile, plan) else []
         makes = with_dq and makes_delta(problem, rows, schedule, summed, tile)
         found += [Number(AHEAD)] if with_dq and (makes or not tile.in_order) else []
         found += [Number(MADE_BEFORE), output(problem, Role.GIVEN)] if makes else []

@@ -127,10 +127,18 @@ def starts_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
 
 def starts_latest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
     """Do blocks of later keys start first, which have fewer queries? Where they add to dQ in order, each block then
-    comes to a tile a step after the block of keys behind it, and none waits. On an H100, causal, S 2048 and 8192: head
-    dim 64, whose tiles have as many queries as keys, 10 and 13 % faster; 128, with 80 queries, no faster, and 5 %
-    slower where blocks are few. Blocks of grouped heads are longer, and fewer: those that start last run alone."""
-    return tile.in_order and plan.later_is_longer and tile.q == tile.kv and problem.group == 1
+    comes to a tile a step or more after the block of keys behind it, and none waits. On an H100, causal, S 2048 and
+    8192, head dim 64: 10 and 13 % faster. Blocks of grouped heads are longer, and fewer: those that start last run
+    alone."""
+    dims = problem.dim, problem.dim_v
+    return tile.in_order and plan.later_is_longer and problem.group == 1 and (tile.q == tile.kv or dims == (128, 128))
+
+
+def may_end_longest_first(problem: Problem, tile: Tile, plan: TilePlan) -> bool:
+    """May the last of those units start with the longest blocks, so that short ones end it? A block then starts before
+    that of the keys behind its own, and comes to a tile later all the same, if its walk has further to go than that one
+    starts late: where tiles have fewer queries than keys."""
+    return starts_latest_first(problem, tile, plan) and tile.q < tile.kv
 
 
 def heads_alternate(problem: Problem, tile: Tile, plan: TilePlan) -> bool:

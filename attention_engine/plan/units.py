@@ -6,9 +6,17 @@ from dataclasses import dataclass
 
 from attention_engine.ir.problem import Problem, padded
 from attention_engine.passes.tile_plan import TilePlan
-from attention_engine.plan.attention_buffers import AHEAD, APART, MADE_BEFORE, TOGETHER, TURN
+from attention_engine.plan.attention_buffers import AHEAD, APART, ENDS, MADE_BEFORE, TOGETHER, TURN
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.hopper import ALL_UNITS, L2_BYTES, QUARTERS, heads_alternate, may_start_apart, walks_turn
+from attention_engine.plan.hopper import (
+    ALL_UNITS,
+    L2_BYTES,
+    QUARTERS,
+    heads_alternate,
+    may_end_longest_first,
+    may_start_apart,
+    walks_turn,
+)
 
 LAST_UNITS = 3  # on an H100 4 x 4096 rows 5 % faster than with two, 16384 and 32768 uneven ones 0 to 2 %
 
@@ -108,16 +116,27 @@ def pairs_that_alternate(problem: Problem, tile: Tile, pairs: int, size: CallSiz
     return 2 * min(-(-of_a_kind // min(units, of_a_kind)), most)
 
 
-def order_of_pairs(problem: Problem, tile: Tile, plan: TilePlan, pairs: int, size: CallSize) -> tuple[int, int]:
-    """Of blocks that add to dQ in order: over how many pairs they start, and the number by which blocks of a head start
-    apart."""
+def pairs_that_end(tile: Tile, pairs: int, keys: int, places: int) -> int:
+    """Where the last unit may start with its longest blocks, over how many pairs blocks start: 0 where it may not. Half
+    as many as the GPU runs together. Were it more, those that start last would come too late for those that start
+    first, and wait for; were it less, few would run at the end. All its blocks must have a place for the same reason.
+    Of half of them the GPU has enough, whatever runs beside."""
+    of_a_half = places // (2 * -(-keys // tile.kv))
+    return -(-pairs // -(-pairs // of_a_half)) if of_a_half else 0
+
+
+def order_of_pairs(problem: Problem, tile: Tile, plan: TilePlan, pairs: int, size: CallSize) -> tuple[int, int, int]:
+    """Of blocks that add to dQ in order: over how many pairs they start, the number by which blocks of a head start
+    apart, and whether the last of them start longest first."""
     keys, places = size.keys, size.places
     if heads_alternate(problem, tile, plan):
         quarters = quarters_apart(problem, tile, plan, size)
-        return pairs_that_alternate(problem, tile, pairs, size, quarters), quarters
+        return pairs_that_alternate(problem, tile, pairs, size, quarters), quarters, 0
+    if may_end_longest_first(problem, tile, plan) and (together := pairs_that_end(tile, pairs, keys, places)):
+        return together, 0, 1
     if may_start_apart(problem, tile, plan) and start_apart(tile, keys, places):
-        return 1, 1
-    return pairs_in_order(problem, tile, pairs, keys, places), 0
+        return 1, 1, 0
+    return pairs_in_order(problem, tile, pairs, keys, places), 0, 0
 
 
 def blocks_of_a_turn(tile: Tile, keys: int, places: int, together: int) -> int:
@@ -158,16 +177,16 @@ class BlockOrder:
         """The numbers of a launch. arrives: does a gradient arrive at returned rows? Delta is then given."""
         problem, tile, keys, places = self.problem, self.tile, size.keys, size.places
         turns, pairs = walks_turn(problem, tile, self.plan), size.batch * problem.kv_heads
-        together, apart = pairs_of_a_unit(problem, tile, size.batch, size.queries, keys, places, turns), 0
+        together, apart, ends = pairs_of_a_unit(problem, tile, size.batch, size.queries, keys, places, turns), 0, 0
         if self.plan.mapped:
             together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
         if turns and prepared_before(problem, tile, keys):
             ahead = -(-pairs // together)
         if tile.in_order:
-            together, apart = order_of_pairs(problem, tile, self.plan, pairs, size)
+            together, apart, ends = order_of_pairs(problem, tile, self.plan, pairs, size)
             ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
         return {
             TOGETHER: together, TURN: blocks_of_a_turn(tile, keys, places, together), APART: apart,
-            AHEAD: ahead, MADE_BEFORE: ALL_UNITS if arrives else ahead,
+            ENDS: ends, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if arrives else ahead,
         }  # fmt: skip

@@ -19,7 +19,7 @@ from attention_engine.kernels.hopper.keys.adders import NOBODY, FirstTiles, Neig
 from attention_engine.kernels.hopper.keys.items import KeyItem
 from attention_engine.kernels.hopper.notes import size_of
 from attention_engine.library import OnlineSoftmax, causal_from, scale
-from attention_engine.plan.attention_buffers import APART, TOGETHER
+from attention_engine.plan.attention_buffers import APART, ENDS, TOGETHER
 from tests.cases import Shape
 
 STEP, HANDED_ON = 1.0, 0.85  # how long a block takes for a step, and until the next one may add
@@ -36,16 +36,17 @@ class Added:
         made = engine._asked(arch.H100(), False).trained.kernels_as_known(engine.tuning)
         plan = Kernels(made.maths, made.problem, made.tiles, arch.H100(), True).plan
         form = key_form(plan.problem, *plan.over_keys.given)
-        assert form.blocks.alternates and form.tile.in_order
+        assert (form.blocks.alternates or form.blocks.ends is not None) and form.tile.in_order
         numbers = plan.numbers(shape.batch, shape.q_len, shape.kv_len)
-        self.number = numbers[APART] if number is None else number
+        name = APART if form.blocks.alternates else ENDS
+        self.number = numbers[name] if number is None else number
         queries, keys = (-(-length // of) for length, of in ((shape.q_len, 80), (shape.kv_len, 128)))
         started = torch.zeros(shape.batch, shape.kv_heads, keys, dtype=torch.int32)
         steps = torch.zeros(shape.batch, shape.heads, queries, keys, 3, dtype=torch.int32)
         sizes, blocks = form.sizes, form.blocks
         parameters = {
             "batch": sizes.batch, "q_length": sizes.q, "kv_length": sizes.kv, TOGETHER: blocks.together,
-            APART: sizes.variable(APART),
+            name: sizes.variable(name),
             "started": T.Tensor([sizes.batch, shape.kv_heads, T.ceildiv(sizes.kv, 128)], "int32"),
             "steps": T.Tensor([sizes.batch, shape.heads, T.ceildiv(sizes.q, 80), T.ceildiv(sizes.kv, 128), 3], "int32"),
         }  # fmt: skip
@@ -166,3 +167,38 @@ def test_blocks_wait_little(name):
     alone = apart.time(waits=False)
     assert apart.time() < 1.03 * alone
     assert together.time() > 1.05 * together.time(waits=False)
+
+
+ENDINGS = {  # where each key head has one query head: shapes, how far on queries stand
+    "S 2048": (shape_of(2, 2048, 2048, 8, 8), 0), "S 1111": (shape_of(1, 1111, 1111, 5, 5), 0),
+    "more queries": (shape_of(1, 1500, 900, 3, 3), 0), "more keys": (shape_of(1, 500, 1000, 3, 3), 0),
+    "keys that all see": (shape_of(2, 500, 900, 3, 3), 400),
+    "queries that see nothing": (shape_of(2, 900, 900, 4, 4), -140),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("places", [132, 20, 7])
+@pytest.mark.parametrize("name", ENDINGS)
+def test_blocks_of_later_keys_add_first(name, places, monkeypatch):
+    monkeypatch.setattr("attention_engine.plan.attention.places_of", lambda _: places)
+    added = Added(*ENDINGS[name])
+    blocks = -(-ENDINGS[name][0].kv_len // 128)
+    assert added.number == (2 * blocks <= places)  # all of the last unit have a place
+    for walk in added.walks:
+        assert all(before in (None, block + 1) for _, block, _, before in walk)
+    assert added.time(places) is not None
+
+
+def test_a_last_unit_of_more_blocks_than_places_would_wait_for_ever(monkeypatch):
+    monkeypatch.setattr("attention_engine.plan.attention.places_of", lambda _: 7)
+    (shape, _) = ENDINGS["S 2048"]
+    assert Added(shape, number=1).time(7) is None
+
+
+def test_units_end_sooner_longest_first():
+    (shape, _) = ENDINGS["S 2048"]
+    longest, shortest = Added(shape), Added(shape, number=0)
+    starts = [walk[0][1] for walk in longest.walks]  # block of keys
+    assert starts[:4] == [15] * 4 and starts[-64:-60] == [0] * 4 and starts[-1] == 15
+    assert longest.time() < 0.9 * shortest.time()
+    assert longest.time() < 1.03 * longest.time(waits=False)

@@ -178,9 +178,10 @@ def test_odd_heads_of_a_unit_start_as_even_ones_end():
     assert order[[0, 2]].max() < order[[1, 3]].min() and order[[1, 3]].max() < order[[4, 6]].min()
 
 
-def shares(pairs, blocks, alternating, tiles=5):
+def shares(pairs, blocks, alternating, latest_first, tiles=5):
     """Which tiles of queries the block at each position of a unit prepares: None where it has no share."""
-    unit = KeyBlocks(blocks, 8, 1, 8 * pairs, True, 0, pairs, 1, 1, alternates=alternating)
+    order = {"alternates": alternating, "latest_first": latest_first}
+    unit = KeyBlocks(blocks, 8, 1, 8 * pairs, True, 0, pairs, 1, 1, **order)
     sharing = (pairs * blocks + 1) // 2
     found = torch.zeros(pairs * blocks, dtype=torch.int32)
 
@@ -195,12 +196,13 @@ def shares(pairs, blocks, alternating, tiles=5):
 
 
 @pytest.mark.parametrize(("pairs", "blocks"), [(2, 1), (2, 7), (8, 16), (16, 5)])
-@pytest.mark.parametrize("alternating", [False, True])
-def test_the_longest_half_of_a_units_blocks_prepares_each_tile_once(pairs, blocks, alternating):
-    found = shares(pairs, blocks, alternating)
+@pytest.mark.parametrize(("alternating", "latest_first"), [(False, False), (True, False), (False, True)])
+def test_the_longest_half_of_a_units_blocks_prepares_each_tile_once(pairs, blocks, alternating, latest_first):
+    found = shares(pairs, blocks, alternating, latest_first)
     assert sorted(tile for share in found if share for tile in share) == list(range(pairs * 4 * 5))
     rows = [n // (pairs // 2 if alternating else pairs) for n in range(len(found))]
     lengths = [min(row + 1, 2 * blocks - row) if alternating else blocks - row for row in rows]
+    lengths = [row + 1 for row in rows] if latest_first else lengths
     with_share = [length for length, share in zip(lengths, found, strict=True) if share]
     without = [length for length, share in zip(lengths, found, strict=True) if not share]
     assert min(with_share) >= max(without) - 1

@@ -36,7 +36,13 @@ from attention_engine.plan.hopper import (
     why_not_over_keys,
 )
 from attention_engine.plan.rules import ONE_CHAIN, WHOLE_DESCRIPTORS
-from attention_engine.plan.units import blocks_of_a_turn, pairs_in_order, pairs_of_a_unit, units_ahead
+from attention_engine.plan.units import (
+    blocks_of_a_turn,
+    pairs_in_order,
+    pairs_of_a_unit,
+    pairs_that_end,
+    units_ahead,
+)
 from attention_engine.tuner.cases import find
 from attention_engine.tuner.defaults import default_tiles
 
@@ -175,6 +181,18 @@ def test_short_blocks_of_many_heads_prepare_nothing(name, batch, keys, ahead):
 def test_pairs_whose_blocks_add_in_order_together(dim, batch, keys, together):
     problem, tile = Problem(16, 16, dim, dim, "bfloat16"), Tile(80, 128, 256, 2, HopperKeys(in_order=True))
     assert pairs_in_order(problem, tile, 16 * batch, keys, 132) == together
+
+
+@pytest.mark.parametrize(
+    ("pairs", "keys", "together"),
+    [
+        (32, 2048, 4), (128, 2048, 4), (32, 4096, 2), (32, 8192, 1),  # half of 132 blocks
+        (5, 2048, 3), (3, 100, 3),  # units alike; all
+        (32, 8449, 0), (32, 20000, 0),  # a pair has more
+    ],
+)  # fmt: skip
+def test_units_of_half_a_gpu_where_the_last_starts_longest_first(pairs, keys, together):
+    assert pairs_that_end(Tile(80, 128, 256, 2, HopperKeys()), pairs, keys, 132) == together
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,12 @@ from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.passes.tile_plan import plan_tiles
 from attention_engine.plan import attention_buffers
-from attention_engine.plan.attention_buffers import TURN
+from attention_engine.plan.attention_buffers import ENDS, TURN
 from attention_engine.plan.forms import Tile
 from attention_engine.plan.hopper import (
     backward_persists,
     heads_alternate,
+    may_end_longest_first,
     starts_latest_first,
     starts_longest_first,
     walks_turn,
@@ -91,7 +92,8 @@ def key_form(
     latest_first = starts_latest_first(problem, tile, plan)
     longest_first = starts_longest_first(problem, tile, plan)
     alternates = with_dq and heads_alternate(problem, tile, plan)
-    blocks = KeyBlocks.of(problem, tile, sizes, longest_first, at_once, turn, latest_first, alternates)
+    ends = sizes.variable(ENDS) if with_dq and may_end_longest_first(problem, tile, plan) else None
+    blocks = KeyBlocks.of(problem, tile, sizes, longest_first, at_once, turn, latest_first, alternates, ends)
     return KeyForm(problem, schedule, rows, tile, sizes, plan, blocks, summed, with_dq, vectors, wide)
 
 

@@ -16,7 +16,9 @@ those of later keys, and then those of the first keys on. Blocks of grouped head
 Where later keys have fewer queries, as under a causal mask, those of later keys add first, and start first. All walk up
 from their own keys: at the same time a block is a tile or two behind the block of the keys after its own, which has
 been at its tile by then. So they may start together, and nobody waits. A block whose tile the next keys don't see is
-the tile's first.
+the tile's first. Where tiles have fewer queries than keys, the blocks of the last unit start the other way round, those
+of the first keys first, so that no long block runs alone at the end. A block may start a little before the one for
+which it waits: it comes to a tile that both meet later by more than a step.
 
 Grouped heads under a causal mask, at head dim 128, alternate: their blocks must read the same tiles at the same time,
 as all heads of a group are more than the L2 cache holds. Blocks of even key heads walk from the last queries down. They
@@ -35,14 +37,15 @@ Where each tile meets some block, by the mask's bounds, a tile's first block sto
 
 No wait is for ever: a block waits for blocks of the same head alone, which meet every tile for which they are waited
 for (`may_add_in_order` in plan/hopper.py). Most have a lower number in the grid, so the GPU has started them. The first
-of a head waits for nobody. In a ring a block may wait for one of a higher number. All blocks of the heads before have
-been started, and as those end, the rest of its head starts: it has fewer blocks than the GPU runs at once. Where heads
-alternate, a block may wait, at tiles near for both, for the blocks of its head that start next, so many at most as
-`rows_that_meet` in plan/units.py says. Let all blocks before one be done: the GPU has then started as many after it as
-it runs at once, those among them. What these wait for is done, or is theirs to do. Nor do they wait in a circle: were
-all to start together and take as long for each step, each wait would be for something earlier. Inside a block, the
-copying warp and the products wait for neither ticket but through the additions of the step before. A name waits for the
-additions of its own step, and for no ticket.
+of a head waits for nobody. In a last unit that starts longest first a block waits for one of a higher number: all
+blocks before the unit end, and all of the unit then have a place (`pairs_that_end` in plan/units.py). In a ring a block
+may wait for one of a higher number. All blocks of the heads before have been started, and as those end, the rest of its
+head starts: it has fewer blocks than the GPU runs at once. Where heads alternate, a block may wait, at tiles near for
+both, for the blocks of its head that start next, so many at most as `rows_that_meet` in plan/units.py says. Let all
+blocks before one be done: the GPU has then started as many after it as it runs at once, those among them. What these
+wait for is done, or is theirs to do. Nor do they wait in a circle: were all to start together and take as long for each
+step, each wait would be for something earlier. Inside a block, the copying warp and the products wait for neither
+ticket but through the additions of the step before. A name waits for the additions of its own step, and for no ticket.
 """
 
 from __future__ import annotations
