@@ -21,6 +21,7 @@ from attention_engine.plan.attention import AttentionPlan, Tiles
 from attention_engine.plan.cached import CachedPlan
 from attention_engine.plan.cached_buffers import Cache
 from attention_engine.plan.channels import ChannelPlan
+from attention_engine.plan.few_key_heads import reads_copies, suits_a_head_each, with_a_head_each
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.plan.linear import LinearPlan
 from attention_engine.plan.long_sequences import of_long_sequences, over_keys_by_heads
@@ -213,6 +214,20 @@ class Kernels(_Launched):
         super().__init__(problem, target)
         self.plan = AttentionPlan(maths, problem, tiles, target, deterministic)
         self.maths, self.tiles = maths, tiles
+
+    def of_call(self, batch: int, queries: int, keys: int) -> Kernels:
+        """Those of the backward pass of a call of these lengths, of packed sequences in the mean: others where its key
+        heads are few."""
+        if not suits_a_head_each(self.plan, batch, queries, keys):
+            return self
+        other = self._with_a_head_each
+        return other if reads_copies(other.plan) else self
+
+    @cached_property
+    def _with_a_head_each(self) -> Kernels:
+        assert self.maths.backward_schedule is not None, "`suits_a_head_each` asked"
+        given = with_a_head_each(self.problem, self.maths.backward_schedule, self.tiles)
+        return Kernels(self.maths, *given, self.target, self.plan.deterministic)
 
     @property
     def forward(self) -> Kernel:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from attention_engine import compiler
 from attention_engine.runtime import program_kernels
 from attention_engine.runtime.attentions import ATTENTIONS
 
@@ -189,8 +190,9 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
 
 @pytest.fixture
 def chosen_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What a test puts in here replaces parts of the default tiles."""
+    """What a test puts in here replaces parts of the default tiles. Blocks over keys have all heads of a group."""
     ATTENTIONS.clear()
+    monkeypatch.setattr(compiler, "suits_a_head_each", lambda *_: False)
     chosen: dict[str, Any] = {}
     default = program_kernels.default_tiles
     monkeypatch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))

@@ -20,7 +20,8 @@ class Problem:
     and of v; dtype: "float16", "bfloat16" or "float32" of q, k, v and o; tf32: may fp32 products run as one tf32
     product; stride_unit: what divides every stride of q, k, v and do (8 keeps copies 16 bytes wide); custom: for each
     custom input its name, dtype and shape, in which a string names a run-time length; staged: the custom inputs of
-    which tiles are copied ahead as keys are, since their strides fit 16-byte copies.
+    which tiles are copied ahead as keys are, since their strides fit 16-byte copies; copies: how many neighbours among
+    the key heads read one head of k and v, where the query heads that share it are cut into as many parts.
     """
 
     heads: int
@@ -32,11 +33,17 @@ class Problem:
     stride_unit: int = 8
     custom: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
     staged: tuple[str, ...] = ()
+    copies: int = 1
 
     @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads
+
+    @property
+    def heads_of_keys(self) -> int:
+        """The heads of k and v, and of their gradients."""
+        return self.kv_heads // self.copies
 
     @property
     def tile_dims(self) -> tuple[int, int]:

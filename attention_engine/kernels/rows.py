@@ -38,7 +38,7 @@ from attention_engine.kernels.workspace import (
     workspace_entry,
 )
 from attention_engine.plan import attention_buffers
-from attention_engine.plan.attention_buffers import DK_SUMS, DV_SUMS
+from attention_engine.plan.attention_buffers import DK_PARTS, DK_SUMS, DV_PARTS, DV_SUMS
 from attention_engine.plan.forms import ROW_PAD, Tile
 from attention_engine.plan.hopper import rows_of_delta
 
@@ -267,6 +267,31 @@ def finish_keys(problem: Problem, tile: Tile, scale: float, threads: int = 256) 
                 T.copy(gradient, window(buffers[name], b, head, block * tile.kv, tile.kv, dim))
 
     return build("backward_finish_keys", parameters, body)
+
+
+def add_parts(problem: Problem, wide: bool, threads: int = 256) -> Any:
+    """The PrimFunc: (dk, dv, dk_parts, dv_parts): the sums over the copies of each key head, in the tensors' dtype, or
+    in fp32. A thread has four numbers."""
+    sizes, keys = Sizes(problem), 16  # keys of a block: so many that few keys have enough blocks
+    parameters = sizes.declare(attention_buffers.add_parts(problem, wide))
+    each = ("dk", DK_PARTS, problem.dim), ("dv", DV_PARTS, problem.dim_v)
+
+    @T.macro
+    def body(buffers: Buffers) -> None:
+        grid = T.ceildiv(sizes.kv, keys), problem.heads_of_keys, sizes.batch
+        with T.Kernel(*grid, threads=threads) as (block, head, batch):
+            for name, of, dim in each:
+                total = T.alloc_fragment([keys, padded(dim)], FLOAT)
+                part = T.alloc_fragment([keys, padded(dim)], FLOAT)
+                first = head * problem.copies
+                T.copy(window(buffers[of], batch, first, block * keys, keys, padded(dim)), total)
+                for n in T.serial(problem.copies - 1):
+                    T.copy(window(buffers[of], batch, first + 1 + n, block * keys, keys, padded(dim)), part)
+                    for j, d in T.Parallel(keys, padded(dim)):
+                        total[j, d] += part[j, d]
+                T.copy(total, window(buffers[name], batch, head, block * keys, keys, padded(dim)))
+
+    return build("backward_add_parts", parameters, body)
 
 
 def postprocess(

@@ -74,6 +74,7 @@ class AttentionPlan:
 
     def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
+        self.deterministic = deterministic
         schedule, backward = maths.backward_schedule, maths.backward
         self.row_sums = None
         if schedule is not None and backward is not None:
@@ -149,7 +150,7 @@ class AttentionPlan:
         elif self.over_queries:
             steps += [*self._map("queries", tiles.queries, True), self.queries]
         else:
-            steps.append(self.postprocess)
+            steps += [self.postprocess, *([self.add_parts] if self.problem.copies > 1 else [])]
         return _valid(tuple(dict.fromkeys(steps)))  # a map serves every kernel that asks for it
 
     @property
@@ -217,12 +218,12 @@ class AttentionPlan:
     @property
     def _in_blocks(self) -> tuple[bool, ...]:
         """What tells kernels to store gradients of keys in fp32; nothing where they don't."""
-        return (True,) if self.maths.in_blocks else ()
+        return (True,) if self.maths.in_blocks or self.problem.copies > 1 else ()
 
     @property
     def _in_parts(self) -> tuple[bool, ...]:
         """The same of gradients of queries."""
-        return () if self.maths.whole_rows else self._in_blocks
+        return (True,) if self.maths.in_blocks and not self.maths.whole_rows else ()
 
     # ---- each launch
 
@@ -332,6 +333,12 @@ class AttentionPlan:
         return Launch("finish_keys", "rows.finish_keys", given, arguments, frozenset(["dk", "dv"]))
 
     @cached_property
+    def add_parts(self) -> Launch:
+        """dK and dV of what the parts of a group made."""
+        arguments, wide = buffers.add_parts(self.problem, self.maths.in_blocks), self.maths.in_blocks
+        return Launch("add_parts", "rows.add_parts", (wide,), arguments, frozenset(["dk", "dv"]))
+
+    @cached_property
     def over_keys(self) -> Launch:
         """dK, dV, and the sums of dQ (or not, where `queries` makes dQ). Over queries where a call lists keys."""
         if self.by_queries:
@@ -345,6 +352,7 @@ class AttentionPlan:
         given: tuple[object, ...] = (schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
         sums = (b.place for b in buffers.custom_sums(self.problem, tile, self.custom_sums))
         made = {"dk", "dv", "workspace", "counters", "tickets", *(["dq"] if self.stores_dq else []), *sums}
+        made |= {buffers.DK_PARTS, buffers.DV_PARTS}
         writes = frozenset(b.place for b in buffers_of(arguments) if b.place in made)
         if not tile.hopper:
             given = (*given, *self._in_blocks)

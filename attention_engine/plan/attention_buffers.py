@@ -41,6 +41,7 @@ from attention_engine.plan.hopper import (
 LISTS, DEALT = "tile_lists", "items_dealt"
 INDICES, COUNTS = "block_indices", "block_counts"
 DK_SUMS, DV_SUMS = "dk_sums", "dv_sums"
+DK_PARTS, DV_PARTS = "dk_parts", "dv_parts"
 SEQUENCE_TILES, KEY_TILES = "sequence_tiles", "key_tiles"
 TOGETHER, TURN, AHEAD, MADE_BEFORE = "pairs_of_a_unit", "blocks_of_a_turn", "units_ahead", "units_given"
 APART, ENDS = "starts_apart", "ends_longest_first"
@@ -92,8 +93,8 @@ def inputs(problem: Problem) -> Arguments:
     """q, k, v and the custom inputs."""
     return (
         strided("q", QUERIES, problem.heads, problem.dim, problem),
-        strided("k", KEYS, problem.kv_heads, problem.dim, problem),
-        strided("v", KEYS, problem.kv_heads, problem.dim_v, problem),
+        strided("k", KEYS, problem.heads_of_keys, problem.dim, problem),
+        strided("v", KEYS, problem.heads_of_keys, problem.dim_v, problem),
         *custom_inputs(problem),
     )
 
@@ -273,14 +274,13 @@ def over_keys(
     problem: Problem, schedule: BackwardSchedule, rows: Backward, tile: Tile, with_dq: bool, summed: CustomSums,
     persistent: bool = False, lists: str = "", wide: bool = False,
 ) -> Arguments:  # fmt: skip
-    """Of the kernels over keys, which make dK, dV and the sums of dQ. persistent: their blocks store dQ too; wide: dK
-    and dV are fp32."""
+    """Of the kernels over keys, which make dK, dV (of key heads that have copies: their parts) and the sums of dQ.
+    persistent: their blocks store dQ too; wide: dK and dV are fp32."""
     plan = plan_tiles(schedule.mask)
     found: list[Argument] = [*inputs(problem), *tile_lists(plan, problem, tile, False, lists)]
     found += [key_tiles(problem, tile)] if tile.within_sequences else []
     found += [output_gradient(problem), *(row(name, problem, tile.row_pad) for name, _ in rows.rows)]
-    found += [gradient("dk", KEYS, problem.kv_heads, problem.dim, problem, wide)]
-    found += [gradient("dv", KEYS, problem.kv_heads, problem.dim_v, problem, wide)]
+    found += key_gradients(problem, wide) if problem.copies == 1 else key_parts(problem)
     if tile.hopper:
         found += [Number(TOGETHER)] if starts_longest_first(problem, tile, plan) else []
         found += [Number(TURN)] if walks_turn(problem, tile, plan) else []
@@ -294,6 +294,23 @@ def over_keys(
         found += [workspace(problem, tile.row_pad), *([counters(problem)] if tile.hopper else [])]
         found += [tickets(problem, tile)] if tile.in_order else []
     return (*found, *custom_sums(problem, tile, summed))
+
+
+def key_gradients(problem: Problem, wide: bool = False) -> list[Buffer]:
+    """dK and dV."""
+    each = ("dk", problem.dim), ("dv", problem.dim_v)
+    return [gradient(name, KEYS, problem.heads_of_keys, dim, problem, wide) for name, dim in each]
+
+
+def key_parts(problem: Problem) -> list[Buffer]:
+    """What each part of a group makes of dK and dV, in fp32: (batch, keys, key heads with their copies, dim)."""
+    each = ("dk", DK_PARTS, problem.dim), ("dv", DV_PARTS, problem.dim_v)
+    return [gradient(name, KEYS, problem.kv_heads, dim, problem, True).at(place) for name, place, dim in each]
+
+
+def add_parts(problem: Problem, wide: bool) -> Arguments:
+    """Of the kernel that adds them up."""
+    return (*key_gradients(problem, wide), *(replace(part, name=part.place, key="") for part in key_parts(problem)))
 
 
 def gradient(name: str, size: Expr, heads: int, dim: int, problem: Problem, wide: bool) -> Buffer:
@@ -338,8 +355,7 @@ def by_queries(
 
 def finish_keys(problem: Problem, tile: Tile) -> Arguments:
     """Of the kernel that makes dK and dV of their sums."""
-    dk = gradient("dk", KEYS, problem.kv_heads, problem.dim, problem, wide=False)
-    return (dk, gradient("dv", KEYS, problem.kv_heads, problem.dim_v, problem, wide=False), *key_sums(problem, tile))
+    return (*key_gradients(problem), *key_sums(problem, tile))
 
 
 def pairs(problem: Problem, rows: Backward, read: Expr, pad: int, dtype: str) -> Arguments:

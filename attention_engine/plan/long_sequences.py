@@ -29,13 +29,13 @@ LONG = 2000  # queries of a sequence in the mean
 MOST_HEADS = 8  # of a key head: a step finds its head by as many comparisons
 
 
-def are_long(queries: int, sequences: int) -> bool:
-    """Are packed sequences long in the mean? queries: of all of them, and of none.
+def are_long(queries: int, sequences: int | None) -> bool:
+    """Are packed sequences long in the mean? queries: of all of them, and of none; None: they are not packed.
 
     >>> are_long(16384, 4), are_long(16384, 16)
     (True, False)
     """
-    return queries >= LONG * max(sequences, 1)
+    return sequences is not None and queries >= LONG * max(sequences, 1)
 
 
 def walks_by_heads(problem: Problem, tile: Tile) -> bool:

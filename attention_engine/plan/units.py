@@ -153,14 +153,21 @@ def units_ahead(tile: Tile, keys: int, places: int, together: int = 1) -> int:
     return max(ahead, LAST_UNITS) if tile.within_sequences else ahead
 
 
-def prepared_before(problem: Problem, tile: Tile, keys: int) -> bool:
-    """Where walks turn: does the kernel before prepare all units, so that no block prepares any? What blocks prepare
-    beside their own work costs little while memory is not busy. It is busier, the more heads a group has. And the
-    shorter a sequence is, the more is prepared for each step of their work. On an H100, bf16, head dim 128, by blocks
-    and by the kernel before, TFLOP/s: 64/8 heads, S 1024, batch 8 240, 271, S 2048, batch 4 445, 466, batch 8 375, 441,
-    S 4096, batch 2 529, 523, batch 4 519, 503; 32/8 heads, S 2048, batch 4 483, 465. Other groups and head dims were
-    not measured."""
-    return problem.group >= 6 and keys <= 16 * tile.kv
+def prepared_before(problem: Problem, tile: Tile, plan: TilePlan, keys: int, turns: bool) -> bool:
+    """Does the kernel before prepare all units, so that no block prepares any? turns: do walks turn? What blocks
+    prepare beside their own work costs little while memory is not busy. It is busier, the more heads a group has. And
+    the shorter a sequence is, the more is prepared for each step of their work. On an H100, bf16, head dim 128, by
+    blocks and by the kernel before, TFLOP/s: 64/8 heads, S 1024, batch 8 240, 271, S 2048, batch 4 445, 466, batch 8
+    375, 441, S 4096, batch 2 529, 523, batch 4 519, 503; 32/8 heads, S 1024, batch 8 301, 317, S 2048, batch 4 483,
+    465.
+
+    Where blocks add in order, one that prepares holds up those that wait for it: 16 heads, causal, S 1024, batch 2 and
+    8 198, 233 and 272, 309, S 2048, batch 1, 2 and 8 278, 309, 362, 367 and 428, 441, S 3072 and 4096 452, 441 and 505,
+    493; full, S 1024, batch 8 423, 441, S 2048, batch 4 530, 521."""
+    blocks = -(-keys // tile.kv)
+    if tile.in_order:
+        return blocks <= (16 if plan.later_is_longer else 8)
+    return turns and (blocks <= 8 if problem.group < 6 else blocks <= 16) and problem.group >= 4
 
 
 @dataclass(frozen=True)
@@ -181,11 +188,12 @@ class BlockOrder:
         if self.plan.mapped:
             together = max(together, pairs_of_a_listed_unit(tile, pairs, keys, places))
         ahead = units_ahead(tile, keys, places, *([together] if self.longest_first else []))
-        if turns and prepared_before(problem, tile, keys):
-            ahead = -(-pairs // together)
         if tile.in_order:
             together, apart, ends = order_of_pairs(problem, tile, self.plan, pairs, size)
-            ahead = units_ahead(tile, keys, places, together) if self.makes_delta else -(-pairs // together)
+            ahead = units_ahead(tile, keys, places, together)
+        alone = tile.in_order and not self.makes_delta
+        if alone or prepared_before(problem, tile, self.plan, keys, turns):
+            ahead = -(-pairs // together)
         return {
             TOGETHER: together, TURN: blocks_of_a_turn(tile, keys, places, together), APART: apart,
             ENDS: ends, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if arrives else ahead,

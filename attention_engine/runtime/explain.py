@@ -17,6 +17,10 @@ from attention_engine.tuner.defaults import default_tiles, where_from
 from attention_engine.tuner.entries import Entry, name_of
 from attention_engine.tuner.problems import gpu_name
 
+FEW_KEY_HEADS = """\
+backward, at these lengths: key heads are few, and blocks of all heads of a group would leave much of the GPU idle
+  each block has one query head, and a kernel behind adds up their dK and dV"""
+
 
 def explain(asked: Asked, tuning: Tuning) -> str:
     """A paragraph for each kernel of a problem."""
@@ -54,6 +58,9 @@ def _of_kernels(asked: Asked, tuning: Tuning, *, forward: bool, backward: bool) 
         runs = asked.as_planned(tiles, name, asked.tile(tiles, name))
         default = f"the default ({where_from(name, asked.problem, asked.maths, asked.target, asked.hints, runs)})"
         lines += _of_kernel(asked, tuning, name, tiles, known.get(name), default)
+    if backward and asked.hints is not None:
+        made = asked.kernels_as_known(tuning)
+        lines += [] if made.of_call(*asked.hints) is made else [FEW_KEY_HEADS]
     return lines
 
 

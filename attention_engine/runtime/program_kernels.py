@@ -241,10 +241,15 @@ class ProgramKernels:
         fits = [n for n in self._biases if custom[n].dtype.itemsize == 2 and custom[n].shape[-1] % STAGED_UNIT == 0]
         return tuple(self.specs[n].name for n in fits[:1] if custom[n].data_ptr() % 16 == 0)
 
-    def _sequences_are_long(self, q: Tensor, custom: Sequence[Tensor]) -> bool:
-        """Are they of packed sequences that are long in the mean? Sizes say it: the device is not asked."""
+    def _sequences(self, custom: Sequence[Tensor]) -> int | None:
+        """How many packed sequences a call has; None where it has none. Sizes say it: the device is not asked."""
         places = next((t for spec, t in zip(self.specs, custom, strict=True) if spec.name == PLACES), None)
-        return places is not None and are_long(q.shape[1], places.shape[0] - 1)
+        return None if places is None else places.shape[0] - 1
+
+    def _sizes(self, q: Tensor, k: Tensor, custom: Sequence[Tensor]) -> Lengths:
+        """Batch, queries and keys; of packed sequences their number, and those of one in the mean."""
+        number = self._sequences(custom) or q.shape[0]
+        return number, -(-q.shape[0] * q.shape[1] // number), -(-k.shape[0] * k.shape[1] // number)
 
     def target(self, tensor: Tensor) -> Target:
         """What the kernels must be compiled for, of the device."""
@@ -291,7 +296,9 @@ class ProgramKernels:
             if len(self._bound) >= MOST_PLANS:
                 self._bound.clear()
             kernels = self.kernels(q, k, v, custom, wanted, finals is not None)
-            long = finals is not None and self._sequences_are_long(q, custom)
+            if finals is not None:
+                kernels = kernels.of_call(*self._sizes(q, k, custom))
+            long = finals is not None and are_long(q.shape[1], self._sequences(custom))
             found = self._bound[key] = Bound(kernels, q, k, v, custom, self._kept, finals, long)
         return found
 
@@ -325,8 +332,8 @@ class ProgramKernels:
         if q.numel() and k.numel() and v.numel():
             custom = [as_parameter(c) for c in custom]
             self.bound(q, k, v, custom)
-            kernels = self.kernels(q, k, v, custom, wanted, True)
-            long = self._sequences_are_long(q, custom)
+            kernels = self.kernels(q, k, v, custom, wanted, True).of_call(*self._sizes(q, k, custom))
+            long = are_long(q.shape[1], self._sequences(custom))
             if (id(kernels), long) not in self._begun:
                 self._begun.add((id(kernels), long))
                 of_backward = kernels.of_backward_where(long).values()

@@ -285,7 +285,10 @@ class Shown(Engine):
             both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward.items()}
         if trained.maths.backward is None:
             return both
-        return both | trained.of_backward | trained.of_backward_where(long=True)
+        both |= trained.of_backward | trained.of_backward_where(long=True)
+        if asked.hints is not None and (of_call := trained.of_call(*asked.hints)) is not trained:
+            both |= {f"{name} of few key heads": kernel for name, kernel in of_call.of_backward.items()}
+        return both
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: GivenBlocks | None

@@ -8,6 +8,7 @@ import torch
 from attention_engine import AttentionEngine
 from attention_engine.errors import HazardInKernel
 from attention_engine.library import OnlineSoftmax, causal_from, scale
+from attention_engine.plan import units
 from attention_engine.plan.attention_buffers import APART, MADE_BEFORE, TOGETHER
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import heads_alternate, starts_latest_first
@@ -111,7 +112,8 @@ def test_blocks_start_apart_where_all_of_two_heads_run_at_once():
     assert not any(start_apart(tile, keys, 132) for keys in (3072, 66 * 128 + 1, 16384))
 
 
-def test_who_makes_delta_changes_no_bit(chosen_tiles):
+def test_who_makes_delta_changes_no_bit(chosen_tiles, monkeypatch):
+    monkeypatch.setattr(units, "prepared_before", lambda *_: False)
     chosen_tiles.update(backward=Tile(80, 128, 256, 2, HopperKeys()))
     shape = Shape(3, 100, 130, 2, 2, 128, 128)
     tensors = shape.tensors(torch.float16, "cpu", 0)

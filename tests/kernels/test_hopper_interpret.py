@@ -6,7 +6,7 @@ from operator import attrgetter
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, CustomIO
+from attention_engine import AttentionEngine, CustomIO, compiler
 from attention_engine.library import (
     OnlineSigmoid,
     OnlineSoftmax,
@@ -78,6 +78,7 @@ LENGTHS = ((200, 131), (77, 260))  # of more than one tile, none whole
 def kernels(monkeypatch):
     """Chooses tiles for the interpreter, and says which kernels ran."""
     op.ATTENTIONS.clear()
+    monkeypatch.setattr(compiler, "suits_a_head_each", lambda *_: False)
     chosen = {}
 
     def choose(problem, maths, target, hints):
@@ -438,6 +439,7 @@ def test_blocks_prepare_for_units_after_theirs(name, ahead, kernels, monkeypatch
     dim, tile, batch, heads, causal, pairs = UNITS[name]
     kernels.update(backward=tile)
     monkeypatch.setattr(units, "units_ahead", lambda *_: ahead)
+    monkeypatch.setattr(units, "prepared_before", lambda *_: False)
     if pairs is not None:
         monkeypatch.setattr(units, "pairs_of_a_unit", lambda *_: pairs)
     shape = Shape(batch, 270, 280, *heads, dim, dim)
@@ -474,6 +476,7 @@ def test_delta_of_units_ahead_knows_of_gradients_of_returned_rows(name, kernels,
     dim, tile, batch, heads, causal, pairs = UNITS[name]
     kernels.update(backward=tile)
     monkeypatch.setattr(units, "units_ahead", lambda *_: 1)
+    monkeypatch.setattr(units, "prepared_before", lambda *_: False)
     if pairs is not None:
         monkeypatch.setattr(units, "pairs_of_a_unit", lambda *_: pairs)
     case, shape = CASES["softmax"], Shape(batch, 270, 280, *heads, dim, dim)

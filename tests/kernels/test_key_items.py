@@ -123,6 +123,7 @@ def test_blocks_store_dq_of_units_that_are_done(mask, together, ahead, stored, k
     """All but the last ones', and none where a unit is not whole: four pairs, of which so many are stored."""
     monkeypatch.setattr(spare_warps, "FEW", spare_warps.MANY)
     monkeypatch.setattr(units, "units_ahead", lambda *_: ahead)
+    monkeypatch.setattr(units, "prepared_before", lambda *_: False)
     monkeypatch.setattr(units, "pairs_of_a_unit", lambda *_: together)
     monkeypatch.setattr(run.torch, "empty_like", lambda t: torch.full_like(t, float("nan")) if t.is_floating_point()
                         else torch.zeros_like(t))  # fmt: skip

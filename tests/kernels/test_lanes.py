@@ -88,6 +88,7 @@ def of_documents():
         chosen, default = {}, program_kernels.default_tiles
         patch.setattr(program_kernels, "default_tiles", lambda *given: replace(default(*given), **chosen))
         patch.setattr(units, "units_ahead", lambda *_: 1)
+        patch.setattr(units, "prepared_before", lambda *_: False)
         patch.setattr(units, "pairs_of_a_listed_unit", lambda *_: 1)
         patch.setattr(Interpreter, "__call__", note)
         o, leaves, do, _ = documents(chosen, Shape(1, 300, 300, 6, 3, 128, 128), [100, 40, 160])
@@ -174,6 +175,7 @@ def test_a_walk_begins_when_all_lanes_have_left_the_one_before(meets):
 ])  # fmt: skip
 def test_packed_documents_with_grouped_heads_come_back_right(batch, heads, lengths, persistent, kernels, monkeypatch):
     monkeypatch.setattr(units, "units_ahead", lambda *_: 1)
+    monkeypatch.setattr(units, "prepared_before", lambda *_: False)
     monkeypatch.setattr(units, "pairs_of_a_listed_unit", lambda *_: 1)
     shape = Shape(batch, 300, 300, *heads, 128, 128)
     o, leaves, do, ids = documents(kernels, shape, lengths, persistent)

@@ -25,7 +25,7 @@ from attention_engine.passes.maths import analyse, analyse_part
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
 from attention_engine.passes.tile_plan import plan_tiles
-from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE
+from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import (
     pairs_in_turn,
@@ -160,7 +160,8 @@ def test_units_of_walks_that_turn(batch, keys, together, turn):
     ("name", "batch", "keys", "ahead"),
     [
         ("llama-70b", 4, 2048, 4), ("llama-70b", 8, 2048, 8), ("llama-70b", 8, 1024, 4),  # all units
-        ("llama-70b", 2, 4096, 2), ("llama-8b", 4, 2048, 2), ("llama-8b", 8, 1024, 2),  # longer, or fewer heads a group
+        ("llama-70b", 2, 4096, 2), ("llama-8b", 4, 2048, 2), ("llama-8b", 16, 1024, 8),  # longer, or fewer heads
+        ("mha-128", 16, 1024, 2),  # of 16: a head has keys of its own
     ],
 )  # fmt: skip
 def test_short_blocks_of_many_heads_prepare_nothing(name, batch, keys, ahead):
@@ -168,6 +169,18 @@ def test_short_blocks_of_many_heads_prepare_nothing(name, batch, keys, ahead):
     made = AttentionEngine(case.metas(), **case.options(), device=arch.H100())._kernels("cuda")
     numbers = made.plan.numbers(batch, keys, keys)
     assert (numbers[AHEAD], numbers[MADE_BEFORE]) == (ahead, ahead)
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys", "all_units"),
+    [("causal", 2048, True), ("causal", 2176, False), ("full", 1024, True), ("full", 1152, False)],
+)
+def test_short_blocks_that_add_in_order_prepare_nothing(mask, keys, all_units):
+    (case,) = find(f"mha-128.softmax.{mask}.2048")
+    engine = AttentionEngine(case.metas(), **case.options(), device=arch.H100(), deterministic=True)
+    numbers = engine._kernels("cuda").plan.numbers(8, keys, keys)
+    units = -(-8 * 16 // numbers[TOGETHER])
+    assert numbers[AHEAD] == units if all_units else numbers[AHEAD] < units
 
 
 @pytest.mark.parametrize(

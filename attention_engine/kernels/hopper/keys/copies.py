@@ -88,7 +88,8 @@ def copy_tile(form: KeyForm, buffers: Buffers, name: str, ring: Ring, item: KeyI
     if form.persistent:
         T.barrier_wait(ring.empty, item.round.items % 2 ^ 1)
     kv0, dim = item.first_key(form.tile), int(ring.tile.shape[1])
-    T.tma_copy(window(buffers[name], item.batch, item.kv_head, kv0, form.tile.kv, dim), ring.tile, barrier=ring.full)
+    head = item.kv_head if form.problem.copies == 1 else T.truncdiv(item.kv_head, form.problem.copies)
+    T.tma_copy(window(buffers[name], item.batch, head, kv0, form.tile.kv, dim), ring.tile, barrier=ring.full)
     T.barrier_arrive(ring.full)
 
 

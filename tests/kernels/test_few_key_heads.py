@@ -1,0 +1,151 @@
+"""Blocks over keys of one query head each, in the warp simulator: each query head reads a copy of its key head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_engine import AttentionEngine, CustomIO, compiler
+from attention_engine.library import OnlineSoftmax, and_masks, causal, document, relative_bias, scale
+from attention_engine.plan.attention_buffers import DK_PARTS
+from attention_engine.plan.forms import HopperKeys, Tile
+from attention_engine.runtime import op
+from tests.cases import CASES, Shape, errors
+
+TILES = {64: 128, 80: 64, 128: 80}  # by head dim, queries of a tile over keys
+
+
+@pytest.fixture
+def copied(chosen_tiles, monkeypatch):
+    """Chooses kernels whose blocks have one query head each; says how many such kernels ran."""
+    monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, *_: plan.problem.group > 1)
+
+    def ran():
+        made = [a.program_kernels for a in op.ATTENTIONS.values() if a.program_kernels is not None]
+        every = [kernels for each in made for kernels in each._kernels.values()]
+        others = [vars(kernels).get("_with_a_head_each") for kernels in every]
+        return sum("compiled" in vars(kernels.backward) for kernels in others if kernels is not None)
+
+    def choose(dim):
+        chosen_tiles.update(backward=Tile(TILES[dim], 128, 256, 2, HopperKeys()))
+        return ran
+
+    return choose
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 1), 64), ((6, 2), 64), ((3, 1), 80), ((4, 2), 128)])
+def test_gradients_of_key_heads_are_the_sums_of_their_copies(heads, dim, is_causal, copied):
+    ran = copied(dim)
+    shape = Shape(2, 200, 270, *heads, dim, dim)
+    assert errors(CASES["softmax"], shape, torch.float16, causal=is_causal, backend="interpret", floor=2e-3)
+    assert ran() == 1
+
+
+def test_calls_that_have_enough_blocks_launch_the_usual_kernel(copied, monkeypatch):
+    ran = copied(64)
+    monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, batch, *_: batch == 1)
+    engine = AttentionEngine(None, None, scale(0.1), causal, OnlineSoftmax(), backend="interpret")
+    for batch, made in ((3, 0), (1, 1)):
+        shape = Shape(batch, 140, 140, 2, 1, 64, 64)
+        tensors = shape.tensors(torch.bfloat16, "cpu", 0)
+        leaves = [tensors[n].requires_grad_() for n in "qkv"]
+        found = torch.autograd.grad(engine(*leaves), leaves, tensors["do"])
+        assert [g.shape for g in found] == [x.shape for x in leaves] and found[1].dtype is torch.bfloat16
+        assert ran() == made
+
+
+def test_custom_inputs_of_query_heads_have_their_gradients(copied):
+    ran = copied(64)
+    shape = Shape(1, 150, 150, 2, 1, 64, 64)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    table = torch.randn(2, 301, requires_grad=True)
+
+    def gradients(backend, dtype):
+        leaves = [tensors[n].to(dtype).clone().requires_grad_() for n in "qkv"]
+        engine = AttentionEngine(
+            None, CustomIO({"table": ("heads", 301)}), relative_bias("table", 150, 0.1), causal, OnlineSoftmax(),
+            backend=backend,
+        )  # fmt: skip
+        return torch.autograd.grad(engine(*leaves, table), [*leaves, table], tensors["do"].to(dtype))
+
+    for mine, true in zip(gradients("interpret", torch.float16), gradients("reference", torch.float64), strict=True):
+        assert (mine.double() - true).norm() < 3e-3 * true.norm()
+    assert ran() == 1
+
+
+def test_documents_are_listed_for_copies_too(copied):
+    ran = copied(128)
+    shape = Shape(2, 300, 300, 4, 1, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    documents = torch.arange(300).div(90, rounding_mode="floor").expand(2, 300).to(torch.int32).contiguous()
+
+    def gradients(backend, dtype):
+        leaves = [tensors[n].to(dtype).clone().requires_grad_() for n in "qkv"]
+        io, mask = CustomIO({"d": ("batch", "seq_len")}), and_masks(causal, document("d"))
+        engine = AttentionEngine(None, io, scale(0.1), mask, OnlineSoftmax(), backend=backend)
+        return torch.autograd.grad(engine(*leaves, documents), leaves, tensors["do"].to(dtype))
+
+    for mine, true in zip(gradients("interpret", torch.float16), gradients("reference", torch.float64), strict=True):
+        assert (mine.double() - true).norm() < 3e-3 * true.norm()
+    assert ran() == 1
+
+
+@pytest.mark.parametrize("length_of_keys", [None, 260])
+def test_packed_sequences_have_blocks_of_one_head_too(length_of_keys, copied, chosen_tiles):
+    ran = copied(128)
+    of_sequences = HopperKeys(persistent=True, within_sequences=True)
+    chosen_tiles.update(backward=Tile(64, 128, 256, 2, of_sequences))
+    shape = Shape(1, 230, length_of_keys or 230, 4, 1, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    rows, keys = torch.tensor([0, 40, 200, 200, 230], dtype=torch.int32), None
+    if length_of_keys:
+        keys = torch.tensor([0, 60, 190, 230, length_of_keys], dtype=torch.int32)
+
+    def gradients(backend, dtype):
+        leaves = [tensors[n][0].to(dtype).clone().requires_grad_() for n in "qkv"]
+        engine = AttentionEngine(None, None, scale(0.1), causal, OnlineSoftmax(), backend=backend)
+        o = engine(*leaves, cu_seqlens_q=rows, cu_seqlens_k=keys)
+        return torch.autograd.grad(o, leaves, tensors["do"][0].to(dtype))
+
+    for mine, true in zip(gradients("interpret", torch.float16), gradients("reference", torch.float64), strict=True):
+        assert (mine.double() - true).norm() < 3e-3 * true.norm()
+    assert ran() == 1
+
+
+def test_deterministic_gradients_of_few_key_heads_are_the_same_bits_in_every_batch(copied):
+    ran = copied(128)
+    shape = Shape(2, 200, 260, 4, 1, 128, 128)
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    engine = AttentionEngine(None, None, scale(0.1), causal, OnlineSoftmax(), backend="interpret", deterministic=True)
+    found = []
+    for first in (0, 1, 0):
+        leaves = [tensors[n][first:].clone().requires_grad_() for n in "qkv"]
+        found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"][first:].contiguous()))
+    for both, last, again in zip(*found, strict=True):
+        assert torch.equal(both, again) and torch.equal(both[-1:], last)
+    assert ran() == 1
+    (made,) = [k._with_a_head_each for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    assert made.plan.tiles.backward.in_order
+
+
+def test_gradients_that_blocks_of_a_sequence_add_to_stay_in_fp32(copied):
+    copied(64)
+    shape = Shape(1, 140, 140, 2, 1, 64, 64)
+    q, k, v, _ = shape.tensors(torch.float16, "cpu", 0).values()
+    engine = AttentionEngine(None, None, scale(0.1), None, OnlineSoftmax(), backend="interpret")
+    engine(q, k, v)
+    (kernels,) = [k for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    problem, tiles = kernels.problem, kernels.tiles
+    for in_blocks, dtype in ((False, "float16"), (True, "float32")):
+        maths = replace(kernels.maths, in_blocks=in_blocks, whole_rows=True)
+        plan = compiler.Kernels(maths, problem, tiles, "interpret", False).of_call(1, 140, 140).plan
+        dtypes = {
+            a.place: a.dtype
+            for launch in (plan.over_keys, plan.add_parts)
+            for a in launch.arguments
+            if hasattr(a, "dtype")
+        }
+        assert (dtypes[DK_PARTS], dtypes["dk"]) == ("float32", dtype)
