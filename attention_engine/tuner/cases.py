@@ -37,6 +37,7 @@ SHAPES = {
     "mha-128-b1": Shape(32, 32, 128, 128),
     "llama-8b": Shape(32, 8, 128, 128),  # Llama 3.1
     "llama-70b": Shape(64, 8, 128, 128),
+    "llama-70b-tp8": Shape(8, 1, 128, 128),  # its heads on one of eight GPUs
     # Both with 8192 tokens in all, at lengths of 4096 and 2048.
     **{
         f"llama-{size}-b{batch}": Shape(heads, 8, 128, 128, batch)
