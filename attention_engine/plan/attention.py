@@ -161,7 +161,8 @@ class AttentionPlan:
     def numbers(self, batch: int, queries: int, keys: int, finals: Sequence[str] = ()) -> dict[str, int]:
         """The numbers of a backward pass: how blocks over keys are ordered, and for which units delta is given."""
         size = CallSize(batch, queries, keys, places_of(self.target))
-        order = BlockOrder(self.problem, self.tiles.backward, self.tile_plan, self.longest_first, self.makes_delta)
+        known = self.longest_first, self.makes_delta, self.deterministic
+        order = BlockOrder(self.problem, self.tiles.backward, self.tile_plan, *known)
         return order.numbers(size, bool(finals))
 
     # ---- what the mask and the maths ask for

@@ -10,7 +10,8 @@ causal, TFLOP/s of blocks of all heads and of one: 8/1 heads, batch 1, S 2048, 4
 each be one more kernel to compile.
 
 Which of the two runs hangs on the batch, and with it the order of a sum. Where gradients are to be the same bits in
-every batch, a batch of one decides for all, and only where it gains much: larger ones lose a little.
+every batch, a batch of one decides for all, and only where it gains much: larger ones lose a little. Blocks of one head
+also run where those of a group can't add to dQ in order, and a second kernel would make dQ.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def suits_a_head_each(plan: AttentionPlan, batch: int, queries: int, keys: int) 
         return False
     if plan.deterministic and any(name == PLACES for name, _, _ in problem.custom):
         return False  # a sequence's bits would hang on the others' lengths
+    if plan.deterministic and plan.over_queries:
+        return True
     size = CallSize(1 if plan.deterministic else batch, queries, keys, places_of(plan.target))
     dealt = plan.longest_first or tile.within_sequences
     all_heads, one = (time(problem, tile, dealt, size, copies) for copies in (1, problem.group))

@@ -18,6 +18,7 @@ from attention_engine.plan.hopper import (
     walks_turn,
 )
 
+NEVER = 1 << 30  # blocks of a turn where walks don't: which block walks up would hang on the batch, as units do
 LAST_UNITS = 3  # on an H100 4 x 4096 rows 5 % faster than with two, 16384 and 32768 uneven ones 0 to 2 %
 
 
@@ -172,13 +173,14 @@ def prepared_before(problem: Problem, tile: Tile, plan: TilePlan, keys: int, tur
 
 @dataclass(frozen=True)
 class BlockOrder:
-    """How the blocks over keys of a plan are ordered. longest_first, makes_delta: as in the plan."""
+    """How the blocks over keys of a plan are ordered. longest_first, makes_delta, deterministic: as in the plan."""
 
     problem: Problem
     tile: Tile
     plan: TilePlan
     longest_first: bool
     makes_delta: bool
+    deterministic: bool = False
 
     def numbers(self, size: CallSize, arrives: bool) -> dict[str, int]:
         """The numbers of a launch. arrives: does a gradient arrive at returned rows? Delta is then given."""
@@ -195,6 +197,7 @@ class BlockOrder:
         if alone or prepared_before(problem, tile, self.plan, keys, turns):
             ahead = -(-pairs // together)
         return {
-            TOGETHER: together, TURN: blocks_of_a_turn(tile, keys, places, together), APART: apart,
+            TOGETHER: together, APART: apart,
+            TURN: NEVER if self.deterministic else blocks_of_a_turn(tile, keys, places, together),
             ENDS: ends, AHEAD: ahead, MADE_BEFORE: ALL_UNITS if arrives else ahead,
         }  # fmt: skip

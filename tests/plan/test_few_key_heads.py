@@ -60,12 +60,18 @@ def test_calls_with_enough_blocks_sum_a_group_in_registers(name, mask):
 
 
 def test_a_batch_of_one_decides_where_bits_are_the_same_in_every_batch():
+    even = kernels_of(16, 2, deterministic=True).plan
     for batch in (1, 64):
-        assert suits_a_head_each(kernels_of(8, 1, deterministic=True).plan, batch, 8192, 8192)
+        assert even.tiles.backward.in_order and suits_a_head_each(even, batch, 4096, 4096)
         assert not suits_a_head_each(kernels_of(32, 8, deterministic=True).plan, batch, 2048, 2048)  # gains a half
-    deterministic = kernels_of(8, 1, deterministic=True)
-    assert deterministic.plan.over_queries  # one key head has no other that walks the other way round
-    assert deterministic.of_call(1, 8192, 8192).plan.tiles.backward.in_order
+
+
+@pytest.mark.parametrize("how", [{"kv_heads": 1}, {"kv_heads": 2, "dim": 96}])
+def test_blocks_of_one_head_add_in_order_where_those_of_a_group_cannot(how):
+    of_groups = kernels_of(8, deterministic=True, **how)
+    assert of_groups.plan.over_queries
+    for batch, length in ((1, 4096), (64, 16384)):
+        assert of_groups.of_call(batch, length, length).plan.tiles.backward.in_order
 
 
 @pytest.mark.parametrize(

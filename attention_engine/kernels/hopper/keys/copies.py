@@ -82,14 +82,23 @@ def copy_queries(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyIt
     copy_step(form, buffers, memory, "do", memory.output_gradients, form.late_rows, at)
 
 
+def head_of_keys(form: KeyForm, item: KeyItem) -> Any:
+    """The head of k and v that an item reads: of few key heads, each query head has a copy of one."""
+    copies = form.problem.copies
+    return item.kv_head if copies == 1 else T.truncdiv(item.kv_head, copies)
+
+
 @T.macro
 def copy_tile(form: KeyForm, buffers: Buffers, name: str, ring: Ring, item: KeyItem) -> None:
     """An item's keys, or values; of a persistent block, when the tile is free."""
     if form.persistent:
         T.barrier_wait(ring.empty, item.round.items % 2 ^ 1)
     kv0, dim = item.first_key(form.tile), int(ring.tile.shape[1])
-    head = item.kv_head if form.problem.copies == 1 else T.truncdiv(item.kv_head, form.problem.copies)
-    T.tma_copy(window(buffers[name], item.batch, head, kv0, form.tile.kv, dim), ring.tile, barrier=ring.full)
+    T.tma_copy(
+        window(buffers[name], item.batch, head_of_keys(form, item), kv0, form.tile.kv, dim),
+        ring.tile,
+        barrier=ring.full,
+    )
     T.barrier_arrive(ring.full)
 
 
