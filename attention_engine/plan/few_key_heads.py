@@ -38,17 +38,23 @@ LEAST, MUCH = 1.1, 2.0  # how many times as fast a call must be, and a batch of 
 def suits_a_head_each(plan: AttentionPlan, batch: int, queries: int, keys: int) -> bool:
     """Would blocks of one query head end a call of these lengths much sooner? Of packed sequences the batch is their
     number, and lengths are those in the mean."""
-    problem, tile = plan.problem, plan.tiles.backward
-    if plan.refused or problem.group == 1 or problem.copies > 1 or not tile.hopper:
+    if not may_have_a_head_each(plan):
         return False
-    if plan.deterministic and any(name == PLACES for name, _, _ in problem.custom):
-        return False  # a sequence's bits would hang on the others' lengths
     if plan.deterministic and plan.over_queries:
         return True
+    problem, tile = plan.problem, plan.tiles.backward
     size = CallSize(1 if plan.deterministic else batch, queries, keys, places_of(plan.target))
     dealt = plan.longest_first or tile.within_sequences
     all_heads, one = (time(problem, tile, dealt, size, copies) for copies in (1, problem.group))
     return all_heads >= (MUCH if plan.deterministic else LEAST) * one
+
+
+def may_have_a_head_each(plan: AttentionPlan) -> bool:
+    """Is there such a kernel, as far as a plan without copies can tell? Not for packed sequences that are to have the
+    same bits in every batch: theirs would hang on the lengths of others."""
+    packed = any(name == PLACES for name, _, _ in plan.problem.custom)
+    grouped = plan.problem.group > 1 and plan.problem.copies == 1
+    return grouped and not plan.refused and plan.tiles.backward.hopper and not (plan.deterministic and packed)
 
 
 def reads_copies(plan: AttentionPlan) -> bool:

@@ -10,6 +10,7 @@ import torch
 from attention_engine import AttentionEngine, CustomIO, compiler
 from attention_engine.library import OnlineSoftmax, and_masks, causal, document, relative_bias, scale
 from attention_engine.plan.attention_buffers import DK_PARTS
+from attention_engine.plan.few_key_heads import may_have_a_head_each
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.runtime import op
 from tests.cases import CASES, Shape, errors
@@ -20,7 +21,7 @@ TILES = {64: 128, 80: 64, 128: 80}  # by head dim, queries of a tile over keys
 @pytest.fixture
 def copied(chosen_tiles, monkeypatch):
     """Chooses kernels whose blocks have one query head each; says how many such kernels ran."""
-    monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, *_: plan.problem.group > 1)
+    monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, *_: may_have_a_head_each(plan))
 
     def ran():
         made = [a.program_kernels for a in op.ATTENTIONS.values() if a.program_kernels is not None]

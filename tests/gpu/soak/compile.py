@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attention_engine import arch, compiler
+from attention_engine.plan.few_key_heads import may_have_a_head_each
 from tests import cached_cases
 from tests.gpu.compile import silence
 from tests.gpu.soak.cached import Cached
@@ -37,8 +38,12 @@ def compile_one(place: int, device: str) -> tuple[int, float, list[str], str]:
             if isinstance(program, Cached):
                 _launch_cached(program)
                 return place, time.perf_counter() - started, list(made), fault
+            monkeypatch.setattr(compiler, "suits_a_head_each", lambda *_: False)
             for batch, length in LINEAR_SHAPES if program.linear else SHAPES:
                 _launch(Draw(place, batch, length, packing="uneven", documents=3))
+            monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, *_: may_have_a_head_each(plan))
+            for batch, length in () if program.linear else SHAPES:  # other lengths: those above have their kernels
+                _launch(Draw(place, batch, length + 16, packing="uneven", documents=3))
         except Exception:  # noqa: BLE001 - the other programs are compiled all the same
             fault = traceback.format_exc()
     return place, time.perf_counter() - started, list(made), fault
