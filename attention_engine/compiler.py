@@ -21,7 +21,12 @@ from attention_engine.plan.attention import AttentionPlan, Tiles
 from attention_engine.plan.cached import CachedPlan
 from attention_engine.plan.cached_buffers import Cache
 from attention_engine.plan.channels import ChannelPlan
-from attention_engine.plan.few_key_heads import reads_copies, suits_a_head_each, with_a_head_each
+from attention_engine.plan.few_key_heads import (
+    may_have_a_head_each,
+    reads_copies,
+    suits_a_head_each,
+    with_a_head_each,
+)
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.plan.linear import LinearPlan
 from attention_engine.plan.long_sequences import of_long_sequences, over_keys_by_heads
@@ -218,16 +223,18 @@ class Kernels(_Launched):
     def of_call(self, batch: int, queries: int, keys: int) -> Kernels:
         """Those of the backward pass of a call of these lengths, of packed sequences in the mean: others where its key
         heads are few."""
-        if not suits_a_head_each(self.plan, batch, queries, keys):
-            return self
-        other = self._with_a_head_each
-        return other if reads_copies(other.plan) else self
+        other = self.of_few_key_heads if suits_a_head_each(self.plan, batch, queries, keys) else None
+        return self if other is None else other
 
     @cached_property
-    def _with_a_head_each(self) -> Kernels:
-        assert self.maths.backward_schedule is not None, "`suits_a_head_each` asked"
+    def of_few_key_heads(self) -> Kernels | None:
+        """Those whose blocks over keys have one query head each; None where there are none."""
+        if not may_have_a_head_each(self.plan):
+            return None
+        assert self.maths.backward_schedule is not None, "a plan that is refused has none"
         given = with_a_head_each(self.problem, self.maths.backward_schedule, self.tiles)
-        return Kernels(self.maths, *given, self.target, self.plan.deterministic)
+        found = Kernels(self.maths, *given, self.target, self.plan.deterministic)
+        return found if reads_copies(found.plan) else None
 
     @property
     def forward(self) -> Kernel:
@@ -253,6 +260,15 @@ class Kernels(_Launched):
         """The same where packed sequences are long, or are not."""
         steps = (*self.plan.backward_steps(), *self.plan.pair_launches)
         return self.named(of_long_sequences(self.plan, steps) if long else steps)
+
+    @property
+    def every_of_backward(self) -> dict[str, Kernel]:
+        """What any backward pass launches: also of long packed sequences, and of few key heads."""
+        found = self.of_backward | self.of_backward_where(long=True)
+        if self.of_few_key_heads is not None:
+            of_few = self.of_few_key_heads.of_backward
+            found |= {f"{name} of few key heads": kernel for name, kernel in of_few.items()}
+        return found
 
     def over_keys(self, long: bool) -> Kernel:
         """`backward` where packed sequences are long, or are not."""

@@ -29,6 +29,7 @@ class Table:
 TABLES = {
     "head_dims": Table(("h100_dims_bf16",), "cudnn"),
     "grouped": Table(("h100_grouped_bf16", "h100_grouped_fp16"), "flash_attention_4"),
+    "few_key_heads": Table(("h100_few_key_heads_bf16",), "flash_attention_4"),
     "lengths": Table(("h100_softmax_peers_bf16", "h100_softmax_peers_fp16"), "flash_attention_4"),
 }
 

@@ -147,7 +147,7 @@ class Shown(Engine):
     def _source_kernel(self, kernel: str, form: str, packed: Packed = None, device: Arch | None = None) -> Kernel:
         kernels, trained = (self._kernels(form, trained, packed, device) for trained in (False, True))
         found = dict(kernels.of_forward)
-        found |= {} if trained.maths.backward is None else {**trained.of_backward_where(True), **trained.of_backward}
+        found |= {} if trained.maths.backward is None else trained.every_of_backward
         return kernel_of(found, kernel)
 
     def _of_caches(
@@ -285,10 +285,7 @@ class Shown(Engine):
             both |= {f"{name} with gradients": kernel for name, kernel in trained.of_forward.items()}
         if trained.maths.backward is None:
             return both
-        both |= trained.of_backward | trained.of_backward_where(long=True)
-        if asked.hints is not None and (of_call := trained.of_call(*asked.hints)) is not trained:
-            both |= {f"{name} of few key heads": kernel for name, kernel in of_call.of_backward.items()}
-        return both
+        return both | trained.every_of_backward
 
     def _dense_program(
         self, tensors: Sequence[Tensor], block_mask: GivenBlocks | None

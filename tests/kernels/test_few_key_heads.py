@@ -26,7 +26,7 @@ def copied(chosen_tiles, monkeypatch):
     def ran():
         made = [a.program_kernels for a in op.ATTENTIONS.values() if a.program_kernels is not None]
         every = [kernels for each in made for kernels in each._kernels.values()]
-        others = [vars(kernels).get("_with_a_head_each") for kernels in every]
+        others = [vars(kernels).get("of_few_key_heads") for kernels in every]
         return sum("compiled" in vars(kernels.backward) for kernels in others if kernels is not None)
 
     def choose(dim):
@@ -128,7 +128,7 @@ def test_deterministic_gradients_of_few_key_heads_are_the_same_bits_in_every_bat
     for both, last, again in zip(*found, strict=True):
         assert torch.equal(both, again) and torch.equal(both[-1:], last)
     assert ran() == 1
-    (made,) = [k._with_a_head_each for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
+    (made,) = [k.of_few_key_heads for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
     assert made.plan.tiles.backward.in_order
 
 

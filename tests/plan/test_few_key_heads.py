@@ -122,12 +122,18 @@ def test_a_call_takes_as_long_as_its_longest_block_or_its_share_of_all_steps():
     assert time(problem, tile, True, size, 8) == pytest.approx((128 * 65 / 128 + 3) * 512 / PLACES)
 
 
-def test_kernels_for_metas_lengths_are_compiled_ahead_and_explained():
-    names = [name for name in engine_of(8, 1)._all_kernels(arch.H100()) if name.endswith(" of few key heads")]
-    assert {"backward of few key heads", "add_parts of few key heads"} <= {*names}
+def test_kernels_of_few_key_heads_are_compiled_ahead_for_any_length():
+    for batch in (1, 16):
+        names = engine_of(8, 1, batch=batch)._all_kernels(arch.H100())
+        assert {"backward", "backward of few key heads", "add_parts of few key heads"} <= {*names}
+    assert not [name for name in engine_of(8, 8)._all_kernels(arch.H100()) if "few key heads" in name]
+    source = engine_of(8, 1).source("add_parts of few key heads", device=arch.H100())
+    assert "dk_parts" in source
+
+
+def test_a_report_says_which_blocks_the_metas_lengths_get():
     assert "each block has one query head" in engine_of(8, 1).explain()
     assert "each block has one query head" not in engine_of(8, 1, batch=16).explain()
-    assert not [n for n in engine_of(8, 1, batch=16)._all_kernels(arch.H100()) if "few key heads" in n]
 
 
 def test_a_step_begins_to_compile_what_its_backward_pass_launches(monkeypatch):
