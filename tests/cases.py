@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attention_engine import AttentionEngine, CustomIO, OnlineFunc, SymbolScalar, Var, meta_tensor
 from attention_engine.library import OnlineRelu, OnlineRetention, OnlineSigmoid, OnlineSoftmax, OnlineSoftmaxOne
+from attention_engine.runtime.attentions import ATTENTIONS
 from tests import plain
 
 CAP = 2.0  # low enough to bend most scores
@@ -186,6 +187,13 @@ def engine_for(case: Case, shape: Shape, dtype: torch.dtype, causal: bool, **opt
         online_func=case.online_func(),
         **options,
     )
+
+
+def ran_with_few_key_heads() -> int:
+    """How many kernels over keys whose blocks have one query head each (plan/few_key_heads.py) were compiled."""
+    known = [a.program_kernels for a in ATTENTIONS.values() if a.program_kernels is not None]
+    others = [vars(kernels).get("of_few_key_heads") for each in known for kernels in each._kernels.values()]
+    return sum("compiled" in vars(other.backward) for other in others if other is not None)
 
 
 def errors(

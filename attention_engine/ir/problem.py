@@ -21,7 +21,7 @@ class Problem:
     product; stride_unit: what divides every stride of q, k, v and do (8 keeps copies 16 bytes wide); custom: for each
     custom input its name, dtype and shape, in which a string names a run-time length; staged: the custom inputs of
     which tiles are copied ahead as keys are, since their strides fit 16-byte copies; copies: how many neighbours among
-    the key heads read one head of k and v, where the query heads that share it are cut into as many parts.
+    the key heads read the same head of k and v (plan/few_key_heads.py).
     """
 
     heads: int

@@ -271,7 +271,7 @@ def finish_keys(problem: Problem, tile: Tile, scale: float, threads: int = 256) 
 
 def add_parts(problem: Problem, wide: bool, threads: int = 256) -> Any:
     """The PrimFunc: (dk, dv, dk_parts, dv_parts): the sums over the copies of each key head, in the tensors' dtype, or
-    in fp32."""
+    in fp32. In one launch: torch would add and round dK and dV in four."""
     sizes, keys = Sizes(problem), 16  # keys of a block: few, so that blocks are many
     parameters = sizes.declare(attention_buffers.add_parts(problem, wide))
     each = ("dk", DK_PARTS, problem.dim), ("dv", DV_PARTS, problem.dim_v)

@@ -73,11 +73,11 @@ def time(problem: Problem, tile: Tile, longest_first: bool, size: CallSize, copi
     the last ones nearly none (causal, or packed sequences)?"""
     blocks, tiles = -(-size.keys // tile.kv), -(-size.queries // tile.q)
     heads, stored = problem.group // copies, STORED if copies > 1 else 0
-    longest, count = tiles * heads + stored, size.batch * problem.kv_heads * copies * blocks
+    longest, pairs = tiles * heads + stored, size.batch * problem.kv_heads * copies
     if not longest_first:
-        return -(-count // size.places) * longest
-    mean = tiles * heads * (blocks + 1) / (2 * blocks) + stored
-    return max(longest, mean * count / size.places)
+        return -(-pairs * blocks // size.places) * longest
+    of_a_pair = tiles * heads * (blocks + 1) / 2 + stored * blocks
+    return max(longest, pairs * of_a_pair / size.places)
 
 
 def with_a_head_each(problem: Problem, schedule: BackwardSchedule, tiles: Tiles) -> tuple[Problem, Tiles]:

@@ -18,7 +18,7 @@ from attention_engine.plan.hopper import (
     walks_turn,
 )
 
-NEVER = 1 << 30  # blocks of a turn where walks don't: which block walks up would hang on the batch, as units do
+NEVER = 1 << 30  # blocks of a turn, so that no walk turns: which walks do hangs on the batch, and so would sums' bits
 LAST_UNITS = 3  # on an H100 4 x 4096 rows 5 % faster than with two, 16384 and 32768 uneven ones 0 to 2 %
 
 
@@ -168,7 +168,7 @@ def prepared_before(problem: Problem, tile: Tile, plan: TilePlan, keys: int, tur
     blocks = -(-keys // tile.kv)
     if tile.in_order:
         return blocks <= (16 if plan.later_is_longer else 8)
-    return turns and (blocks <= 8 if problem.group < 6 else blocks <= 16) and problem.group >= 4
+    return turns and blocks <= (16 if problem.group >= 6 else 8 if problem.group >= 4 else 0)
 
 
 @dataclass(frozen=True)

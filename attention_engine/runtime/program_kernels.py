@@ -248,7 +248,7 @@ class ProgramKernels:
 
     def _sizes(self, q: Tensor, k: Tensor, custom: Sequence[Tensor]) -> Lengths:
         """Batch, queries and keys; of packed sequences their number, and those of one in the mean."""
-        number = self._sequences(custom) or q.shape[0]
+        number = self._sequences(custom) or max(q.shape[0], 1)
         return number, -(-q.shape[0] * q.shape[1] // number), -(-k.shape[0] * k.shape[1] // number)
 
     def target(self, tensor: Tensor) -> Target:

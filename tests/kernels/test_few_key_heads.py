@@ -13,40 +13,46 @@ from attention_engine.plan.attention_buffers import DK_PARTS
 from attention_engine.plan.few_key_heads import may_have_a_head_each
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.runtime import op
-from tests.cases import CASES, Shape, errors
+from tests.cases import CASES, Shape, errors, ran_with_few_key_heads
 
 TILES = {64: 128, 80: 64, 128: 80}  # by head dim, queries of a tile over keys
 
 
 @pytest.fixture
 def copied(chosen_tiles, monkeypatch):
-    """Chooses kernels whose blocks have one query head each; says how many such kernels ran."""
+    """Chooses kernels whose blocks have one query head each, of a head dim."""
     monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, *_: may_have_a_head_each(plan))
+    return lambda dim: chosen_tiles.update(backward=Tile(TILES[dim], 128, 256, 2, HopperKeys()))
 
-    def ran():
-        made = [a.program_kernels for a in op.ATTENTIONS.values() if a.program_kernels is not None]
-        every = [kernels for each in made for kernels in each._kernels.values()]
-        others = [vars(kernels).get("of_few_key_heads") for kernels in every]
-        return sum("compiled" in vars(kernels.backward) for kernels in others if kernels is not None)
 
-    def choose(dim):
-        chosen_tiles.update(backward=Tile(TILES[dim], 128, 256, 2, HopperKeys()))
-        return ran
+def check_gradients(shape, custom=(), wants=(), rows=None, keys=None, **options):
+    """Those of q, k, v and of what `wants` them, beside float64, by one kernel of few key heads. rows, keys: where
+    packed sequences start."""
+    tensors = shape.tensors(torch.float16, "cpu", 0)
+    packed = {} if rows is None else {"cu_seqlens_q": rows, "cu_seqlens_k": keys}
 
-    return choose
+    def gradients(backend, dtype):
+        q, k, v, do = (tensors[n][0 if packed else slice(None)].to(dtype) for n in ("q", "k", "v", "do"))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        engine = AttentionEngine(backend=backend, **{"score_mod": scale(0.1), "mask_mod": causal, **options})
+        return torch.autograd.grad(engine(*leaves, *custom, **packed), [*leaves, *wants], do)
+
+    for mine, true in zip(gradients("interpret", torch.float16), gradients("reference", torch.float64), strict=True):
+        assert (mine.double() - true).norm() < 3e-3 * true.norm()
+    assert ran_with_few_key_heads() == 1
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("heads", "dim"), [((4, 1), 64), ((6, 2), 64), ((3, 1), 80), ((4, 2), 128)])
 def test_gradients_of_key_heads_are_the_sums_of_their_copies(heads, dim, is_causal, copied):
-    ran = copied(dim)
+    copied(dim)
     shape = Shape(2, 200, 270, *heads, dim, dim)
     assert errors(CASES["softmax"], shape, torch.float16, causal=is_causal, backend="interpret", floor=2e-3)
-    assert ran() == 1
+    assert ran_with_few_key_heads() == 1
 
 
 def test_calls_that_have_enough_blocks_launch_the_usual_kernel(copied, monkeypatch):
-    ran = copied(64)
+    copied(64)
     monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, batch, *_: batch == 1)
     engine = AttentionEngine(None, None, scale(0.1), causal, OnlineSoftmax(), backend="interpret")
     for batch, made in ((3, 0), (1, 1)):
@@ -55,69 +61,34 @@ def test_calls_that_have_enough_blocks_launch_the_usual_kernel(copied, monkeypat
         leaves = [tensors[n].requires_grad_() for n in "qkv"]
         found = torch.autograd.grad(engine(*leaves), leaves, tensors["do"])
         assert [g.shape for g in found] == [x.shape for x in leaves] and found[1].dtype is torch.bfloat16
-        assert ran() == made
+        assert ran_with_few_key_heads() == made
 
 
 def test_custom_inputs_of_query_heads_have_their_gradients(copied):
-    ran = copied(64)
-    shape = Shape(1, 150, 150, 2, 1, 64, 64)
-    tensors = shape.tensors(torch.float16, "cpu", 0)
+    copied(64)
     table = torch.randn(2, 301, requires_grad=True)
-
-    def gradients(backend, dtype):
-        leaves = [tensors[n].to(dtype).clone().requires_grad_() for n in "qkv"]
-        engine = AttentionEngine(
-            None, CustomIO({"table": ("heads", 301)}), relative_bias("table", 150, 0.1), causal, OnlineSoftmax(),
-            backend=backend,
-        )  # fmt: skip
-        return torch.autograd.grad(engine(*leaves, table), [*leaves, table], tensors["do"].to(dtype))
-
-    for mine, true in zip(gradients("interpret", torch.float16), gradients("reference", torch.float64), strict=True):
-        assert (mine.double() - true).norm() < 3e-3 * true.norm()
-    assert ran() == 1
+    biased = {"custom_io": CustomIO({"table": ("heads", 301)}), "score_mod": relative_bias("table", 150, 0.1)}
+    check_gradients(Shape(1, 150, 150, 2, 1, 64, 64), [table], [table], **biased)
 
 
 def test_documents_are_listed_for_copies_too(copied):
-    ran = copied(128)
-    shape = Shape(2, 300, 300, 4, 1, 128, 128)
-    tensors = shape.tensors(torch.float16, "cpu", 0)
+    copied(128)
     documents = torch.arange(300).div(90, rounding_mode="floor").expand(2, 300).to(torch.int32).contiguous()
-
-    def gradients(backend, dtype):
-        leaves = [tensors[n].to(dtype).clone().requires_grad_() for n in "qkv"]
-        io, mask = CustomIO({"d": ("batch", "seq_len")}), and_masks(causal, document("d"))
-        engine = AttentionEngine(None, io, scale(0.1), mask, OnlineSoftmax(), backend=backend)
-        return torch.autograd.grad(engine(*leaves, documents), leaves, tensors["do"].to(dtype))
-
-    for mine, true in zip(gradients("interpret", torch.float16), gradients("reference", torch.float64), strict=True):
-        assert (mine.double() - true).norm() < 3e-3 * true.norm()
-    assert ran() == 1
+    masked = {"custom_io": CustomIO({"d": ("batch", "seq_len")}), "mask_mod": and_masks(causal, document("d"))}
+    check_gradients(Shape(2, 300, 300, 4, 1, 128, 128), [documents], **masked)
 
 
-@pytest.mark.parametrize("length_of_keys", [None, 260])
-def test_packed_sequences_have_blocks_of_one_head_too(length_of_keys, copied, chosen_tiles):
-    ran = copied(128)
-    of_sequences = HopperKeys(persistent=True, within_sequences=True)
-    chosen_tiles.update(backward=Tile(64, 128, 256, 2, of_sequences))
-    shape = Shape(1, 230, length_of_keys or 230, 4, 1, 128, 128)
-    tensors = shape.tensors(torch.float16, "cpu", 0)
-    rows, keys = torch.tensor([0, 40, 200, 200, 230], dtype=torch.int32), None
-    if length_of_keys:
-        keys = torch.tensor([0, 60, 190, 230, length_of_keys], dtype=torch.int32)
-
-    def gradients(backend, dtype):
-        leaves = [tensors[n][0].to(dtype).clone().requires_grad_() for n in "qkv"]
-        engine = AttentionEngine(None, None, scale(0.1), causal, OnlineSoftmax(), backend=backend)
-        o = engine(*leaves, cu_seqlens_q=rows, cu_seqlens_k=keys)
-        return torch.autograd.grad(o, leaves, tensors["do"][0].to(dtype))
-
-    for mine, true in zip(gradients("interpret", torch.float16), gradients("reference", torch.float64), strict=True):
-        assert (mine.double() - true).norm() < 3e-3 * true.norm()
-    assert ran() == 1
+@pytest.mark.parametrize("starts_of_keys", [None, [0, 60, 190, 230, 260]])
+def test_packed_sequences_have_blocks_of_one_head_too(starts_of_keys, copied, chosen_tiles):
+    copied(128)
+    chosen_tiles.update(backward=Tile(64, 128, 256, 2, HopperKeys(persistent=True, within_sequences=True)))
+    rows = torch.tensor([0, 40, 200, 200, 230], dtype=torch.int32)
+    keys = None if starts_of_keys is None else torch.tensor(starts_of_keys, dtype=torch.int32)
+    check_gradients(Shape(1, 230, 230 if keys is None else 260, 4, 1, 128, 128), rows=rows, keys=keys)
 
 
 def test_deterministic_gradients_of_few_key_heads_are_the_same_bits_in_every_batch(copied):
-    ran = copied(128)
+    copied(128)
     shape = Shape(2, 200, 260, 4, 1, 128, 128)
     tensors = shape.tensors(torch.float16, "cpu", 0)
     engine = AttentionEngine(None, None, scale(0.1), causal, OnlineSoftmax(), backend="interpret", deterministic=True)
@@ -127,7 +98,7 @@ def test_deterministic_gradients_of_few_key_heads_are_the_same_bits_in_every_bat
         found.append(torch.autograd.grad(engine(*leaves), leaves, tensors["do"][first:].contiguous()))
     for both, last, again in zip(*found, strict=True):
         assert torch.equal(both, again) and torch.equal(both[-1:], last)
-    assert ran() == 1
+    assert ran_with_few_key_heads() == 1
     (made,) = [k.of_few_key_heads for a in op.ATTENTIONS.values() for k in a.program_kernels._kernels.values()]
     assert made.plan.tiles.backward.in_order
 

@@ -120,6 +120,7 @@ def test_a_call_takes_as_long_as_its_longest_block_or_its_share_of_all_steps():
     assert time(problem, tile, True, size, 1) == 128 * 8 == time(problem, tile, False, size, 1)
     assert time(problem, tile, False, size, 8) == 4 * (128 + 3)  # 512 blocks in four waves
     assert time(problem, tile, True, size, 8) == pytest.approx((128 * 65 / 128 + 3) * 512 / PLACES)
+    assert time(problem, tile, True, CallSize(1, 0, 0, PLACES), 1) == 0  # no keys, no blocks
 
 
 def test_kernels_of_few_key_heads_are_compiled_ahead_for_any_length():
