@@ -231,8 +231,7 @@ class Kernels(_Launched):
         """Those whose blocks over keys have one query head each; None where there are none."""
         if not may_have_a_head_each(self.plan):
             return None
-        assert self.maths.backward_schedule is not None, "a plan that is refused has none"
-        given = with_a_head_each(self.problem, self.maths.backward_schedule, self.tiles)
+        given = with_a_head_each(self.problem, self.tiles)
         found = Kernels(self.maths, *given, self.target, self.plan.deterministic)
         return found if reads_copies(found.plan) else None
 

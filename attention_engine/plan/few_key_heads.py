@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING
 from attention_engine.ir.expr import Axis
 from attention_engine.ir.problem import Problem
 from attention_engine.ir.program import PLACES
-from attention_engine.passes.schedule import BackwardSchedule
 from attention_engine.plan.forms import Tile
-from attention_engine.plan.room import of_any_sequence
 from attention_engine.plan.targets import places_of
 from attention_engine.plan.units import CallSize
 
@@ -80,10 +78,9 @@ def time(problem: Problem, tile: Tile, longest_first: bool, size: CallSize, copi
     return max(longest, pairs * of_a_pair / size.places)
 
 
-def with_a_head_each(problem: Problem, schedule: BackwardSchedule, tiles: Tiles) -> tuple[Problem, Tiles]:
-    """The problem in which each query head has a copy of its key head. Persistent blocks, as those of packed sequences
-    are, store dK and dV in 16 bits."""
-    backward = tiles.backward.in_form(persistent=False)
-    if backward.within_sequences:
-        backward = of_any_sequence(problem, schedule, backward)
+def with_a_head_each(problem: Problem, tiles: Tiles) -> tuple[Problem, Tiles]:
+    """The problem in which each query head has a copy of its key head. Of persistent blocks those of packed sequences
+    alone store dK and dV in fp32."""
+    backward = tiles.backward
+    backward = backward.in_form(persistent=backward.within_sequences)
     return replace(problem, kv_heads=problem.heads, copies=problem.group), replace(tiles, backward=backward)

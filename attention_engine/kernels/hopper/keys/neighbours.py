@@ -11,7 +11,7 @@ from attention_engine.kernels.common import Buffers
 from attention_engine.kernels.hopper.barriers import arrive_when_read
 from attention_engine.kernels.hopper.keys.form import KeyForm
 from attention_engine.kernels.hopper.keys.items import KeyItem, leave_by_groups
-from attention_engine.kernels.hopper.keys.memory import KeyMemory
+from attention_engine.kernels.hopper.keys.memory import KeyMemory, Results
 from attention_engine.kernels.hopper.keys.pair_operands import Step, meet
 from attention_engine.kernels.warps import COMPUTE
 
@@ -47,19 +47,28 @@ def keep_own_dq(form: KeyForm, dq: Any, ends: Any, q0: Any) -> None:
 
 @T.macro
 def leave_within(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, kv0: Any) -> None:
-    """dK and dV leave: a copy would not end where the sequence does, so that rows of its last block are
-    stored each."""
+    """dK and dV leave: a copy would not end where the sequence does, so that rows of its last block are stored each. In
+    fp32 those of every block are."""
     results, tile = memory.results, form.tile
     end = item.ends.last_key
-    if kv0 + tile.kv <= end:
-        T.copy(results.dv, memory.values.tile)
-        T.copy(results.dk, memory.keys.tile)
-        T.fence_proxy_async()
-        leave_by_groups(memory.values.tile, buffers["dv"], item, tile)
-        leave_by_groups(memory.keys.tile, buffers["dk"], item, tile)
+    if form.wide:
+        store_rows(buffers, results, item, kv0, end)
     else:
-        for gradient, name in ((results.dv, "dv"), (results.dk, "dk")):
-            for j, d in T.Parallel(tile.kv, int(gradient.shape[1])):
-                if kv0 + j < end:
-                    buffers[name][item.batch, kv0 + j, item.kv_head, d] = gradient[j, d]
+        if kv0 + tile.kv <= end:
+            T.copy(results.dv, memory.values.tile)
+            T.copy(results.dk, memory.keys.tile)
+            T.fence_proxy_async()
+            leave_by_groups(memory.values.tile, buffers["dv"], item, tile)
+            leave_by_groups(memory.keys.tile, buffers["dk"], item, tile)
+        else:
+            store_rows(buffers, results, item, kv0, end)
     arrive_when_read(T.get_thread_binding(), [(memory.values.empty, 0), (memory.keys.empty, 0)])
+
+
+@T.macro
+def store_rows(buffers: Buffers, results: Results, item: KeyItem, kv0: Any, end: Any) -> None:
+    """Rows of dV and dK up to the end of a sequence."""
+    for gradient, name in ((results.dv, "dv"), (results.dk, "dk")):
+        for j, d in T.Parallel(int(gradient.shape[0]), int(gradient.shape[1])):
+            if kv0 + j < end:
+                buffers[name][item.batch, kv0 + j, item.kv_head, d] = gradient[j, d]
