@@ -79,8 +79,8 @@ def time(problem: Problem, tile: Tile, longest_first: bool, size: CallSize, copi
 
 
 def with_a_head_each(problem: Problem, tiles: Tiles) -> tuple[Problem, Tiles]:
-    """The problem in which each query head has a copy of its key head. Of persistent blocks those of packed sequences
-    alone store dK and dV in fp32."""
+    """The problem in which each query head has a copy of its key head. Of persistent blocks only those of packed
+    sequences can store dK and dV in fp32. Others become blocks of one item each."""
     backward = tiles.backward
     backward = backward.in_form(persistent=backward.within_sequences)
     return replace(problem, kv_heads=problem.heads, copies=problem.group), replace(tiles, backward=backward)

@@ -47,8 +47,8 @@ def keep_own_dq(form: KeyForm, dq: Any, ends: Any, q0: Any) -> None:
 
 @T.macro
 def leave_within(form: KeyForm, buffers: Buffers, memory: KeyMemory, item: KeyItem, kv0: Any) -> None:
-    """dK and dV leave: a copy would not end where the sequence does, so that rows of its last block are stored each. In
-    fp32 those of every block are."""
+    """dK and dV leave. A copy would not end where the sequence does, so that rows of its last block are stored each. So
+    are rows of every block where they are in fp32."""
     results, tile = memory.results, form.tile
     end = item.ends.last_key
     if form.wide:
