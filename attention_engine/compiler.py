@@ -29,7 +29,7 @@ from attention_engine.plan.few_key_heads import (
 )
 from attention_engine.plan.launches import Launch, Step, launches
 from attention_engine.plan.linear import LinearPlan
-from attention_engine.plan.long_sequences import of_long_sequences, over_keys_by_heads
+from attention_engine.plan.long_sequences import are_long, walks_by_heads
 from attention_engine.plan.rules import DISABLE_WARP_SPECIALIZATION, NO_STORAGE_SYNC
 from attention_engine.plan.targets import Target
 
@@ -215,15 +215,19 @@ class Kernels(_Launched):
 
     problem: Problem
 
-    def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
+    def __init__(
+        self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool, by_heads: bool = False
+    ) -> None:  # fmt: skip
         super().__init__(problem, target)
-        self.plan = AttentionPlan(maths, problem, tiles, target, deterministic)
+        self.plan = AttentionPlan(maths, problem, tiles, target, deterministic, by_heads)
         self.maths, self.tiles = maths, tiles
 
     def of_call(self, batch: int, queries: int, keys: int) -> Kernels:
         """Those of the backward pass of a call of these lengths, of packed sequences in the mean: others where its key
-        heads are few."""
+        heads are few, or its packed sequences long."""
         other = self.of_few_key_heads if suits_a_head_each(self.plan, batch, queries, keys) else None
+        if other is None and are_long(queries):
+            other = self.of_long_sequences
         return self if other is None else other
 
     @cached_property
@@ -234,6 +238,15 @@ class Kernels(_Launched):
         given = with_a_head_each(self.problem, self.tiles)
         found = Kernels(self.maths, *given, self.target, self.plan.deterministic)
         return found if reads_copies(found.plan) else None
+
+    @cached_property
+    def of_long_sequences(self) -> Kernels | None:
+        """Those of packed sequences that are long; None where others' suit them. All but one are others' too."""
+        if not walks_by_heads(self.problem, self.plan.tiles.backward):
+            return None
+        found = Kernels(self.maths, self.problem, self.tiles, self.target, self.plan.deterministic, by_heads=True)
+        found._made = self._made
+        return found
 
     @property
     def forward(self) -> Kernel:
@@ -253,26 +266,16 @@ class Kernels(_Launched):
     @property
     def of_backward(self) -> dict[str, Kernel]:
         """What a backward pass launches where no gradient arrives at returned rows; of custom inputs in fp32."""
-        return self.of_backward_where(long=False)
-
-    def of_backward_where(self, long: bool) -> dict[str, Kernel]:
-        """The same where packed sequences are long, or are not."""
-        steps = (*self.plan.backward_steps(), *self.plan.pair_launches)
-        return self.named(of_long_sequences(self.plan, steps) if long else steps)
+        return self.named((*self.plan.backward_steps(), *self.plan.pair_launches))
 
     @property
     def every_of_backward(self) -> dict[str, Kernel]:
         """What any backward pass launches: also of long packed sequences, and of few key heads."""
-        found = self.of_backward | self.of_backward_where(long=True)
-        if self.of_few_key_heads is not None:
-            of_few = self.of_few_key_heads.of_backward
-            found |= {f"{name} of few key heads": kernel for name, kernel in of_few.items()}
+        usual, found = self.of_backward, dict(self.of_backward)
+        for what, other in (("long sequences", self.of_long_sequences), ("few key heads", self.of_few_key_heads)):
+            of_other = {} if other is None else other.of_backward
+            found |= {f"{name} of {what}": k for name, k in of_other.items() if k is not usual.get(name)}
         return found
-
-    def over_keys(self, long: bool) -> Kernel:
-        """`backward` where packed sequences are long, or are not."""
-        launch = over_keys_by_heads(self.plan) if long else None
-        return self.backward if launch is None else self.kernel(launch)
 
 
 class CachedKernels(_Launched):

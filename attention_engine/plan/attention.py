@@ -69,12 +69,15 @@ class AttentionPlan:
 
     over_queries: a kernel over queries makes dQ, and no atomics do: custom inputs want sums of rows, or gradients are
     to be the same in every run, and blocks can't add in order. by_queries: one over queries alone makes all gradients.
-    vectors: may kernels add four numbers in one atomic?
+    vectors: may kernels add four numbers in one atomic? by_heads: blocks over keys walk over one head after another
+    (plan/long_sequences.py).
     """
 
-    def __init__(self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool) -> None:
+    def __init__(
+        self, maths: Maths, problem: Problem, tiles: Tiles, target: Target, deterministic: bool, by_heads: bool = False
+    ) -> None:
         self.maths, self.problem, self.tiles, self.target = maths, problem, tiles, target
-        self.deterministic = deterministic
+        self.deterministic, self.by_heads = deterministic, by_heads
         schedule, backward = maths.backward_schedule, maths.backward
         self.row_sums = None
         if schedule is not None and backward is not None:
@@ -350,7 +353,8 @@ class AttentionPlan:
             self.problem, schedule, self._backward, tile, with_dq, self.custom_sums, self.stores_dq,
             "tile map of backward", self.maths.in_blocks,
         )  # fmt: skip
-        given: tuple[object, ...] = (schedule, self._backward, tile, self.vectors, with_dq, self.custom_sums)
+        walk = tile.in_form(by_heads=True) if self.by_heads else tile
+        given: tuple[object, ...] = (schedule, self._backward, walk, self.vectors, with_dq, self.custom_sums)
         sums = (b.place for b in buffers.custom_sums(self.problem, tile, self.custom_sums))
         made = {"dk", "dv", "workspace", "counters", "tickets", *(["dq"] if self.stores_dq else []), *sums}
         made |= {buffers.DK_PARTS, buffers.DV_PARTS}

@@ -60,7 +60,7 @@ def _of_kernels(asked: Asked, tuning: Tuning, *, forward: bool, backward: bool) 
         lines += _of_kernel(asked, tuning, name, tiles, known.get(name), default)
     if backward and asked.hints is not None:
         made = asked.kernels_as_known(tuning)
-        lines += [] if made.of_call(*asked.hints) is made else [FEW_KEY_HEADS]
+        lines += [FEW_KEY_HEADS] if made.of_call(*asked.hints).problem.copies > 1 else []
     return lines
 
 

@@ -23,7 +23,6 @@ from attention_engine.passes.read_places import ReadPlace, place_of_read
 from attention_engine.plan.attention import Tiles
 from attention_engine.plan.attention_buffers import SEQUENCE_TILES, place_of_gradient
 from attention_engine.plan.buffers import own_length
-from attention_engine.plan.long_sequences import are_long, of_long_sequences
 from attention_engine.plan.targets import Target
 from attention_engine.runtime.arguments import (
     ALIGNED,
@@ -71,16 +70,15 @@ class Bound:
 
     def __init__(
         self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor], kept: Kept,
-        finals: Sequence[str] | None = None, long: bool = False,
+        finals: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        """finals: of a backward pass, the returned rows that gradients arrive at; None: forward. long: are they of
-        packed sequences that are long?"""
+        """finals: of a backward pass, the returned rows that gradients arrive at; None: forward."""
         self.kernels, self.unit, plan = kernels, kernels.problem.stride_unit, kernels.plan
         self.strides = [stride_steps(t.shape, t.stride(), self.unit) for t in (q, k, v)]
         lengths = {"batch": q.shape[0], "q_length": q.shape[1], "kv_length": k.shape[1]}
         steps, numbers = plan.forward_steps, {}
         if finals is not None:
-            steps = of_long_sequences(plan, plan.backward_steps(finals)) if long else plan.backward_steps(finals)
+            steps = plan.backward_steps(finals)
             numbers = plan.numbers(q.shape[0], q.shape[1], k.shape[1], finals)
             settle_at_exit(q.device)
         own = {
@@ -203,8 +201,8 @@ class ProgramKernels:
     hints: Lengths | None = None
     _kernels: dict[object, Kernels] = field(default_factory=dict)
     _bound: dict[object, Bound] = field(default_factory=dict)
-    # of these kernels, those whose backward ones were begun, for long sequences or for others
-    _begun: set[tuple[int, bool]] = field(default_factory=set)
+    # the kernels of backward passes that were begun
+    _begun: set[int] = field(default_factory=set)
     _kept: Kept = field(default_factory=Kept)
 
     def of(self, maths: Maths) -> ProgramKernels:
@@ -241,14 +239,11 @@ class ProgramKernels:
         fits = [n for n in self._biases if custom[n].dtype.itemsize == 2 and custom[n].shape[-1] % STAGED_UNIT == 0]
         return tuple(self.specs[n].name for n in fits[:1] if custom[n].data_ptr() % 16 == 0)
 
-    def _sequences(self, custom: Sequence[Tensor]) -> int | None:
-        """How many packed sequences a call has; None where it has none. Sizes say it: the device is not asked."""
-        places = next((t for spec, t in zip(self.specs, custom, strict=True) if spec.name == PLACES), None)
-        return None if places is None else places.shape[0] - 1
-
     def _sizes(self, q: Tensor, k: Tensor, custom: Sequence[Tensor]) -> Lengths:
-        """Batch, queries and keys; of packed sequences their number, and those of one in the mean."""
-        number = self._sequences(custom) or max(q.shape[0], 1)
+        """Batch, queries and keys; of packed sequences their number, and those of one in the mean. Shapes say it: the
+        device is not asked."""
+        places = next((t for spec, t in zip(self.specs, custom, strict=True) if spec.name == PLACES), None)
+        number = max(q.shape[0] if places is None else places.shape[0] - 1, 1)
         return number, -(-q.shape[0] * q.shape[1] // number), -(-k.shape[0] * k.shape[1] // number)
 
     def target(self, tensor: Tensor) -> Target:
@@ -298,8 +293,7 @@ class ProgramKernels:
             kernels = self.kernels(q, k, v, custom, wanted, finals is not None)
             if finals is not None:
                 kernels = kernels.of_call(*self._sizes(q, k, custom))
-            long = finals is not None and are_long(q.shape[1], self._sequences(custom))
-            found = self._bound[key] = Bound(kernels, q, k, v, custom, self._kept, finals, long)
+            found = self._bound[key] = Bound(kernels, q, k, v, custom, self._kept, finals)
         return found
 
     def direct(self, q: Tensor, k: Tensor, v: Tensor, custom: Sequence[Tensor]) -> Direct | None:
@@ -333,11 +327,9 @@ class ProgramKernels:
             custom = [as_parameter(c) for c in custom]
             self.bound(q, k, v, custom)
             kernels = self.kernels(q, k, v, custom, wanted, True).of_call(*self._sizes(q, k, custom))
-            long = are_long(q.shape[1], self._sequences(custom))
-            if (id(kernels), long) not in self._begun:
-                self._begun.add((id(kernels), long))
-                of_backward = kernels.of_backward_where(long).values()
-                begin_all((kernels.over_keys(long), *of_backward))  # a step waits for the longest of them
+            if id(kernels) not in self._begun:
+                self._begun.add(id(kernels))
+                begin_all((kernels.backward, *kernels.of_backward.values()))  # a step waits for the longest of them
 
     def leaves_range(self, q: Tensor) -> bool:
         """May final weights leave the range of the queries' dtype?"""

@@ -53,7 +53,7 @@ def check(case, more=0, long=False):
         for of in (torch.float64, torch.float16)
     )
     plain.compare(found, exact, eager, torch.float16, floor=1e-8)
-    assert ran(lambda made: made.over_keys(long))
+    assert ran(lambda made: (made.of_long_sequences if long else made).backward)
     return found
 
 
@@ -93,8 +93,8 @@ def test_short_and_empty_sequences_keep_the_rule(lengths, within):
 def launched():
     """The kernels over keys that calls have run, by their names."""
     made = [each for a in op.ATTENTIONS.values() for each in a.program_kernels._kernels.values()]
-    which = ("others", False), ("long", True)
-    return {name for each in made for name, long in which if "compiled" in vars(each.over_keys(long))}
+    which = [("others", each) for each in made] + [("long", each.of_long_sequences) for each in made]
+    return {name for name, each in which if "compiled" in vars(each.backward)}
 
 
 @pytest.mark.parametrize("name", ["causal", "ALiBi, unlike lengths"])

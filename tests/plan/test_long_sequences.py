@@ -6,20 +6,11 @@ import torch
 from attention_engine import AttentionEngine, arch, meta_tensor
 from attention_engine.library import OnlineSoftmax, causal, scale, sliding_window
 from attention_engine.plan.forms import HopperKeys, Tile
-from attention_engine.plan.launches import launches
-from attention_engine.plan.long_sequences import LONG, are_long, of_long_sequences
+from attention_engine.plan.long_sequences import LONG
 
 pytest.importorskip("tilelang")
 
 ONE_BY_ONE = "backward of long sequences"
-
-
-@pytest.mark.parametrize(
-    ("queries", "sequences", "long"),
-    [(LONG, 1, True), (LONG - 1, 1, False), (4 * LONG, 4, True), (4 * LONG, 5, False), (LONG, 0, True), (0, 0, False)],
-)
-def test_rows_and_sequences_say_whether_these_are_long(queries, sequences, long):
-    assert are_long(queries, sequences) is long
 
 
 def engine_of(heads, kv_heads, dim=128, mask=causal, **options):
@@ -40,18 +31,16 @@ def test_a_plan_has_a_kernel_for_them_where_heads_share_keys(heads, kv_heads, di
     engine = engine_of(heads, kv_heads, dim, **more)
     kernels = engine._kernels("cuda", trained=True, packed=packed)
     assert (ONE_BY_ONE in engine._all_kernels(arch.H100(), packed=packed)) is own
-    steps = kernels.plan.backward_steps()
-    names = [step.name for step in launches(of_long_sequences(kernels.plan, steps))]
-    usual = [step.name for step in launches(steps)]
-    assert names == [ONE_BY_ONE if own and name == "backward" else name for name in usual]
+    long = kernels.of_call(400, LONG, LONG)
+    assert (long is not kernels) is own and kernels.of_call(400, LONG - 1, LONG) is kernels
+    assert {name for name, kernel in long.of_backward.items() if kernel is not kernels.of_backward[name]} == (
+        {"backward"} if own else set()
+    )
     if "deterministic" not in more:
         assert (f"where these have {LONG} queries in the mean or more" in engine.explain(packed)) is own
-    tiles = {
-        name: next(each for each in kernels.over_keys(long).given if isinstance(each, Tile))
-        for name, long in (("others", False), ("long", True))
-    }
-    assert not tiles["others"].by_heads and tiles["long"].by_heads is own
-    assert not own or tiles["long"] == tiles["others"].in_form(by_heads=True)
+    others, of_long = (next(each for each in made.backward.given if isinstance(each, Tile)) for made in (kernels, long))
+    assert not others.by_heads and of_long.by_heads is own
+    assert not own or of_long == others.in_form(by_heads=True)
 
 
 def test_a_report_says_where_blocks_of_keys_hold_several_sequences():
