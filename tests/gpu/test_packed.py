@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_engine import AttentionEngine, library
+from attention_engine import AttentionEngine, compiler, library
+from attention_engine.plan.few_key_heads import may_have_a_head_each
 from attention_engine.plan.long_sequences import are_long
+from attention_engine.runtime.attentions import ATTENTIONS
 from tests import packed_cases, plain
 from tests.packed_cases import CASES, Case, io_of, sequence_by_sequence, starts, tensors, with_gradients
 
@@ -30,6 +32,16 @@ def dim(request, monkeypatch):
     for name in ("TABLE", "OF_SEQUENCE"):
         monkeypatch.setattr(packed_cases, name, getattr(packed_cases, name).cuda())
     return request.param
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["all heads", "a head each"])
+def a_head_each(request, monkeypatch):
+    """Has a block over keys one query head, or all of a group? So few blocks as these tests have would have one."""
+    ATTENTIONS.clear()
+    may = may_have_a_head_each if request.param else lambda plan: False
+    monkeypatch.setattr(compiler, "suits_a_head_each", lambda plan, *sizes: may(plan))
+    yield
+    ATTENTIONS.clear()
 
 
 def call(case, engine, qkv, custom):
@@ -71,7 +83,7 @@ def test_sequences_that_are_long_in_the_mean_keep_the_rule(name, dim):
     if dim == 64:
         pytest.skip("the kernel of their own is of head dim 128 alone")
     case, lengths, of_keys = by_name[name], (3700, 2900, 17, 5800), (3900, 2900, 40, 5600)
-    assert are_long(sum(lengths), len(lengths))
+    assert are_long(sum(lengths) // len(lengths))
     check(replace(case, lengths=lengths, key_lengths=of_keys if case.key_lengths else None), torch.bfloat16, more=40)
 
 
