@@ -1,6 +1,6 @@
 """flex_attention beside torch's FlexAttention: five masks and scores, their numbers first, then forward and backward.
 
-python -m benchmarks.flex                ours, torch's Triton kernels and its FlashAttention-4, on a GPU
+python -m benchmarks.flex                ours, torch's Triton kernels and its FlashAttention-4, and cuDNN's, on a GPU
 python -m benchmarks.flex --who torch    one of them; --out RESULTS writes RESULTS.csv and RESULTS.json, too
 python -m benchmarks.flex --host         the host time alone, with functions made anew; on a CPU without launches
 """
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from attention_engine import AttentionEngine
 from attention_engine.flex import create_block_mask, flex_attention
 from attention_engine.flex.engines import FINDER
+from benchmarks.flex_cudnn import cudnn
 from benchmarks.gallery import Mods, gallery
 from benchmarks.host import CALLS, ROUNDS, host_us, without_launches
 from benchmarks.run import DIRECTIONS, Row, write
@@ -37,7 +39,7 @@ CASES = {
     "causal": "softmax.causal", "softcap": "softcap.causal", "alibi": "alibi.causal", "window 1024": "softmax.window",
     "documents": "softmax.documents",
 }  # fmt: skip # each with its name in the table of results
-PEERS = {"ours": "attention_engine", "torch": "flex_attention", "flash": "flex_flash"}
+PEERS = {"ours": "attention_engine", "torch": "flex_attention", "flash": "flex_flash", "cudnn": "flex_cudnn"}
 ALLOWED = 2.0  # errors of a peer, over eager's
 
 
@@ -93,6 +95,14 @@ def torchs(mods: Mods, device: str, options: dict[str, Any] | None = None) -> Ca
 def flash(mods: Mods, device: str) -> Callable[..., Tensor]:
     """The same by FlashAttention-4, where it is installed."""
     return torchs(mods, device, {"BACKEND": "FLASH"})
+
+
+def plan_ms(call: Callable[..., Tensor], qkv: Sequence[Tensor]) -> str:
+    """What making a plan takes, without and with what a backward pass reads; nothing where a call makes none."""
+    if not hasattr(call, "plan"):
+        return ""
+    of_forward, of_both = (ms(partial(call.plan, *qkv, trained)) for trained in (False, True))
+    return f", a plan {of_forward:.3f} ms, with its backward part {of_both:.3f} ms"
 
 
 def inputs(device: str, shape: tuple[int, int, int] = (B, H, H)) -> list[Tensor]:
@@ -159,7 +169,7 @@ def ms(run: Callable[[], object], rounds: int = 12) -> float:
     return sorted(times)[rounds // 2]
 
 
-MAKERS = {"ours": ours, "torch": torchs, "flash": flash}
+MAKERS = {"ours": ours, "torch": torchs, "flash": flash, "cudnn": cudnn}
 
 
 @contextmanager
@@ -217,7 +227,8 @@ def one(who: str, name: str, lock: str) -> None:
             errors[n], kept = off(call, mods, "cuda", shape, direction), kept_share(mods[1])
             torch.cuda.empty_cache()
             found[n] = ms(runs[direction])
-    said = said or f"errors {errors[0]:.2f}, {errors[1]:.2f} of eager's, keeps {kept:.1%}"
+        plans = plan_ms(call, qkv) if compiled else ""
+    said = said or f"errors {errors[0]:.2f}, {errors[1]:.2f} of eager's, keeps {kept:.1%}{plans}"
     row = f"{who:6} {name:24} {found[0]:7.3f} ms, {found[1]:7.3f} ms, {said}"
     print(f"{row} ({time.perf_counter() - began:.0f} s)", flush=True)
     with alone(lock) as rows:
@@ -275,7 +286,7 @@ def measure(who: Sequence[str], names: Sequence[str], out: Path | None, seconds:
         listed = [
             row for peer, name, *of, kept, said in ordered for row in rows_of(peer, name, of[:2], of[2:], kept, said)
         ]
-        write(out, listed, environment("triton", "tilelang", "flash-attn-4"))
+        write(out, listed, environment("triton", "tilelang", "flash-attn-4", "nvidia-cudnn-frontend"))
     print("without a row:", [" ".join(case) for case in waiting if case not in times] or "none")
     for each in who:
         for name in names:

@@ -12,7 +12,7 @@ import torch
 from attention_engine import AttentionEngine
 from attention_engine.tuner import cases as named
 from attention_engine.tuner.cases import Case, Shape
-from benchmarks import history, plot, run, tables
+from benchmarks import flex_cudnn, history, plot, run, tables
 from benchmarks.cases import make_inputs, make_references, moved_bytes
 from benchmarks.peers import PEERS, Peer, Unavailable
 from benchmarks.timing import Ceilings, Clock, Timing, summarise
@@ -41,6 +41,21 @@ def test_a_case_and_its_formula_agree(tiny, program, mask):
     without = [*found[:2], torch.zeros_like(found[2]), found[3]]
     assert references.ratios(without)["dk"] > 20, "a gradient of zeros must show"
     assert run.worst_ratio(references, [found[0] * torch.nan, *found[1:]])[1] == "o"
+
+
+def test_masks_are_intervals_of_keys_for_cudnn():
+    documents = torch.tensor([0, 0, 0, 1, 1])
+    causal, of_documents, dilated = (
+        lambda b, h, q, k: q >= k,
+        lambda b, h, q, k: (q >= k) & (documents[q] == documents[k]),
+        lambda b, h, q, k: (q >= k) & ((q - k) % 2 == 0),
+    )
+    assert flex_cudnn.intervals(causal, "cpu", 5).tolist() == [[[1, 2, 3, 4, 5]]]
+    assert flex_cudnn.intervals(of_documents, "cpu", 5).tolist() == [[[0] * 5, [0, 0, 0, 3, 3], [1, 2, 3, 4, 5]]]
+    with pytest.raises(Unavailable, match="several runs of keys"):
+        flex_cudnn.intervals(dilated, "cpu", 5)
+    with pytest.raises(Unavailable, match="import cudnn"):
+        flex_cudnn.cudnn((None, causal), "cpu")
 
 
 def test_a_run_says_of_each_peer_what_became_of_it(tiny, monkeypatch):

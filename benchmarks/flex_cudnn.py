@@ -1,0 +1,62 @@
+"""cudnn.flex_attention of nvidia-cudnn-frontend as a peer of `flex.py`: masks alone, as intervals of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gallery import Mods
+from benchmarks.peers import Unavailable, need
+
+
+def runs_of(mask: Callable[..., Any], device: str, length: int) -> tuple[Tensor, Tensor]:
+    """Where the one run of keys that each query keeps begins and ends, int32 (length,). Raises Unavailable where some
+    query keeps several.
+
+    >>> [each.tolist() for each in runs_of(lambda b, h, q, k: (q >= k) & (q - k < 2), "cpu", 4)]
+    [[0, 0, 1, 2], [1, 2, 3, 4]]
+    """
+    index, zero = torch.arange(length, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    kept = mask(zero, zero, index[:, None], index)
+    first, count = kept.int().argmax(-1), kept.sum(-1)
+    if not torch.equal(kept, (index >= first[:, None]) & (index < (first + count)[:, None])):
+        raise Unavailable("some query keeps several runs of keys")
+    return first.int(), (first + count).int()
+
+
+def intervals(mask: Callable[..., Any], device: str, length: int) -> Tensor:
+    """The same as `create_mask_plan` takes it, (1, numbers, length): keys [0, n0) and [n1, n2) of each query."""
+    first, last = runs_of(mask, device, length)
+    return torch.stack([torch.zeros_like(first), first, last] if first.any() else [last])[None]
+
+
+def cudnn(mods: Mods, device: str) -> Callable[..., Tensor]:
+    """A call on q, k and v (batch, heads, length, dim), of one shape. Its plans are kept, as other peers' masks are;
+    `call.plan` makes one of intervals that are kept. Raises Unavailable where the package is missing, or the mods are
+    no mask alone."""
+    need("cudnn.flex_attention", "cutlass")
+    from cudnn import flex_attention as flex
+
+    score, mask = mods
+    if score is not None or mask is None:
+        raise Unavailable("it takes masks alone")
+    plans: dict[bool, Any] = {}
+    kept: list[Tensor] = []
+
+    def plan(q: Tensor, k: Tensor, v: Tensor, trained: bool) -> Any:
+        if not kept:
+            kept.append(intervals(mask, device, q.shape[2]).repeat(1, 1, q.shape[0]))
+        return flex.create_mask_plan(kept[0], *(t.transpose(1, 2) for t in (q, k, v)), build_backward=trained)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        trained = torch.is_grad_enabled()
+        if trained not in plans:
+            plans[trained] = plan(q, k, v, trained)
+        found: Tensor = flex.flex_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), mask_plan=plans[trained])
+        return found.transpose(1, 2)
+
+    call.plan = plan  # type: ignore[attr-defined]
+    return call
