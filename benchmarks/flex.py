@@ -39,7 +39,7 @@ CASES = {
     "causal": "softmax.causal", "softcap": "softcap.causal", "alibi": "alibi.causal", "window 1024": "softmax.window",
     "documents": "softmax.documents",
 }  # fmt: skip # each with its name in the table of results
-PEERS = {"ours": "attention_engine", "torch": "flex_attention", "flash": "flex_flash", "cudnn": "flex_cudnn"}
+PEERS = {"ours": "attention_engine", "torch": "flex_attention", "flash": "flex_flash", "cudnn": "cudnn_frontend"}
 ALLOWED = 2.0  # errors of a peer, over eager's
 
 

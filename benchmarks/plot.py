@@ -25,12 +25,15 @@ PEERS = {
     "flash_attention_4": "FlashAttention-4", "flex_attention": "FlexAttention",
     "torch_compile": "torch.compile of the formula", "mamba-ssm": "mamba-ssm", "fla": "flash-linear-attention",
     "flash_attention_3": "FlashAttention-3", "flashinfer": "FlashInfer", "read": "a plain read of the cache",
+    "flex_flash": "FlexAttention's FLASH", "cudnn_frontend": "cuDNN's frontend",
 }  # fmt: skip
 PROGRAMS = {
     "softmax": "softmax", "softcap": "softcap", "alibi": "ALiBi", "sigmoid": "sigmoid", "relu": "ReLU",
     "retention": "retention",
 }  # fmt: skip
-MASKS = {"full": "", "causal": ", causal", "window": ", causal window of 1024"}
+MASKS = {
+    "full": "", "causal": ", causal", "window": ", causal window of 1024", "documents": ", six causal documents"
+}  # fmt: skip
 LINEAR = {
     "mamba2": "Mamba-2, batch 8, length 2048", "mamba2_8k": "Mamba-2, batch 8, length 8192",
     "mamba2_b1": "Mamba-2, batch 1, length 2048", "retention": "retention, batch 8, length 4096",
@@ -58,12 +61,14 @@ LOOKS = {
         "flash_attention_4": "#35588c", "flex_attention": "#c1666b", "torch_compile": "#dba617",
         "mamba-ssm": "#8d99a6", "fla": "#35588c",
         "flash_attention_3": "#35588c", "flashinfer": "#c1666b", "read": "#b8c1ca",
+        "flex_flash": "#35588c", "cudnn_frontend": "#8d99a6",
     }),
     "dark": Look("#dfe5ea", "#47515c", "#1e2129", {
         "attention_engine": "#35c48d", "deterministic": "#a5d490", "cudnn": "#8d99a6", "flash_attention_2": "#667079",
         "flash_attention_4": "#6f9bdc", "flex_attention": "#e0878c", "torch_compile": "#e9c46a",
         "mamba-ssm": "#8d99a6", "fla": "#6f9bdc",
         "flash_attention_3": "#6f9bdc", "flashinfer": "#e0878c", "read": "#667079",
+        "flex_flash": "#6f9bdc", "cudnn_frontend": "#8d99a6",
     }),
 }  # fmt: skip
 
@@ -123,10 +128,11 @@ def versions(where: dict[str, str], peers: Sequence[str]) -> str:
         number = int(where["cudnn"])
         said.append(f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}")
     packages = {
-        "flash-attn-4": ("FlashAttention-4", "flash_attention_4"), "triton": ("Triton", "flex_attention"),
-        "tilelang": ("TileLang", "attention_engine"), "flash-linear-attention": ("flash-linear-attention", "fla"),
+        "flash-attn-4": ("FlashAttention-4", ("flash_attention_4", "flex_flash")),
+        "nvidia-cudnn-frontend": ("cuDNN's frontend", ("cudnn_frontend",)), "triton": ("Triton", ("flex_attention",)),
+        "tilelang": ("TileLang", ("attention_engine",)), "flash-linear-attention": ("flash-linear-attention", ("fla",)),
     }  # fmt: skip
-    said += [f"{name} {where[p]}" for p, (name, peer) in packages.items() if p in where and peer in peers]
+    said += [f"{name} {where[p]}" for p, (name, of) in packages.items() if p in where and {*of} & {*peers}]
     return ", ".join(said + ([where["date"]] if "date" in where else []))
 
 
@@ -181,28 +187,41 @@ def draw_bars(axis: Any, groups: Sequence[str], values: dict[tuple[str, str], fl
     return {peer: handles[peer] for peer in look.peers if peer in handles}
 
 
-def bars(results: Results, length: int, look: Look, shape: str | None = None, first: str = "") -> Any:
-    """One group of bars for each attention of that length and shape, forward beside backward."""
-    chosen = [row for row in results.rows if split(row["case"])[1] == length]
-    shapes = list(dict.fromkeys(row["case"].split(".")[0] for row in chosen))
-    shape = shape or shapes[0]
-    chosen = [row for row in chosen if row["case"].startswith(f"{shape}.")]
-    groups = list(dict.fromkeys(words(split(row["case"])[0]) for row in chosen))
-    count = len({(row["case"], row["peer"]) for row in chosen})
-    figure, axes = figure_of(look, 1, 2, 9, 1.75 + 0.7 * len(groups) * 0.3 + 0.235 * count, sharey=True)
+def both_ways(
+    rows: Sequence[dict[str, str]], label: Callable[[dict[str, str]], str], look: Look, groups: Sequence[str] = (),
+    column: str = "tflops", unit: str = "TFLOP/s", form: str = "%.0f", peer: str = "peer",
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
+    """A figure of a group of bars for each label, forward beside backward; whose bar is whose."""
+    groups = groups or list(dict.fromkeys(map(label, rows)))
+    count = len({(label(row), row[peer]) for row in rows})
+    figure, axes = figure_of(look, 1, 2, 9, 1.75 + 0.21 * len(groups) + 0.235 * count, sharey=True)
     handles: dict[str, Any] = {}
     for axis, direction in zip(axes, DIRECTIONS, strict=True):
-        of = [row for row in chosen if row["direction"] == direction]
-        values = {(words(split(r["case"])[0]), r["peer"]): float(r["tflops"]) for r in of}
-        handles |= draw_bars(axis, groups, values, look, "%.0f")
-        axis.set_title(f"{direction}, TFLOP/s", loc="left")
+        of = [row for row in rows if row["direction"] == direction]
+        handles |= draw_bars(axis, groups, {(label(r), r[peer]): float(r[column]) for r in of}, look, form)
+        axis.set_title(f"{direction}, {unit}", loc="left")
         axis.xaxis.set_visible(False)
         axis.spines["bottom"].set_visible(False)
     if not axes[0].yaxis_inverted():  # the axes share their places: inverted twice is not inverted
         axes[0].invert_yaxis()
-    about = f"{results.where.get('device', '')}, {chosen[0]['dtype']}, {shape_words(shape)}, length {length}"
-    title(figure, first or f"Speed at length {length}: longer bars are faster",
-          [about.strip(", "), versions(results.where, list(handles))], look)  # fmt: skip
+    return figure, handles
+
+
+def bars(results: Results, length: int, look: Look, shape: str | None = None, what: str = "") -> Any:
+    """One group of bars for each attention of that length and shape, forward beside backward."""
+    chosen = [row for row in results.rows if split(row["case"])[1] == length]
+    shape = shape or chosen[0]["case"].split(".")[0]
+    of_shape = Results([row for row in chosen if row["case"].startswith(f"{shape}.")], results.where)
+    said = f"{shape_words(shape)}, length {length}"
+    return every(of_shape, look, what or f"Speed at length {length}", said, lambda family, _: words(family))
+
+
+def every(results: Results, look: Look, what: str, said: str, label: Callable[[str, int], str]) -> Any:
+    """One group of bars for each case. what: the title's first words. said: what all cases share. label: of a case
+    without its length, and of its length."""
+    figure, handles = both_ways(results.rows, lambda row: label(*split(row["case"])), look)
+    about = f"{results.where.get('device', '')}, {results.rows[0]['dtype']}, {said}".strip(", ")
+    title(figure, f"{what}: longer bars are faster", [about, versions(results.where, list(handles))], look)
     legend(figure, handles)
     return figure
 
@@ -236,17 +255,9 @@ def curves(results: Results, family: str, look: Look) -> Any:
 def linear(results: Results, look: Look) -> Any:
     """Milliseconds of linear attentions, forward beside backward."""
     rows = [row for row in results.rows if row["case"] in LINEAR and row["ms"] != "nan"]
-    figure, axes = figure_of(look, 1, 2, 9, 4.9, sharey=True)
-    handles: dict[str, Any] = {}
-    for axis, direction in zip(axes, DIRECTIONS, strict=True):
-        of = [row for row in rows if row["direction"] == direction]
-        values = {(LINEAR[row["case"]], row["name"]): float(row["ms"]) for row in of}
-        handles |= draw_bars(axis, list(LINEAR.values()), values, look, "%.2f")
-        axis.set_title(f"{direction}, milliseconds", loc="left")
-        axis.xaxis.set_visible(False)
-        axis.spines["bottom"].set_visible(False)
-    if not axes[0].yaxis_inverted():
-        axes[0].invert_yaxis()
+    figure, handles = both_ways(
+        rows, lambda row: LINEAR[row["case"]], look, list(LINEAR.values()), "ms", "milliseconds", "%.2f", "name"
+    )
     where = {"device": rows[0]["device"], "torch": rows[0]["torch"], "tilelang": rows[0]["tilelang"]}
     where["flash-linear-attention"] = rows[0]["flash-linear-attention"]
     title(figure, "Linear attention: shorter bars are faster",
@@ -275,28 +286,24 @@ def decoding(results: Results, look: Look) -> Any:
 
 def over_dims(results: Results, look: Look) -> Any:
     """One group of bars for each head dim and mask, forward beside backward."""
-    rows = results.rows
 
-    def group_of(row: dict[str, str]) -> str:
-        family = split(row["case"])[0]
+    def label(family: str, length: int) -> str:
         return f"{shape_words(family.split('.')[0]).rpartition(', ')[2]}{MASKS[family.split('.')[2]]}"
 
-    groups = list(dict.fromkeys(map(group_of, rows)))
-    figure, axes = figure_of(look, 1, 2, 9, 1.75 + 0.21 * len(groups) + 0.235 * len(rows) / 2, sharey=True)
-    handles: dict[str, Any] = {}
-    for axis, direction in zip(axes, DIRECTIONS, strict=True):
-        of = [row for row in rows if row["direction"] == direction]
-        handles |= draw_bars(axis, groups, {(group_of(r), r["peer"]): float(r["tflops"]) for r in of}, look, "%.0f")
-        axis.set_title(f"{direction}, TFLOP/s", loc="left")
-        axis.xaxis.set_visible(False)
-        axis.spines["bottom"].set_visible(False)
-    if not axes[0].yaxis_inverted():
-        axes[0].invert_yaxis()
-    lengths = ", ".join(sorted({row["case"].rpartition(".")[2] for row in rows}))
-    about = f"{results.where.get('device', '')}, {rows[0]['dtype']}, softmax, 16 heads, length {lengths}"
-    title(figure, "Head dims: longer bars are faster", [about, versions(results.where, list(handles))], look)
-    legend(figure, handles)
-    return figure
+    lengths = ", ".join(sorted({row["case"].rpartition(".")[2] for row in results.rows}))
+    return every(results, look, "Head dims", f"softmax, 16 heads, length {lengths}", label)
+
+
+def of_heads(family: str, length: int) -> str:
+    """A case by its batch, its heads, its mask and its length."""
+    shape, _, mask = family.split(".")
+    return f"{shape_words(shape).rpartition(', ')[0]}{MASKS[mask]}, length {length}"
+
+
+def of_mask(family: str, length: int) -> str:
+    """A case by its maths, and by its heads where they share keys."""
+    shape = shape_words(family.split(".")[0])
+    return words(family) + (f", {shape.split(', ')[1]}" if "/" in shape else "")
 
 
 def of_files(*names: str) -> Results:
@@ -309,13 +316,19 @@ def first_screen(look: Look) -> Any:
     order = ("softmax.full", "softmax.causal", "alibi.full", "softcap.full", "softmax.window", "sigmoid.full")
     kept = [f"mha-128.{name}.8192" for name in (*order, "relu.full")]
     rows = sorted((row for row in found.rows if row["case"] in kept), key=lambda row: kept.index(row["case"]))
-    return bars(Results(rows, found.where), 8192, look, first="Attention on one H100: longer bars are faster")
+    return bars(Results(rows, found.where), 8192, look, what="Attention on one H100")
 
 
 PICTURES: dict[str, Callable[[Look], Any]] = {
     "h100": first_screen,
     "history": history.draw,
     "h100_dims": lambda look: over_dims(of_files("h100_dims_bf16"), look),
+    "h100_grouped": lambda look: every(
+        of_files("h100_grouped_bf16"), look, "Grouped heads", "head dim 128, softmax", of_heads
+    ),
+    "h100_masks": lambda look: every(
+        of_files("h100_flex_backends"), look, "Masks and scores", "head dim 128, length 8192", of_mask
+    ),
     "h100_linear": lambda look: linear(of_files("h100_linear"), look),
     "h100_decoding": lambda look: decoding(of_files("h100_decoding"), look),
     **{

@@ -30,6 +30,7 @@ TABLES = {
     "head_dims": Table(("h100_dims_bf16",), "cudnn"),
     "grouped": Table(("h100_grouped_bf16", "h100_grouped_fp16"), "flash_attention_4"),
     "few_key_heads": Table(("h100_few_key_heads_bf16",), "flash_attention_4"),
+    "masks": Table(("h100_flex_backends",), "flex_flash"),
     "lengths": Table(("h100_softmax_peers_bf16", "h100_softmax_peers_fp16"), "flash_attention_4"),
 }
 
