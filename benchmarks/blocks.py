@@ -4,8 +4,8 @@ python -m benchmarks.blocks                         all lengths and lists
 python -m benchmarks.blocks --lengths 32768 --kept 16   of these alone
 python -m benchmarks.blocks --numbers               no times
 python -m benchmarks.blocks --peers                 FlexAttention beside, with a BlockMask of the same lists, and
-    cudnn.block_sparse_attention where it can: as many key heads as query heads, square blocks (--key-heads 16 --size
-    64 64, or 128 128)
+    cudnn.block_sparse_attention where it can: as many key heads as query heads, square blocks
+python -m benchmarks.blocks --key-heads 4 16 --size 128x64 128x128 --out RESULTS    RESULTS.csv and RESULTS.json, too
 
 Each block of queries sees so many random blocks of keys; lists are one for each key head. TFLOP/s count pairs that
 lists keep, 2.5 times as much for a backward pass.
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,11 +25,13 @@ from torch import Tensor
 
 from attention_engine import AttentionEngine, BlockList
 from benchmarks.peers import Unavailable, need
-from benchmarks.timing import Clock
+from benchmarks.run import Row, write
+from benchmarks.timing import Clock, Timing, environment
 
 HEADS, DIM, DTYPE = 16, 128, torch.bfloat16
 ROUNDS = 10
 MAKERS = ("listed_blocks", "block_map", "tile_map")  # kernels that make lists
+PEERS = {"ours": "attention_engine", "FlexAttention": "flex_attention", "cuDNN": "cudnn_frontend"}
 
 
 def draw(length: int, kept: int, key_heads: int, size: tuple[int, int]) -> BlockList:
@@ -145,42 +149,64 @@ def share_of_lists(call: Callable[[], object]) -> tuple[float, float]:
     return sum(t for name, t in times if any(maker in name for maker in MAKERS)), sum(t for _, t in times)
 
 
+def size_of(text: str) -> tuple[int, int]:
+    """Queries and keys of a block, of "128x64"."""
+    queries, _, keys = text.partition("x")
+    return int(queries), int(keys)
+
+
+def timings(
+    engine: AttentionEngine, length: int, kept: int, key_heads: int, size: tuple[int, int], with_peers: bool
+) -> Iterator[tuple[str, str, Timing, float]]:  # fmt: skip
+    """Who, the direction, the times, and TFLOP/s. Prints what part of ours goes to making lists."""
+    qkv, lists = inputs(length, key_heads), draw(length, kept, key_heads, size)
+    operations = 4 * DIM * HEADS * length * kept * size[1]
+    attends: dict[str, Callable[..., Tensor]] = {"ours": lambda *t: engine(*t, block_mask=lists)}
+    attends |= peers(lists, length) if with_peers else {}
+    calls: dict[str, tuple[Callable[[], object], float]] = {}
+    for name, attend in attends.items():
+        o = attend(*qkv)
+        do = torch.randn_like(o)
+        calls[f"{name} forward"] = lambda a=attend: a(*qkv), operations
+        calls[f"{name} backward"] = (
+            lambda o=o, d=do: torch.autograd.grad(o, qkv, d, retain_graph=True), 2.5 * operations,
+        )  # fmt: skip
+    for name, timing in Clock().times({n: call for n, (call, _) in calls.items()}, ROUNDS).items():
+        who, _, direction = name.partition(" ")
+        yield who, direction, timing, calls[name][1] / timing.device_us * 1e-6
+    for name in ("ours forward", "ours backward"):
+        making, whole = share_of_lists(calls[name][0])
+        print(f"  lists of {name}: {making:.1f} of {whole:.1f} us", flush=True)
+
+
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 65536, 131072])
     parser.add_argument("--kept", nargs="+", type=int, default=[16, 64])
-    parser.add_argument("--size", nargs=2, type=int, default=[128, 64], help="queries and keys of a block")
-    parser.add_argument("--key-heads", type=int, default=4)
+    parser.add_argument("--size", nargs="+", type=size_of, default=[(128, 64)], help="queries x keys of a block")
+    parser.add_argument("--key-heads", nargs="+", type=int, default=[4])
     parser.add_argument("--numbers", action="store_true", help="no times")
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--out", type=Path, help="where the table of results is written")
     args = parser.parse_args()
-    size, engine = (args.size[0], args.size[1]), AttentionEngine()
-    print(f"{HEADS} query heads, {args.key_heads} of keys, blocks of {size[0]} x {size[1]}", flush=True)
-    print("errors of o, dq, dk, dv over eager's:", ratios(engine, 2048, 5, args.key_heads, size), flush=True)
-    clock = Clock()
-    for length in args.lengths if not args.numbers else []:
-        for kept in args.kept:
-            qkv, lists = inputs(length, args.key_heads), draw(length, kept, args.key_heads, size)
-            operations = 4 * DIM * HEADS * length * kept * size[1]
-            attends: dict[str, Callable[..., Tensor]] = {"ours": lambda *t, n=lists: engine(*t, block_mask=n)}
-            attends |= peers(lists, length) if args.peers else {}
-            calls: dict[str, tuple[Callable[[], object], float]] = {}
-            for name, attend in attends.items():
-                o = attend(*qkv)
-                do = torch.randn_like(o)
-                calls[f"{name} forward"] = lambda a=attend, t=qkv: a(*t), operations
-                calls[f"{name} backward"] = (
-                    lambda o=o, t=qkv, d=do: torch.autograd.grad(o, t, d, retain_graph=True), 2.5 * operations,
-                )  # fmt: skip
+    engine, rows = AttentionEngine(), list[Row]()
+    for size, heads in product(args.size, args.key_heads):
+        print(f"{HEADS} query heads, {heads} of keys, blocks of {size[0]} x {size[1]}", flush=True)
+        errors = ratios(engine, 2048, 5, heads, size)
+        print("errors of o, dq, dk, dv over eager's:", errors, flush=True)
+        for length, kept in product(args.lengths, args.kept) if not args.numbers else ():
             print(f"{length} queries and keys, {kept} blocks of each block of queries", flush=True)
-            for name, timing in clock.times({n: call for n, (call, _) in calls.items()}, ROUNDS).items():
-                speed = calls[name][1] / timing.device_us * 1e-6
-                print(f"  {name:24} {timing.device_us:8.1f} us  {speed:6.1f} TFLOP/s   host {timing.host_us:6.1f} us",
-                      flush=True)  # fmt: skip
-            for name in ("ours forward", "ours backward"):
-                making, whole = share_of_lists(calls[name][0])
-                print(f"  lists of {name}: {making:.1f} of {whole:.1f} us", flush=True)
+            case = f"{HEADS}/{heads} heads.blocks of {size[0]} x {size[1]}.{kept} for each.{length}"
+            for who, direction, timing, speed in timings(engine, length, kept, heads, size, args.peers):
+                print(f"  {who:14} {direction:9} {timing.device_us:8.1f} us  {speed:6.1f} TFLOP/s   "
+                      f"host {timing.host_us:6.1f} us", flush=True)  # fmt: skip
+                times = (timing.device_us, timing.low_us, timing.high_us, timing.host_us, speed)
+                error = max(errors) if who == "ours" else 0.0  # of the same lists at a length of 2048
+                row = Row(case, "bfloat16", PEERS[who], direction, "ok", *times, ratio=error)
+                rows.append(row)
+    if args.out is not None:
+        write(args.out, rows, environment("triton", "tilelang", "nvidia-cudnn-frontend"))
 
 
 if __name__ == "__main__":
