@@ -241,7 +241,7 @@ class Kernels(_Launched):
 
     @cached_property
     def of_long_sequences(self) -> Kernels | None:
-        """Those of packed sequences that are long; None where others' suit them. All but one are others' too."""
+        """Those of packed sequences that are long; None where there are none. Only the kernel over keys is another."""
         if not walks_by_heads(self.problem, self.plan.tiles.backward):
             return None
         found = Kernels(self.maths, self.problem, self.tiles, self.target, self.plan.deterministic, by_heads=True)

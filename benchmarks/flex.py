@@ -27,7 +27,7 @@ from torch import Tensor
 from attention_engine import AttentionEngine
 from attention_engine.flex import create_block_mask, flex_attention
 from attention_engine.flex.engines import FINDER
-from benchmarks.flex_cudnn import cudnn
+from benchmarks.flex_cudnn import Planned, cudnn
 from benchmarks.gallery import Mods, gallery
 from benchmarks.host import CALLS, ROUNDS, host_us, without_launches
 from benchmarks.run import DIRECTIONS, Row, write
@@ -99,9 +99,9 @@ def flash(mods: Mods, device: str) -> Callable[..., Tensor]:
 
 def plan_ms(call: Callable[..., Tensor], qkv: Sequence[Tensor]) -> str:
     """What making a plan takes, without and with what a backward pass reads; nothing where a call makes none."""
-    if not hasattr(call, "plan"):
+    if not isinstance(call, Planned):
         return ""
-    of_forward, of_both = (ms(partial(call.plan, *qkv, trained)) for trained in (False, True))
+    of_forward, of_both = (ms(partial(call.plan, *qkv, trained=trained)) for trained in (False, True))
     return f", a plan {of_forward:.3f} ms, with its backward part {of_both:.3f} ms"
 
 
@@ -169,7 +169,9 @@ def ms(run: Callable[[], object], rounds: int = 12) -> float:
     return sorted(times)[rounds // 2]
 
 
-MAKERS = {"ours": ours, "torch": torchs, "flash": flash, "cudnn": cudnn}
+MAKERS: dict[str, Callable[[Mods, str], Callable[..., Tensor]]] = {
+    "ours": ours, "torch": torchs, "flash": flash, "cudnn": cudnn,
+}  # fmt: skip
 
 
 @contextmanager

@@ -33,30 +33,36 @@ def intervals(mask: Callable[..., Any], device: str, length: int) -> Tensor:
     return torch.stack([torch.zeros_like(first), first, last] if first.any() else [last])[None]
 
 
-def cudnn(mods: Mods, device: str) -> Callable[..., Tensor]:
-    """A call on q, k and v (batch, heads, length, dim), of one shape. Its plans are kept, as other peers' masks are;
-    `call.plan` makes one of intervals that are kept. Raises Unavailable where the package is missing, or the mods are
-    no mask alone."""
-    need("cudnn.flex_attention", "cutlass")
-    from cudnn import flex_attention as flex
+class Planned:
+    """A call on q, k and v (batch, heads, length, dim), of one shape. Its plans are kept, as other peers' masks are."""
 
+    def __init__(self, mask: Callable[..., Any], device: str) -> None:
+        self.mask, self.device = mask, device
+        self._rows: Tensor | None = None
+        self._plans: dict[bool, Any] = {}
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, trained: bool) -> Any:
+        """A new plan, of intervals that are kept. trained: with what a backward pass reads."""
+        from cudnn.flex_attention import create_mask_plan
+
+        if self._rows is None:
+            self._rows = intervals(self.mask, self.device, q.shape[2]).repeat(1, 1, q.shape[0])
+        return create_mask_plan(self._rows, *(t.transpose(1, 2) for t in (q, k, v)), build_backward=trained)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from cudnn.flex_attention import flex_attn_func
+
+        trained = torch.is_grad_enabled()
+        if trained not in self._plans:
+            self._plans[trained] = self.plan(q, k, v, trained)
+        found: Tensor = flex_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), mask_plan=self._plans[trained])
+        return found.transpose(1, 2)
+
+
+def cudnn(mods: Mods, device: str) -> Planned:
+    """The call of these mods. Raises Unavailable where the package is missing, or the mods are no mask alone."""
+    need("cudnn.flex_attention", "cutlass")
     score, mask = mods
     if score is not None or mask is None:
         raise Unavailable("it takes masks alone")
-    plans: dict[bool, Any] = {}
-    kept: list[Tensor] = []
-
-    def plan(q: Tensor, k: Tensor, v: Tensor, trained: bool) -> Any:
-        if not kept:
-            kept.append(intervals(mask, device, q.shape[2]).repeat(1, 1, q.shape[0]))
-        return flex.create_mask_plan(kept[0], *(t.transpose(1, 2) for t in (q, k, v)), build_backward=trained)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        trained = torch.is_grad_enabled()
-        if trained not in plans:
-            plans[trained] = plan(q, k, v, trained)
-        found: Tensor = flex.flex_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), mask_plan=plans[trained])
-        return found.transpose(1, 2)
-
-    call.plan = plan  # type: ignore[attr-defined]
-    return call
+    return Planned(mask, device)

@@ -25,7 +25,7 @@ from attention_engine.passes.maths import analyse, analyse_part
 from attention_engine.passes.read_places import CustomSums
 from attention_engine.passes.simplify import add
 from attention_engine.passes.tile_plan import plan_tiles
-from attention_engine.plan.attention_buffers import AHEAD, MADE_BEFORE, TOGETHER
+from attention_engine.plan.attention_buffers import AHEAD, ENDS, MADE_BEFORE, TOGETHER
 from attention_engine.plan.forms import HopperKeys, Tile
 from attention_engine.plan.hopper import (
     pairs_in_turn,
@@ -206,6 +206,17 @@ def test_pairs_whose_blocks_add_in_order_together(dim, batch, keys, together):
 )  # fmt: skip
 def test_units_of_half_a_gpu_where_the_last_starts_longest_first(pairs, keys, together):
     assert pairs_that_end(Tile(80, 128, 256, 2, HopperKeys()), pairs, keys, 132) == together
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "ends"),
+    [("mha-128", 2048, 1), ("mha-64", 2048, 1), ("mha-64", 16384, 0), ("mha-32", 2048, 0), ("llama-8b", 2048, 0)],
+)  # fmt: skip
+def test_the_last_unit_starts_longest_first_at_these_head_dims(name, keys, ends):
+    (case,) = find(f"{name}.softmax.causal.2048")
+    engine = AttentionEngine(case.metas(), **case.options(), device=arch.H100(), deterministic=True)
+    plan = engine._kernels("cuda").plan
+    assert plan.tiles.backward.in_order and plan.numbers(2, keys, keys)[ENDS] == ends
 
 
 @pytest.mark.parametrize(
