@@ -99,6 +99,22 @@ def test_a_defect_is_named(defect):
         run(defect)
 
 
+@pytest.mark.parametrize("out", [False, True])
+def test_a_copy_that_would_convert_is_named(out):
+    @T.prim_func
+    def converting(A: T.Tensor((64, 32), "float32")):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared([64, 32], "float16")
+            full = T.alloc_barrier(arrive_count=128)
+            if out:
+                T.tma_copy(a, A)
+            else:
+                T.tma_copy(A, a, barrier=full)
+
+    with pytest.raises(HazardInKernel, match=r"a TMA copy of float(16|32) to float(32|16), which converts nothing"):
+        Interpreter(converting)(torch.zeros(64, 32))
+
+
 def test_a_tile_on_its_way_is_nan():
     @T.prim_func
     def early(A: T.Tensor((64, 32), "float16"), O: T.Tensor((2, 64, 32), "float16")):

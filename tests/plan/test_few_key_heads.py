@@ -109,7 +109,8 @@ def test_packed_sequences_are_parted_where_they_have_few_blocks(sequences, rows,
     of_sequences = engine_of(8, 1)._kernels("cuda", trained=True, packed="alike")
     assert of_sequences.plan.tiles.backward.within_sequences
     other = of_sequences.of_call(sequences, rows, rows)
-    assert (other.problem.copies > 1) is one and other.plan.tiles.backward.within_sequences
+    tile = other.plan.tiles.backward
+    assert (other.problem.copies > 1) is one and tile.within_sequences and tile.persistent
     same_bits = engine_of(8, 1, deterministic=True)._kernels("cuda", trained=True, packed="alike")
     assert same_bits.of_call(sequences, rows, rows) is same_bits
 

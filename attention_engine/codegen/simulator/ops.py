@@ -196,11 +196,13 @@ TMA_ALIGNMENT = 128  # bytes, of an address in shared memory (CUDA driver API, t
 
 def _tma_copy(compiler: Compiler, call: Call) -> Run:
     """A load that lands when its barrier says so; without one, a store that reads until it is waited for."""
+    source, target = (compiler.region(argument) for argument in call.args[:2])
+    if source.buffer.dtype != target.buffer.dtype:
+        raise HazardInKernel(f"a TMA copy of {source.buffer.dtype} to {target.buffer.dtype}, which converts nothing")
     found = [value for name, value in call.annotations.items() if str(name) == "barrier"]
     if not found:
         return _tma_store(compiler, call)
-    barrier, target = _barrier(compiler, cast(Load, found[0])), compiler.region(call.args[1])
-    source, bad = compiler.region(call.args[0]), poison(target.buffer.dtype)
+    barrier, bad = _barrier(compiler, cast(Load, found[0])), poison(target.buffer.dtype)
 
     def run(frame: Frame) -> None:
         role: Role = frame[ROLE]
